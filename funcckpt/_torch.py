@@ -174,21 +174,37 @@ def active_layers() -> list[Layer]:
     return layers
 
 
-def batched_at_top(x: Tensor) -> Tensor:
-    """`x`, batched at the innermost level if that is a vmap.
-
-    The rule for vmap that torch generates sums the gradient of an unbatched output that is an input
-    wrongly.
-    """
-    interpreter = peek_interpreter_stack()
-    if kind_of(interpreter) != "vmap":
-        return x
-    level = interpreter.level()
-    value, dim = _unwrap_batched(x, level)
-    if dim is not None:
-        return x
-    batched: Tensor = _add_batch_dim(value.expand(batch_size_of(interpreter), *value.shape), 0, level)
+def first_sample(level: int, like: Tensor) -> Tensor:
+    """1 for the first sample of a vmap level, and 0 for the others."""
+    size = active_layers()[level - 1].batch_size
+    first = torch.arange(size, device=like.device) == 0
+    batched: Tensor = _add_batch_dim(first.to(like.dtype), 0, level)
     return batched
+
+
+@contextmanager
+def vmaps_again(has_say: Sequence[bool]) -> Iterator[None]:
+    """The active levels, all of them vmaps, those without a say in random numbers as "same"."""
+    layers = active_layers()
+    while peek_interpreter_stack() is not None:
+        pop_dynamic_layer_stack()
+    entered: list[bool] = []
+    try:
+        for layer, own in zip(layers, has_say, strict=True):
+            if own:
+                push_dynamic_layer_stack(layer.dynamic)
+            else:
+                _vmap_increment_nesting(layer.batch_size, "same")
+            entered.append(own)
+        yield
+    finally:
+        for own in reversed(entered):
+            if own:
+                pop_dynamic_layer_stack()
+            else:
+                _vmap_decrement_nesting()
+        for layer in layers:
+            push_dynamic_layer_stack(layer.dynamic)
 
 
 def batched_nothing() -> list[Tensor]:
@@ -293,6 +309,27 @@ def tangent_of(x: Tensor) -> Tensor | None:
     return forward_ad.unpack_dual(x, level=0).tangent
 
 
+def primal_of(x: Tensor) -> Tensor:
+    """`x` without its tangent at the level on top; inside of an autograd.Function too."""
+    if not has_dual_level():
+        return x
+    with _set_fwd_grad_enabled(True):
+        return x if tangent_of(x) is None else forward_ad.unpack_dual(x, level=0).primal
+
+
+def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
+    """In a dual level, the primal of a dual tensor is a view of it: a further view is dual again.
+
+    Without `record` nothing requires grad any more: forward mode switches grad mode on.
+    """
+    if not has_dual_level():
+        return inputs
+    return [
+        x if is_legacy_batchedtensor(x) else fresh(x).requires_grad_(record and x.requires_grad)
+        for x in inputs
+    ]
+
+
 def is_plain_dual(x: Tensor) -> bool:
     """Whether a tensor of no functorch level has a tangent in plain forward mode."""
     # Inside of a transform the question would be answered by its level: ask below all of them.
@@ -376,6 +413,14 @@ def requires_grad_at_this_level(x: Tensor) -> None:
 
 def without_vmap_mode() -> Any:
     return _ExcludeDispatchKeyGuard(_VMAP_MODE)
+
+
+def has_memory_for_each(x: Tensor) -> bool:
+    """Whether no two elements of a plain tensor are one in memory, and it is not one of torch's symbolic
+    zeros.
+    """
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return not expanded and not x._is_zerotensor()
 
 
 def below_wrappers(x: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from .program import (
     Recording,
     Tensors,
     Vjp,
+    bind_vmap,
     is_differentiable,
-    may_skip_vmap,
     vmapped,
     zeros_for_none,
 )
@@ -129,23 +129,7 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tenso
 
 
 def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
-    level = interpreter.level()
-    unwrapped_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
-    unwrapped = [x for x, _ in unwrapped_and_dims]
-    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
-    randomness = _torch.randomness_of(interpreter)
-    if _none(in_dims) and may_skip_vmap(program, level, randomness):
-        with _torch.lower(interpreter):
-            return bind(program, unwrapped)
-    batched = vmapped(program, level, in_dims, _torch.batch_size_of(interpreter), randomness)
-    with _torch.lower(interpreter):
-        outputs = bind(batched, unwrapped)
-    return tuple(
-        [
-            y if dim is None else _torch._add_batch_dim(y, dim, level)
-            for y, dim in zip(outputs, batched.out_dims, strict=True)
-        ]
-    )
+    return bind_vmap(interpreter, program, inputs, bind)
 
 
 def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
@@ -213,7 +197,7 @@ def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) ->
         outputs: Tensors = _Plain.apply(program, *inputs)
         return outputs
     with torch.no_grad():
-        return net.run(program, _without_forward_views(inputs, record=False))
+        return net.run(program, _torch.without_forward_views(inputs, record=False))
 
 
 def attach(program: Program, outputs: Sequence[tuple[Tensor, bool]], inputs: Sequence[Tensor]) -> Tensors:
@@ -290,7 +274,7 @@ class _Plain(_Node, torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, *inputs: Tensor) -> Tensors:
-        outputs, active = net.run_recorded(program, _without_forward_views(inputs))
+        outputs, active = net.run_recorded(program, _torch.without_forward_views(inputs))
         outputs = tuple([_torch.fresh(y) for y in outputs])
         return _Node.keep(ctx, program, inputs, outputs, program.home, 0, active)
 
@@ -346,19 +330,6 @@ class _AtGradLevel(_Node, _torch.SingleLevelFunction):
         active = recording.active if isinstance(recording, Recording) else None
         home = min(program.home, level - 1)
         return _Node.keep(ctx, program, inputs, wrapped, home, level, active)
-
-
-def _without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
-    """In a dual level, the primal of a dual tensor is a view of it: a further view is dual again.
-
-    Without `record` nothing requires grad any more: forward mode switches grad mode on.
-    """
-    if not _torch.has_dual_level():
-        return inputs
-    return [
-        x if _torch.is_legacy_batchedtensor(x) else _torch.fresh(x).requires_grad_(record and x.requires_grad)
-        for x in inputs
-    ]
 
 
 def _recording(program: Program, differentiated: Sequence[int]) -> Program | Recording:

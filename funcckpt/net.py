@@ -100,17 +100,14 @@ def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, t
     recording = Recording(program, differentiated) if differentiated else None
     versions = source.versions(inputs)
     detached = [_torch.fresh(x) if x.requires_grad else x for x in inputs]
-    with (
-        torch.enable_grad(),
-        _torch._set_fwd_grad_enabled(True),
-        _torch.shadows(layers) as levels,
-    ):
-        outputs = (recording or program).run(*detached)
-        outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
-    if _torch.has_dual_level():
-        for y in outputs:
-            if _torch.tangent_of(y) is not None:
-                raise _captured(source, y, "that is dual")
+    with torch.enable_grad(), _torch._set_fwd_grad_enabled(True):
+        with _torch.shadows(layers) as levels:
+            outputs = (recording or program).run(*detached)
+            outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
+        if _torch.has_dual_level():
+            for y in outputs:
+                if _torch.tangent_of(y) is not None:
+                    raise _captured(source, y, "that is dual")
     source.check_versions(versions, inputs)
     return outputs, None if recording is None else recording.active
 

@@ -1,4 +1,4 @@
-"""The rules of remat as a `torch.autograd.Function`, on public API.
+"""The rules of remat as a `torch.autograd.Function`.
 
 This is the definition: `dispatch` applies the same rules without building a Function class per level
 and call. `GeneratedRemat` has its rule for vmap derived by torch, independently of ours, and is the
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, net
+from .errors import CheckpointError
 from .program import (
     Jvp,
     Program,
@@ -24,53 +25,190 @@ from .program import (
     Tensors,
     Vjp,
     _Derived,
+    bind_vmap,
     is_differentiable,
     vmapped,
     zeros_for_none,
 )
 
 
+class _Operand:
+    """What the Functions are given beside tensors: a program, and what the levels need to know of it.
+
+    Attributes
+    ----------
+    program : Program
+        As it runs: at a grad or jvp level of its own for each of those that it meets before the next
+        vmap, as f would find it without remat.
+    has_say : tuple of bool
+        For each vmap level, outermost first, whether the user called f inside of it, so that it
+        decides about random numbers.
+    """
+
+    def __init__(self, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()) -> None:
+        self.has_say = has_say
+        # The program as it comes to a level, and as it is recorded there.
+        self._met: dict[int, Program] = {}
+        self._recorded: dict[int, Recording] = {}
+        self.program = program if program.is_pullback else self._record(program, inputs)
+        # Which outputs depend on what requires grad in plain autograd, once that is known.
+        self._active: tuple[bool, ...] | None = None
+        self.is_empty = False
+
+    def _record(self, program: Program, inputs: Sequence[Tensor]) -> Program:
+        interpreter = _torch.peek_interpreter_stack()
+        kind = None if interpreter is None else _torch.kind_of(interpreter)
+        if kind != "grad" and kind != "jvp":
+            return program
+        level = interpreter.level()
+        self._met[level] = program
+        differentiated = []
+        if kind == "grad" and torch.is_grad_enabled():
+            differentiated = [
+                i for i, x in enumerate(inputs) if _torch.maybe_get_level(x) == level and x.requires_grad
+            ]
+        if differentiated:
+            program = self._recorded[level] = Recording(program, differentiated)
+        elif not isinstance(program, Recording):
+            program = Recording(program)
+        unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
+        with _torch.lower(interpreter):
+            return self._record(program, unwrapped)
+
+    def met_by(self, level: int) -> Program:
+        return self._met.get(level, self.program)
+
+    def run(self, inputs: Sequence[Tensor]) -> Tensors:
+        """The values, where no level is left."""
+        outputs, active = _run_plain(self.program, inputs)
+        self._active = None if _torch.has_dual_level() else active
+        return outputs
+
+    def constants(self, outputs: Tensors, level: int) -> list[Tensor]:
+        """The outputs that do not depend on what a level differentiates, as far as that is known."""
+        active = self._active if level == 0 else None
+        if level in self._recorded:
+            active = self._recorded[level].active
+        if active is None:
+            active = tuple([is_differentiable(y) for y in outputs])
+        return [y for y, is_active in zip(outputs, active, strict=True) if not is_active]
+
+
+def _run_plain(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
+    # What plain autograd hands to the forward of a Function is dual if the input was.
+    inputs = _torch.without_forward_views([_torch.primal_of(x) for x in inputs])
+    outputs, active = net.run_recorded(program, inputs)
+    return tuple([_torch.fresh(_settled(y)) for y in outputs]), active
+
+
+def _settled(y: Tensor) -> Tensor:
+    """`y`, with memory of its own for each element where it may be given a tangent.
+
+    A tangent is stored as its primal is. One that comes from a second evaluation, or is zero, may have
+    another layout, and could not be written to where elements share memory, or have none.
+    """
+    if _torch.has_dual_level() and not _torch.has_memory_for_each(y):
+        return y.clone(memory_format=torch.contiguous_format)
+    return y
+
+
 class _Rules:
     """What both spellings share: reverse mode."""
 
     @staticmethod
-    def forward(program: Program, *inputs: Tensor) -> Tensors:
-        if _torch.peek_interpreter_stack() is None:
-            outputs = net.run(program, inputs)
-        else:  # inside a rule for vmap that torch generates
-            program.source.take_layers()
-            outputs = tuple([_torch.batched_at_top(y) for y in program.run(*inputs)])
-        return tuple([_torch.fresh(y) for y in outputs])
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        program, *tensors = inputs
-        level = _torch.current_level()
+        operand, *tensors = inputs
+        # The vmaps on top are those that the rule of torch has entered again, to be recomputed under.
+        layers = _torch.active_layers()
+        entered = 0
+        while entered < len(layers) and layers[-1 - entered].kind == "vmap":
+            entered += 1
+        level = len(layers) - entered
+        ctx.unbatched = _unbatched(output, entered)
+        outside = len(operand.has_say) - entered
+        ctx.has_say = operand.has_say[:outside], operand.has_say[outside:]
         ctx.set_materialize_grads(False)
-        ctx.program = program
-        ctx.at_level = level > 0
-        ctx.home = min(program.home, level - 1) if level else program.home
+        ctx.program = operand.met_by(level)
+        ctx.at_level = len(layers) > 0
+        ctx.home = min(ctx.program.home, level - 1) if level else ctx.program.home
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*[y for y in output if not is_differentiable(y)])
+        ctx.mark_non_differentiable(*operand.constants(output, level))
 
     @staticmethod
     def pull(spelling: Any, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        inputs = ctx.saved_tensors
+        inputs = [_torch.alive(x) for x in ctx.saved_tensors]
         wrt = tuple([i for i in range(len(inputs)) if ctx.needs_input_grad[i + 1]])
         of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
         gradients: list[Tensor | None] = [None] * (len(inputs) + 1)
         if wrt and of:
             vjp = Vjp(ctx.program, ctx.home, len(inputs), wrt, of, ctx.at_level)
-            found = iter(spelling.apply(vjp, *inputs, *[ct for ct in cotangents if ct is not None]))
+            arguments = [*inputs, *_for_one_sample(ctx.unbatched, cotangents)]
+            found = iter(_apply(spelling, vjp, arguments, _has_say_now(ctx)))
             for i, connected in zip(wrt, vjp.connected, strict=True):
                 if connected:
                     gradients[i + 1] = next(found)
         return tuple(gradients)
 
 
+def _unbatched(outputs: Sequence[Tensor], entered: int) -> list[frozenset[int]]:
+    """For each of the vmaps on top, from the innermost, the outputs that are not batched and others are."""
+    found = []
+    top = _torch.current_level()
+    for level in range(top, top - entered, -1):
+        values_and_dims = [_torch._unwrap_batched(y, level) for y in outputs]
+        unbatched = frozenset([i for i, (_, dim) in enumerate(values_and_dims) if dim is None])
+        found.append(unbatched if len(unbatched) < len(outputs) else frozenset())
+        outputs = [value for value, _ in values_and_dims]
+    return found
+
+
+def _for_one_sample(unbatched: Sequence[frozenset[int]], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+    """The cotangents that there are; those of outputs without a batch dimension as the first sample's alone.
+
+    The rule for vmap that torch generates sums gradients over the samples. It is wrong about those that
+    belong to all samples together, where other outputs make them batched.
+    """
+    found = []
+    for i, ct in enumerate(cotangents):
+        if ct is None:
+            continue
+        for depth, indices in enumerate(unbatched):
+            if i in indices:
+                ct = ct * _torch.first_sample(_torch.current_level() - depth, ct)
+        found.append(ct)
+    return found
+
+
+def _has_say_now(ctx: Any) -> tuple[bool, ...]:
+    """Which of the levels at a backward were there at the call: those outside of what was recorded, and
+    those that are entered again. A vmap over cotangents is between the two.
+    """
+    outside, entered = ctx.has_say
+    active = sum(layer.kind == "vmap" for layer in _torch.active_layers())
+    later = active - len(outside) - len(entered)
+    if later < 0:
+        raise CheckpointError(
+            f"remat({ctx.program.source.name}): its pullback is called outside of a vmap inside of which it "
+            "was made. Call it there."
+        )
+    return (*outside, *[False] * later, *entered)
+
+
+def _apply(
+    spelling: Any, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()
+) -> Tensors:
+    operand = _Operand(program, inputs, has_say)
+    outputs: Tensors = spelling.apply(operand, *inputs)
+    return () if operand.is_empty else outputs
+
+
 class Remat(_Rules, torch.autograd.Function):
     """R with hand-written rules for vmap and jvp."""
+
+    @staticmethod
+    def forward(operand: _Operand, *inputs: Tensor) -> Tensors:
+        return operand.run(inputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -78,19 +216,19 @@ class Remat(_Rules, torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], program: Program, *inputs: Tensor
+        info: Any, in_dims: tuple[int | None, ...], operand: _Operand, *inputs: Tensor
     ) -> tuple[Tensors, tuple[int | None, ...]]:
         level = _torch.current_level() + 1
-        batched = vmapped(program, level, in_dims[1:], info.batch_size, info.randomness)
-        outputs = Remat.apply(batched, *inputs)
+        batched = vmapped(operand.program, level, in_dims[1:], info.batch_size, info.randomness)
+        outputs = _apply(Remat, batched, inputs)
         return outputs, batched.out_dims
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
+        inputs = [_torch.alive(x) for x in ctx.saved_tensors]
         along = tuple([i for i, t in enumerate(tangents) if t is not None])
         jvp = Jvp(ctx.program, ctx.home, len(inputs), along)
-        outputs = Remat.apply(jvp, *inputs, *[tangents[i] for i in along])
+        outputs = _apply(Remat, jvp, [*inputs, *[t for t in tangents if t is not None]])
         return tuple(zeros_for_none(*jvp.split(outputs)))
 
 
@@ -100,8 +238,30 @@ class GeneratedRemat(_Rules, torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    def forward(operand: _Operand, *inputs: Tensor) -> Tensors:
+        if _torch.peek_interpreter_stack() is None:
+            outputs = operand.run(inputs)
+        elif operand.program.source.random is None:
+            # The net has to lie below all levels: for the first run they are moved by hand.
+            outputs = _run_below_vmaps(operand.program, inputs)
+        else:
+            with _torch.vmaps_again(operand.has_say):
+                outputs = operand.program.run(*inputs)
+        operand.is_empty = not outputs
+        if operand.is_empty:  # what the rule that torch generates does not take
+            outputs = (torch.empty(0, dtype=torch.bool),)
+        return tuple([_torch.fresh(y) for y in outputs])
+
+    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         return _Rules.pull(GeneratedRemat, ctx, cotangents)
+
+
+def _run_below_vmaps(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    interpreter = _torch.peek_interpreter_stack()
+    if interpreter is None:
+        return _run_plain(program, inputs)[0]
+    return bind_vmap(interpreter, program, inputs, _run_below_vmaps)
 
 
 class _Padded(_Derived):
@@ -117,12 +277,11 @@ class _Padded(_Derived):
 
 def call(spelling: type[Any], program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """R[program](inputs) by one of the Functions above."""
-    if any(layer.kind in ("grad", "jvp") for layer in _torch.active_layers()):
-        program = Recording(program)
-    padding = _torch.batched_nothing()
-    if padding:
+    inputs = [_torch.alive(x) for x in inputs]
+    vmaps = [layer for layer in _torch.active_layers() if layer.kind == "vmap"]
+    if spelling is Remat and vmaps:
         # functorch skips the rule of a level at which no input is batched, and with it the level's
         # say in randomness. A batched input without elements makes it ask.
+        padding = _torch.batched_nothing()
         program, inputs = _Padded(program, len(inputs)), [*inputs, *padding]
-    outputs: Tensors = spelling.apply(program, *inputs)
-    return outputs
+    return _apply(spelling, program, inputs, (True,) * len(vmaps))

@@ -371,7 +371,33 @@ def vmapped(
     return Vmap(program, home, in_dims, batch_size, randomness)
 
 
-def may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
+def bind_vmap(
+    interpreter: Any,
+    program: Program,
+    inputs: Sequence[Tensor],
+    bind: Callable[[Program, Sequence[Tensor]], Tensors],
+) -> Tensors:
+    """R[program] at a vmap level, by way of R[vmap(program)] below it, which `bind` runs."""
+    level = interpreter.level()
+    unwrapped_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
+    unwrapped = [x for x, _ in unwrapped_and_dims]
+    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
+    randomness = _torch.randomness_of(interpreter)
+    if all(dim is None for dim in in_dims) and _may_skip_vmap(program, level, randomness):
+        with _torch.lower(interpreter):
+            return bind(program, unwrapped)
+    batched = vmapped(program, level, in_dims, _torch.batch_size_of(interpreter), randomness)
+    with _torch.lower(interpreter):
+        outputs = bind(batched, unwrapped)
+    return tuple(
+        [
+            y if dim is None else _torch._add_batch_dim(y, dim, level)
+            for y, dim in zip(outputs, batched.out_dims, strict=True)
+        ]
+    )
+
+
+def _may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
     """Whether a level at which no input is batched makes no difference to a program.
 
     Under "different" each sample draws its own numbers even from unbatched inputs, and under "error"
