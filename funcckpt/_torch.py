@@ -174,6 +174,10 @@ def active_layers() -> list[Layer]:
     return layers
 
 
+def number_of_vmaps() -> int:
+    return sum(layer.kind == "vmap" for layer in active_layers())
+
+
 def first_sample(level: int, like: Tensor) -> Tensor:
     """1 for the first sample of a vmap level, and 0 for the others."""
     size = active_layers()[level - 1].batch_size
@@ -208,16 +212,16 @@ def vmaps_again(has_say: Sequence[bool]) -> Iterator[None]:
 
 
 def batched_nothing() -> list[Tensor]:
-    """For each active vmap level a tensor without elements that is batched there, and only there."""
+    """For each active vmap level that does not draw the same numbers for every sample, a tensor without
+    elements that is batched there, and only there.
+    """
     popped = []
     nothing = []
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
-            level, kind = interpreter.level(), kind_of(interpreter)
-            size = batch_size_of(interpreter) if kind == "vmap" else None
+            if kind_of(interpreter) == "vmap" and randomness_of(interpreter) != "same":
+                nothing.append((batch_size_of(interpreter), interpreter.level()))
             popped.append(pop_dynamic_layer_stack())
-            if size is not None:
-                nothing.append((size, level))
         return [_add_batch_dim(torch.empty(size, 0), 0, level) for size, level in nothing]
     finally:
         for layer in reversed(popped):

@@ -15,6 +15,7 @@ level and call, and with what that route cannot express:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,9 +33,9 @@ from .program import (
     Recording,
     Tensors,
     Vjp,
+    bind_legacy,
     bind_vmap,
     is_differentiable,
-    vmapped,
     zeros_for_none,
 )
 
@@ -178,17 +179,7 @@ def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
 
 
 def _bind_legacy(program: Jvp | Vjp, inputs: Sequence[Tensor], recording: bool = True) -> Tensors:
-    """Values of a program some of whose inputs may be batched by the vmap of plain autograd."""
-    unwrapped_and_dims = [_torch.unwrap_legacy(x) for x in inputs]
-    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
-    if _none(in_dims):
-        return _bind_values(program, inputs, recording)
-    unwrapped = [x for x, _ in unwrapped_and_dims]
-    size = next(x.shape[dim] for x, dim in unwrapped_and_dims if dim is not None)
-    batched = vmapped(program, program.home + 1, in_dims, size, "same")
-    with _torch.without_vmap_mode():
-        outputs = _bind_values(batched, unwrapped, recording)
-    return tuple([_torch.wrap_legacy(y, dim) for y, dim in zip(outputs, batched.out_dims, strict=True)])
+    return bind_legacy(program, inputs, functools.partial(_bind_values, recording=recording))
 
 
 def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) -> Tensors:

@@ -25,6 +25,7 @@ from .program import (
     Tensors,
     Vjp,
     _Derived,
+    bind_legacy,
     bind_vmap,
     is_differentiable,
     vmapped,
@@ -80,8 +81,7 @@ class _Operand:
 
     def run(self, inputs: Sequence[Tensor]) -> Tensors:
         """The values, where no level is left."""
-        outputs, active = _run_plain(self.program, inputs)
-        self._active = None if _torch.has_dual_level() else active
+        outputs, self._active = _run_plain(self.program, inputs)
         return outputs
 
     def constants(self, outputs: Tensors, level: int) -> list[Tensor]:
@@ -96,8 +96,10 @@ class _Operand:
 
 def _run_plain(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
     # What plain autograd hands to the forward of a Function is dual if the input was.
-    inputs = _torch.without_forward_views([_torch.primal_of(x) for x in inputs])
-    outputs, active = net.run_recorded(program, inputs)
+    primals = [_torch.primal_of(x) for x in inputs]
+    outputs, active = net.run_recorded(program, _torch.without_forward_views(primals))
+    if any(primal is not x for primal, x in zip(primals, inputs, strict=True)):
+        active = None  # what does not depend on what is recorded may depend on what is dual
     return tuple([_torch.fresh(_settled(y)) for y in outputs]), active
 
 
@@ -144,7 +146,8 @@ class _Rules:
         if wrt and of:
             vjp = Vjp(ctx.program, ctx.home, len(inputs), wrt, of, ctx.at_level)
             arguments = [*inputs, *_for_one_sample(ctx.unbatched, cotangents)]
-            found = iter(_apply(spelling, vjp, arguments, _has_say_now(ctx)))
+            has_say = _has_say_now(ctx) if spelling.generate_vmap_rule else ()
+            found = iter(_apply(spelling, vjp, arguments, has_say))
             for i, connected in zip(wrt, vjp.connected, strict=True):
                 if connected:
                     gradients[i + 1] = next(found)
@@ -185,8 +188,7 @@ def _has_say_now(ctx: Any) -> tuple[bool, ...]:
     those that are entered again. A vmap over cotangents is between the two.
     """
     outside, entered = ctx.has_say
-    active = sum(layer.kind == "vmap" for layer in _torch.active_layers())
-    later = active - len(outside) - len(entered)
+    later = _torch.number_of_vmaps() - len(outside) - len(entered)
     if later < 0:
         raise CheckpointError(
             f"remat({ctx.program.source.name}): its pullback is called outside of a vmap inside of which it "
@@ -198,9 +200,21 @@ def _has_say_now(ctx: Any) -> tuple[bool, ...]:
 def _apply(
     spelling: Any, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()
 ) -> Tensors:
-    operand = _Operand(program, inputs, has_say)
-    outputs: Tensors = spelling.apply(operand, *inputs)
-    return () if operand.is_empty else outputs
+    def apply(program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()) -> Tensors:
+        operand = _Operand(program, inputs, has_say)
+        outputs: Tensors = spelling.apply(operand, *inputs)
+        return () if operand.is_empty else outputs
+
+    def apply_below_vmaps(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+        interpreter = _torch.peek_interpreter_stack()
+        if interpreter is None:
+            return bind_legacy(program, inputs, apply)
+        return bind_vmap(interpreter, program, inputs, apply_below_vmaps)
+
+    if any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in inputs):
+        # The vmap of plain autograd is no level of functorch, and lies below all of them.
+        return apply_below_vmaps(program, inputs)
+    return apply(program, inputs, has_say)
 
 
 class Remat(_Rules, torch.autograd.Function):
@@ -278,10 +292,10 @@ class _Padded(_Derived):
 def call(spelling: type[Any], program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """R[program](inputs) by one of the Functions above."""
     inputs = [_torch.alive(x) for x in inputs]
-    vmaps = [layer for layer in _torch.active_layers() if layer.kind == "vmap"]
-    if spelling is Remat and vmaps:
+    if spelling.generate_vmap_rule:
+        return _apply(spelling, program, inputs, (True,) * _torch.number_of_vmaps())
+    if padding := _torch.batched_nothing():
         # functorch skips the rule of a level at which no input is batched, and with it the level's
         # say in randomness. A batched input without elements makes it ask.
-        padding = _torch.batched_nothing()
         program, inputs = _Padded(program, len(inputs)), [*inputs, *padding]
-    return _apply(spelling, program, inputs, (True,) * len(vmaps))
+    return _apply(spelling, program, inputs)

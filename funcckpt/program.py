@@ -397,6 +397,22 @@ def bind_vmap(
     )
 
 
+def bind_legacy(
+    program: Program, inputs: Sequence[Tensor], bind: Callable[[Program, Sequence[Tensor]], Tensors]
+) -> Tensors:
+    """The same at the vmap of plain autograd (`is_grads_batched`), if it has batched any input."""
+    unwrapped_and_dims = [_torch.unwrap_legacy(x) for x in inputs]
+    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
+    if all(dim is None for dim in in_dims):
+        return bind(program, inputs)
+    unwrapped = [x for x, _ in unwrapped_and_dims]
+    size = next(x.shape[dim] for x, dim in unwrapped_and_dims if dim is not None)
+    batched = vmapped(program, program.home + 1, in_dims, size, "same")
+    with _torch.without_vmap_mode():
+        outputs = bind(batched, unwrapped)
+    return tuple([_torch.wrap_legacy(y, dim) for y, dim in zip(outputs, batched.out_dims, strict=True)])
+
+
 def _may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
     """Whether a level at which no input is batched makes no difference to a program.
 
