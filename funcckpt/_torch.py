@@ -310,6 +310,8 @@ def tangent_of(x: Tensor) -> Tensor | None:
     """The tangent of `x` at the level on top; both dual levels of torch use number 0."""
     if not (x.is_floating_point() or x.is_complex()) or is_legacy_batchedtensor(x):
         return None
+    if x.is_inference() and not is_functorch_wrapped_tensor(x):
+        return None  # it has none, and some levels cannot even be asked
     return forward_ad.unpack_dual(x, level=0).tangent
 
 

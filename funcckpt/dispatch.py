@@ -36,6 +36,7 @@ from .program import (
     bind_legacy,
     bind_vmap,
     is_differentiable,
+    recorded,
     zeros_for_none,
 )
 
@@ -105,7 +106,7 @@ def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tens
         return outputs
     unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
     with _torch.lower(interpreter):
-        outputs = bind(_recording(program, ()), unwrapped)
+        outputs = bind(recorded(program, ()), unwrapped)
     return tuple([_torch._wrap_for_grad(y, level) for y in outputs])
 
 
@@ -121,7 +122,7 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tenso
     unwrapped = [_torch._unwrap_for_grad(x, level) for x in (*primals, *tangents)]
     if not along:
         with _torch.lower(interpreter):
-            outputs = bind(_recording(program, ()), unwrapped)
+            outputs = bind(recorded(program, ()), unwrapped)
         return tuple([_torch._wrap_for_grad(y, level) for y in outputs])
     jvp = Jvp(program, min(program.home, level - 1), len(inputs), along)
     with _torch.lower(interpreter):
@@ -162,7 +163,7 @@ def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
         if along:
             # Plain reverse and forward mode are one level: f sees both at once.
             differentiated = [i for i, x in enumerate(inputs) if x.requires_grad and recording]
-            inner = _recording(program, differentiated) if differentiated else program
+            inner = recorded(program, differentiated) if differentiated else program
             jvp = Jvp(inner, program.home, len(inputs), along)
             results = _bind_legacy(jvp, [*primals, *tangents], recording)
             outputs, out_tangents = jvp.split(results)
@@ -308,7 +309,7 @@ class _AtGradLevel(_Node, _torch.SingleLevelFunction):
     def forward(ctx: Any, interpreter: Any, program: Program, *inputs: Tensor) -> Tensors:
         level = interpreter.level()
         differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
-        recording = _recording(program, differentiated)
+        recording = recorded(program, differentiated)
         unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
         # An autograd.Function switches both modes off, for all levels below too.
         with (
@@ -321,13 +322,6 @@ class _AtGradLevel(_Node, _torch.SingleLevelFunction):
         active = recording.active if isinstance(recording, Recording) else None
         home = min(program.home, level - 1)
         return _Node.keep(ctx, program, inputs, wrapped, home, level, active)
-
-
-def _recording(program: Program, differentiated: Sequence[int]) -> Program | Recording:
-    """`program` as it runs at a grad or jvp level. A pullback brings a level of its own."""
-    if program.is_pullback or (isinstance(program, Recording) and not differentiated):
-        return program
-    return Recording(program, differentiated)
 
 
 def _none(dims: Sequence[int | None]) -> bool:

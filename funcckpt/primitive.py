@@ -10,6 +10,7 @@ nothing in the last backward of a level.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +29,13 @@ from .program import (
     bind_legacy,
     bind_vmap,
     is_differentiable,
+    recorded,
     vmapped,
     zeros_for_none,
 )
+
+# The number of a level, and which inputs it differentiates; None for a vmap.
+_Level = tuple[int, list[int] | None]
 
 
 class _Operand:
@@ -46,35 +51,27 @@ class _Operand:
         decides about random numbers.
     """
 
-    def __init__(self, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()) -> None:
+    def __init__(
+        self, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...], skips: bool
+    ) -> None:
         self.has_say = has_say
         # The program as it comes to a level, and as it is recorded there.
         self._met: dict[int, Program] = {}
         self._recorded: dict[int, Recording] = {}
-        self.program = program if program.is_pullback else self._record(program, inputs)
+        # The levels that come from the next vmap on.
+        self.further: list[_Level] = []
+        if not program.is_pullback:
+            self.further = _levels(inputs, skips)
+            while self.further and (differentiated := self.further[0][1]) is not None:
+                level, _ = self.further.pop(0)
+                self._met[level] = program
+                program = recorded(program, differentiated)
+                if differentiated and isinstance(program, Recording):
+                    self._recorded[level] = program
+        self.program = program
         # Which outputs depend on what requires grad in plain autograd, once that is known.
         self._active: tuple[bool, ...] | None = None
         self.is_empty = False
-
-    def _record(self, program: Program, inputs: Sequence[Tensor]) -> Program:
-        interpreter = _torch.peek_interpreter_stack()
-        kind = None if interpreter is None else _torch.kind_of(interpreter)
-        if kind != "grad" and kind != "jvp":
-            return program
-        level = interpreter.level()
-        self._met[level] = program
-        differentiated = []
-        if kind == "grad" and torch.is_grad_enabled():
-            differentiated = [
-                i for i, x in enumerate(inputs) if _torch.maybe_get_level(x) == level and x.requires_grad
-            ]
-        if differentiated:
-            program = self._recorded[level] = Recording(program, differentiated)
-        elif not isinstance(program, Recording):
-            program = Recording(program)
-        unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
-        with _torch.lower(interpreter):
-            return self._record(program, unwrapped)
 
     def met_by(self, level: int) -> Program:
         return self._met.get(level, self.program)
@@ -92,6 +89,30 @@ class _Operand:
         if active is None:
             active = tuple([is_differentiable(y) for y in outputs])
         return [y for y, is_active in zip(outputs, active, strict=True) if not is_active]
+
+
+def _levels(inputs: Sequence[Tensor], skips: bool) -> list[_Level]:
+    """The active levels, from the innermost, without the vmaps that torch skips for they batch no input."""
+    interpreter = _torch.peek_interpreter_stack()
+    if interpreter is None:
+        return []
+    level, kind = interpreter.level(), _torch.kind_of(interpreter)
+    found: list[_Level] = [(level, None)]
+    if kind == "vmap":
+        values_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
+        inputs = [value for value, _ in values_and_dims]
+        if skips and all(dim is None for _, dim in values_and_dims):
+            found = []
+    elif kind == "grad" or kind == "jvp":
+        differentiated = []
+        if kind == "grad" and torch.is_grad_enabled():
+            differentiated = [
+                i for i, x in enumerate(inputs) if _torch.maybe_get_level(x) == level and x.requires_grad
+            ]
+        inputs = [_torch._unwrap_for_grad(x, level) for x in inputs]
+        found = [(level, differentiated)]
+    with _torch.lower(interpreter):
+        return [*found, *_levels(inputs, skips)]
 
 
 def _run_plain(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
@@ -201,7 +222,7 @@ def _apply(
     spelling: Any, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()
 ) -> Tensors:
     def apply(program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()) -> Tensors:
-        operand = _Operand(program, inputs, has_say)
+        operand = _Operand(program, inputs, has_say, skips=not spelling.generate_vmap_rule)
         outputs: Tensors = spelling.apply(operand, *inputs)
         return () if operand.is_empty else outputs
 
@@ -211,9 +232,12 @@ def _apply(
             return bind_legacy(program, inputs, apply)
         return bind_vmap(interpreter, program, inputs, apply_below_vmaps)
 
-    if any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in inputs):
+    if len(has_say) == _torch.current_level() and any(
+        _torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in inputs
+    ):
         # The vmap of plain autograd is no level of functorch, and lies below all of them.
-        return apply_below_vmaps(program, inputs)
+        with _torch.vmaps_again(has_say):
+            return apply_below_vmaps(program, inputs)
     return apply(program, inputs, has_say)
 
 
@@ -241,7 +265,12 @@ class Remat(_Rules, torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [_torch.alive(x) for x in ctx.saved_tensors]
         along = tuple([i for i, t in enumerate(tangents) if t is not None])
-        jvp = Jvp(ctx.program, ctx.home, len(inputs), along)
+        program = ctx.program
+        if _torch.peek_interpreter_stack() is None:
+            # Plain reverse and forward mode are one level: f sees both at once.
+            differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
+            program = Recording(program, differentiated) if differentiated else program
+        jvp = Jvp(program, ctx.home, len(inputs), along)
         outputs = _apply(Remat, jvp, [*inputs, *[t for t in tangents if t is not None]])
         return tuple(zeros_for_none(*jvp.split(outputs)))
 
@@ -257,7 +286,7 @@ class GeneratedRemat(_Rules, torch.autograd.Function):
             outputs = operand.run(inputs)
         elif operand.program.source.random is None:
             # The net has to lie below all levels: for the first run they are moved by hand.
-            outputs = _run_below_vmaps(operand.program, inputs)
+            outputs = _run_below_vmaps(operand.further, operand.program, inputs)
         else:
             with _torch.vmaps_again(operand.has_say):
                 outputs = operand.program.run(*inputs)
@@ -271,11 +300,14 @@ class GeneratedRemat(_Rules, torch.autograd.Function):
         return _Rules.pull(GeneratedRemat, ctx, cotangents)
 
 
-def _run_below_vmaps(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+def _run_below_vmaps(levels: Sequence[_Level], program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    """Move the vmaps, which are active, into a program, and between them the levels that no longer are."""
+    while levels and (differentiated := levels[0][1]) is not None:
+        program, levels = recorded(program, differentiated), levels[1:]
     interpreter = _torch.peek_interpreter_stack()
     if interpreter is None:
         return _run_plain(program, inputs)[0]
-    return bind_vmap(interpreter, program, inputs, _run_below_vmaps)
+    return bind_vmap(interpreter, program, inputs, functools.partial(_run_below_vmaps, levels[1:]))
 
 
 class _Padded(_Derived):

@@ -156,6 +156,13 @@ class Recording(_Derived):
             return tuple([_torch._unwrap_for_grad(y, level) for y in outputs])
 
 
+def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:
+    """`program` as it runs at a grad or jvp level. A pullback brings a level of its own."""
+    if program.is_pullback or (isinstance(program, Recording) and not differentiated):
+        return program
+    return Recording(program, differentiated)
+
+
 class Vjp(_Derived):
     """(inputs, cotangents) -> gradients.
 
@@ -182,8 +189,10 @@ class Vjp(_Derived):
         at_level: bool,
         batches: tuple[CotangentBatch, ...] = (),
     ) -> None:
-        # A pullback records by itself.
-        super().__init__(inner.inner if isinstance(inner, Recording) else inner, home)
+        # A pullback records by itself. But f may look for a graph of what only an inner level differentiates.
+        if isinstance(inner, Recording) and set(inner.differentiated) <= set(wrt):
+            inner = inner.inner
+        super().__init__(inner, home)
         self.at_level = at_level or inner.source.replaces
         self.arity = arity
         self.wrt = wrt
@@ -228,7 +237,8 @@ class Vjp(_Derived):
         primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
-        gradients = self._pull(outputs, leaves, originals, cotangents, nested or bool(self.batches))
+        as_func = bool(self.batches) or _torch.number_of_vmaps() > 1
+        gradients = self._pull(outputs, leaves, originals, cotangents, nested or as_func)
         if self.batches and not nested:
             gradients = tuple([_torch.fresh(g) for g in gradients])
         return gradients
