@@ -7,16 +7,26 @@ by the time of the recomputation (a loop variable that moved on, parameters that
 has put back). `Closure` finds those tensors, remembers what f referred to at the time of the call,
 and rebuilds f around the tensors that it is given. f itself is never changed, so threads may share it.
 
-The search reads Python objects and cannot see everything (C++ objects, generators, context variables).
-What it misses, `net` and `remat` detect.
+Some of what f refers to no copy can stand for: a class, a Python module, a set, a context variable. f
+finds the original there, also in the recomputation. What it holds has to be what it was (`changed`).
+
+The search reads Python objects and cannot see everything (C++ objects, generators, what is looked up by
+a name that f computes). The tensors that it misses, `net` and `remat` detect. And where it sees that f
+is not a function of what it reads (f assigned something, draws from Python's or numpy's random numbers,
+holds an iterator), `is_pure` says so, and `remat` compares the recomputed values.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import inspect
+import random
+import sys
+import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -52,15 +62,12 @@ _ATOMS = frozenset(
         types.MethodDescriptorType,
         types.GetSetDescriptorType,
         types.CodeType,
-        types.ModuleType,
     }
 )
-# Libraries whose globals hold no tensor of the user's. Their closures and objects are searched.
-_LIBRARIES = frozenset(
-    "torch numpy builtins typing collections functools itertools math contextlib abc os sys time re "
-    "operator copy types dataclasses enum weakref threading logging warnings inspect jax einops "
-    "funcckpt".split()
-)
+# Libraries whose globals and classes hold nothing of the user's. Their closures and objects are searched.
+_LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "jax", "einops", "funcckpt"}
+# Libraries that have random streams of their own, which are not replayed.
+_RANDOM = ("random", "numpy", "numpy.random")
 # Objects of these packages stand for something outside of Python that a copy would not share.
 _OPAQUE = frozenset("threading weakref enum ctypes".split())
 _MODULE_STATE = frozenset(nn.Module().__dict__)
@@ -105,6 +112,8 @@ class Closure:
         Those of `tensors` that f reaches by a way that a rebuilt f does not change.
     generators : list of torch.Generator
         Random streams that were found.
+    is_pure : bool
+        Whether f looks like a function of its arguments and of what it captured. After `settle`.
     """
 
     def __init__(self, root: Any) -> None:
@@ -112,11 +121,17 @@ class Closure:
         self.constants: list[Tensor] = []
         self.loose: list[Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.is_pure = True
         # Nodes refer to each other by the ids of their objects, so that no cycle of references keeps
         # a closure alive until the garbage collector comes.
         self._nodes: dict[int, _Node] = {}
         self._mutable: list[_Node] = []
+        self._shared: list[_Node] = []
+        # What code looks up by name, and where; more code is found there, which looks up more.
+        self._names: set[str] = set(_CALLED_BY_TORCH)
+        self._namespaces: list[_NamespaceNode] = []
         self._root = self._visit(root, None, "", 0)
+        self._visit_namespaces()
         _spread(self._nodes)
         self._versions = [_version(x) for x in self.constants]
 
@@ -167,11 +182,17 @@ class Closure:
                     "instead, or make it a buffer of a module that is training."
                 )
         # What f has assigned itself is its state. The rest has to be the same in the recomputation.
-        self._mutable = [
-            node
-            for node in self._nodes.values()
-            if isinstance(node, _MUTABLE) and not node.needed and not node.has_changed()
-        ]
+        for node in self._nodes.values():
+            if node.shared:
+                if next(node.changes(), None) is None:
+                    self._shared.append(node)
+                else:
+                    self.is_pure = False
+            elif isinstance(node, _MUTABLE):
+                if node.was_assigned():
+                    self.is_pure = False
+                elif not node.needed and not node.has_changed():
+                    self._mutable.append(node)
 
     def check_unchanged(self, name: str) -> None:
         """Before a recomputation: is what f captured still what it was?"""
@@ -183,6 +204,21 @@ class Closure:
                     f"{_version(x)}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
                 )
+        for node in self._shared:
+            for item in node.changes():
+                raise MutationError(
+                    f"{self._path(node, item)}, which remat({name}) reads, is not what it was in the "
+                    "forward, and the recomputation would read the new value. Pass it as an argument, "
+                    "or change it after the backward."
+                )
+
+    def statistics(self) -> dict[int, Tensor]:
+        """What buffers were that f finds where no copy can be put, by the ids of the tensors."""
+        return {
+            node.key: node.snapshot[1].clone()
+            for node in self._nodes.values()
+            if isinstance(node, _TensorNode) and node.shared and node.snapshot is not None
+        }
 
     def keep_as_constants(self, tensors: Iterable[Tensor]) -> None:
         """Hold tracked tensors that turned out to be no inputs, as they are."""
@@ -196,18 +232,21 @@ class Closure:
         self.tensors.clear()
         self.loose.clear()
         for node in self._nodes.values():
-            if node.needed:
+            if node.needed or node.shared:
                 node.seal(self._nodes)
 
     def where(self, tensor: Tensor) -> str:
         """How f refers to a tensor, in words."""
-        parts: list[str] = []
         node = self._nodes.get(id(tensor))
-        while node is not None:
-            if node.label:
-                parts.append(node.label)
-            node = None if node.parent is None else self._nodes[node.parent]
-        return " of ".join(parts) or "a captured tensor"
+        return (node and self._path(node)) or "a captured tensor"
+
+    def _path(self, node: _Node, *items: Any) -> str:
+        parts = [node.label_of(item) for item in items]
+        parent: int | None = node.key
+        while parent is not None and self._nodes[parent].parent != self._root:
+            parts.append(self._nodes[parent].label)
+            parent = self._nodes[parent].parent
+        return " of ".join([part for part in parts if part])
 
     def escaped(self) -> Iterator[tuple[Callable[[Any], None], Tensor, str]]:
         """Tensors that were stored, since the search, where it has been.
@@ -243,30 +282,56 @@ class Closure:
         else:
             node_type = _node_type(value, kind)
             if node_type is None:
+                self.is_pure = self.is_pure and not _moves_on(value)
                 return None
             node = node_type(value, parent, label)
         self._nodes[key] = node
+        if isinstance(node, _NamespaceNode):
+            self._namespaces.append(node)
+        self._names |= node.names()
         node.items = node.read(value)
-        for name, item in (*node.items.items(), *node.extra()):
-            if type(item) not in _ATOMS:
-                child = self._visit(item, key, node.label_of(name), depth + 1)
-                if child is not None:
-                    node.children[name] = child
+        self._visit_items(node, (*node.items.items(), *node.extra()), depth)
         for x in node.updated_buffers():
             found = self._nodes[id(x)]
             if isinstance(found, _TensorNode) and not found.needed:
                 found.take_snapshot()
-        for name, x in node.tensors_by_module():
-            if is_tracked(x):
-                self._visit(x, key, node.label_of(name), depth + 1)
-                self.loose.append(x)
         return key
+
+    def _visit_items(self, node: _Node, items: Iterable[tuple[Any, Any]], depth: int) -> None:
+        for name, item in items:
+            if type(item) not in _ATOMS:
+                child = self._visit(item, node.key, node.label_of(name), depth + 1)
+                if child is not None:
+                    node.children[name] = child
+
+    def _visit_namespaces(self) -> None:
+        """Follow what code may look up in classes and Python modules, until there is no more."""
+        complete = False
+        while not complete:
+            complete = True
+            for namespace in list(self._namespaces):
+                names = self._names - namespace.looked_up
+                if names:
+                    complete = False
+                    namespace.looked_up |= names
+                    found = namespace.find(names)
+                    namespace.items.update(found)
+                    self._visit_items(namespace, found.items(), 0)
+        # What is reached from there is shared with the original, whatever other ways lead to it.
+        pending: list[_Node] = [node for node in self._nodes.values() if isinstance(node, _FixedNode)]
+        while pending:
+            node = pending.pop()
+            if not node.shared:
+                node.shared = True
+                pending.extend([self._nodes[child] for child in node.children.values()])
+                if isinstance(node, _TensorNode) and node.needed:
+                    self.loose.append(node.value)
 
 
 class _Node:
     """An object that was reached, and how another one like it is made."""
 
-    __slots__ = ("children", "frozen", "items", "key", "label", "needed", "parent", "value")
+    __slots__ = ("children", "frozen", "items", "key", "label", "needed", "parent", "shared", "value")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         self.value = value
@@ -280,6 +345,12 @@ class _Node:
         self.needed = False
         # Whether something is reached from here that has to be held as it is now.
         self.frozen = _THAWED
+        # Whether a rebuilt f finds the original.
+        self.shared = False
+
+    def names(self) -> frozenset[str]:
+        """What the code of this object may look up in classes and Python modules."""
+        return frozenset()
 
     def read(self, value: Any) -> Content:
         """What an object of this kind refers to, by name."""
@@ -287,10 +358,6 @@ class _Node:
 
     def extra(self) -> Iterable[tuple[Any, Any]]:
         """What else is reached from it, and is not an item of its own."""
-        return ()
-
-    def tensors_by_module(self) -> Iterable[tuple[Any, Tensor]]:
-        """Tensors that are attributes of Python modules, which cannot be copied."""
         return ()
 
     def label_of(self, name: Any) -> str:
@@ -319,6 +386,20 @@ class _Node:
             now[name] is not item for name, item in self.items.items()
         )
 
+    def changes(self) -> Iterator[Any]:
+        """The items that are others than at the time of the search; new ones do not count."""
+        now = self.read(self.value)
+        return self.differing(now)
+
+    def differing(self, now: Content) -> Iterator[Any]:
+        for name, item in self.items.items():
+            if now.get(name, _GONE) is not (item() if isinstance(item, _Sealed) else item):
+                yield name
+
+    def was_assigned(self) -> bool:
+        """Whether f, which has just run, assigned something here."""
+        return self.has_changed()
+
     def updated_buffers(self) -> Iterable[Tensor]:
         """Tensors that f may update, and that the recomputation must find as they were."""
         return ()
@@ -329,12 +410,26 @@ class _Node:
 
     def seal(self, nodes: Mapping[int, _Node]) -> None:
         needed = {name for name, child in self.children.items() if nodes[child].needed}
-        self.value = self.empty(needed)
+        if not self.shared:
+            self.value = self.empty(needed)
         for name in needed & self.items.keys():
-            self.items[name] = None
+            item = self.items[name]
+            if not self.shared:
+                self.items[name] = None
+            elif isinstance(item, Tensor):
+                self.items[name] = _Sealed(item)
 
     def is_rebuilt(self, rebuild: _Rebuild) -> bool:
         return self.needed or (self.frozen > _THAWED and not rebuild.first)
+
+
+class _Sealed(weakref.ref[Tensor]):
+    """Stands for a tensor that the graph owns, to tell whether it is still in its place."""
+
+    __slots__ = ()
+
+
+_GONE = object()
 
 
 class _TensorNode(_Node):
@@ -368,14 +463,25 @@ class _TensorNode(_Node):
     def fill(self, new: Any, rebuild: _Rebuild) -> None:
         pass
 
-    def empty(self, needed: Collection[Any]) -> Any:
-        return None
+    def seal(self, nodes: Mapping[int, _Node]) -> None:
+        if self.needed:
+            self.value = None
 
 
 class _FunctionNode(_Node):
     """A Python function: its cells, defaults, attributes, and the globals that its code names."""
 
     __slots__ = ()
+
+    def names(self) -> frozenset[str]:
+        function = self.value
+        return frozenset() if _is_of_library(function) else _names(function.__code__)
+
+    def extra(self) -> Iterable[tuple[Any, Any]]:
+        if not _is_of_library(self.value):
+            for name in _imported(self.value.__code__):
+                if name in sys.modules:
+                    yield ("import", name), sys.modules[name]
 
     def read(self, value: Any) -> Content:
         code = value.__code__
@@ -392,29 +498,18 @@ class _FunctionNode(_Node):
             content["kwdefaults", ""] = value.__kwdefaults__
         if value.__dict__:
             content["dict", ""] = value.__dict__
-        if (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
+        if not _is_of_library(value):
             for name in _global_names(code):
                 if name in value.__globals__:
                     content["global", name] = value.__globals__[name]
         return content
-
-    def tensors_by_module(self) -> Iterable[tuple[Any, Tensor]]:
-        function = self.value
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-            return
-        for name, attributes in _global_names(function.__code__).items():
-            module = function.__globals__.get(name)
-            if isinstance(module, types.ModuleType) and module.__name__.partition(".")[0] not in _LIBRARIES:
-                for attribute in attributes:
-                    if isinstance(value := module.__dict__.get(attribute), Tensor):
-                        yield ("module", f"{name}.{attribute}"), value
 
     def label_of(self, name: Any) -> str:
         kind, variable = name
         return {
             "cell": f"closure variable {variable!r}",
             "global": f"global {variable!r}",
-            "module": f"module attribute {variable!r}",
+            "import": f"the imported module {variable!r}",
             "defaults": "a default argument",
             "kwdefaults": "a default argument",
             "dict": "an attribute of the function",
@@ -464,6 +559,15 @@ class _FunctionNode(_Node):
 
     def has_changed(self) -> bool:
         return any(self._was_reassigned(variable) for kind, variable in self.items if kind == "global")
+
+    def changes(self) -> Iterator[Any]:
+        own = _assigned(self.value.__code__)
+        return (name for name in super().changes() if name[1] not in own)
+
+    def was_assigned(self) -> bool:
+        return any(
+            self.items.get(name, _GONE) is not item for name, item in self.assignable(self.value).items()
+        )
 
     def fill(self, new: Any, rebuild: _Rebuild) -> None:
         for name in self.items:
@@ -596,6 +700,9 @@ class _SequenceNode(_Node):
     def label_of(self, name: Any) -> str:
         return f"item {name}"
 
+    def changes(self) -> Iterator[Any]:
+        return iter(("of another length",)) if len(self.value) != len(self.items) else super().changes()
+
     def allocate(self, rebuild: _Rebuild) -> Any:
         return _cleared(self.value)
 
@@ -644,12 +751,14 @@ class _ObjectNode(_Node):
         call = inspect.getattr_static(type(self.value), "__call__", None)
         if isinstance(call, types.FunctionType):
             yield "__call__", call
+        yield "__class__", type(self.value)
 
     def label_of(self, name: Any) -> str:
-        return "" if name == "__call__" else f"attribute {name!r}"
+        return "" if name in ("__call__", "__class__") else f"attribute {name!r}"
 
     def allocate(self, rebuild: _Rebuild) -> Any:
-        return object.__new__(self.value if isinstance(self.value, type) else type(self.value))
+        kind = self.value if isinstance(self.value, type) else type(self.value)
+        return next(base for base in _ALLOCATORS if issubclass(kind, base)).__new__(kind)
 
     def put(self, target: Any, name: Any, value: Any) -> None:
         object.__setattr__(target, name, value)
@@ -689,9 +798,17 @@ class _ModuleNode(_Node):
         forward = getattr(self.type, "forward", None)
         if isinstance(forward, types.FunctionType):
             yield ("", "forward"), forward
+        yield ("", "__class__"), self.type
+
+    def changes(self) -> Iterator[Any]:
+        yield from super().changes()
+        if self.value.training != self.state["training"]:
+            yield "", "training"
 
     def label_of(self, name: Any) -> str:
         part, attribute = name
+        if attribute == "__class__":
+            return ""
         return f"{_PARTS.get(part, 'attribute')} {attribute!r}"
 
     def allocate(self, rebuild: _Rebuild) -> Any:
@@ -699,9 +816,11 @@ class _ModuleNode(_Node):
         state = {**self.state, **{part: {} for part in _PARTS}}
         object.__setattr__(new, "__dict__", state)
         forward = self.children.get(("", "forward"))
-        if forward is not None and rebuild.nodes[forward].needed and ("", "forward") not in self.items:
+        if forward is not None and ("", "forward") not in self.items:
             # The class is shared; an instance may have a forward of its own.
-            state["forward"] = types.MethodType(rebuild.build(forward), new)
+            node = rebuild.nodes[forward]
+            if node.needed or node.frozen == _HELD:
+                state["forward"] = types.MethodType(rebuild.build(forward), new)
         return new
 
     def updated_buffers(self) -> Iterable[Tensor]:
@@ -722,9 +841,137 @@ class _ModuleNode(_Node):
         return None
 
 
+class _FixedNode(_Node):
+    """What no copy can stand for: f finds the original."""
+
+    __slots__ = ()
+
+    def is_rebuilt(self, rebuild: _Rebuild) -> bool:
+        return False
+
+    def label_of(self, name: Any) -> str:
+        return f"item {name!r}"
+
+
+class _SetNode(_FixedNode):
+    """A set. A copy could have another order."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {id(item): item for item in value}
+
+    def label_of(self, name: Any) -> str:
+        return "an item of a set"
+
+    def changes(self) -> Iterator[Any]:
+        yield from super().changes()
+        if len(self.value) != len(self.items):
+            yield ""
+
+
+class _MappingNode(_FixedNode):
+    """A mapping that only shows another one."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return dict(value)
+
+
+class _VariableNode(_FixedNode):
+    """A context variable."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {"": value.get(_GONE)}
+
+    def label_of(self, name: Any) -> str:
+        return f"context variable {self.value.name!r}"
+
+
+class _ThreadLocalNode(_FixedNode):
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return dict(value.__dict__)
+
+    def label_of(self, name: Any) -> str:
+        return f"thread-local attribute {name!r}"
+
+
+class _DescriptorNode(_FixedNode):
+    """What makes an attribute of a class from functions."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        names = ("fget", "fset") if isinstance(value, property) else ("__func__",)
+        return {name: getattr(value, name) for name in names}
+
+    def label_of(self, name: Any) -> str:
+        return ""
+
+
+class _NamespaceNode(_FixedNode):
+    """A class or a Python module: of what is in it, only what some code may look up."""
+
+    __slots__ = ("looked_up",)
+
+    def __init__(self, value: Any, parent: int | None, label: str) -> None:
+        super().__init__(value, parent, label)
+        self.looked_up: set[str] = set()
+
+    def find(self, names: Iterable[str]) -> Content:
+        raise NotImplementedError
+
+    def changes(self) -> Iterator[Any]:
+        return self.differing(self.find(self.items))
+
+    def label_of(self, name: Any) -> str:
+        return f"attribute {name!r} of {self.value.__name__}"
+
+
+class _PythonModuleNode(_NamespaceNode):
+    __slots__ = ()
+
+    def find(self, names: Iterable[str]) -> Content:
+        content = self.value.__dict__
+        return {name: content[name] for name in names if name in content}
+
+
+class _ClassNode(_NamespaceNode):
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        # What Python itself looks up.
+        return {
+            name: member
+            for base in reversed(_own_classes(value))
+            for name, member in base.__dict__.items()
+            if name.startswith("__") and isinstance(member, types.FunctionType)
+        }
+
+    def find(self, names: Iterable[str]) -> Content:
+        content: Content = {}
+        bases = _own_classes(self.value)
+        for name in names:
+            # The forward of a module is followed from its instances, which may have a copy of it.
+            if name != "forward" or not issubclass(self.value, nn.Module):
+                for base in bases:
+                    if name in base.__dict__:
+                        content[name] = base.__dict__[name]
+                        break
+        return content
+
+
 _PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _BINDERS = (_FunctionNode, _FrozenNode)
 _MUTABLE = (_SequenceNode, _DictNode, _ObjectNode, _FunctionNode)
+# Types written in C whose instances have nothing but attributes, and object itself.
+_ALLOCATORS = (types.SimpleNamespace, object)
+_CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
 
 class _Rebuild:
@@ -789,6 +1036,8 @@ def _spread(nodes: Mapping[int, _Node]) -> None:
     while pending:
         node = pending.pop()
         for referrer in referrers[node.key]:
+            if isinstance(referrer, _FixedNode):
+                continue
             frozen = node.frozen
             if frozen == _BOUND and not isinstance(referrer, _BINDERS):
                 frozen = _THAWED
@@ -828,8 +1077,49 @@ def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if isinstance(value, types.BuiltinFunctionType):
         return _TensorMethodNode if isinstance(value.__self__, Tensor) else None
     if isinstance(value, type):
-        return None
+        return _ClassNode if _own_classes(cast(Hashable, value)) else None
+    if isinstance(value, types.ModuleType):
+        is_followed = value.__name__ in _RANDOM or not _is_library(value.__name__)
+        return _PythonModuleNode if is_followed else None
+    for fixed, node_type in _FIXED.items():
+        if isinstance(value, fixed):
+            return node_type
     return _ObjectNode if _is_plain_python(cast(Hashable, kind)) else None
+
+
+_FIXED: dict[type | tuple[type, ...], type[_Node]] = {
+    (set, frozenset): _SetNode,
+    types.MappingProxyType: _MappingNode,
+    contextvars.ContextVar: _VariableNode,
+    threading.local: _ThreadLocalNode,
+    (staticmethod, classmethod, property): _DescriptorNode,
+}
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    return _is_library(function.__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_classes(kind: Hashable) -> tuple[type, ...]:
+    """A class and its bases, without those of libraries."""
+    assert isinstance(kind, type)
+    return tuple([base for base in kind.__mro__ if not _is_library(base.__module__)])
+
+
+def _moves_on(value: Any) -> bool:
+    """Whether an object that cannot be followed gives something else each time."""
+    if isinstance(value, types.BuiltinFunctionType | types.BuiltinMethodType):
+        value = value.__self__  # random.random, numpy.random.rand
+    return (
+        isinstance(value, random.Random)
+        or hasattr(type(value), "__next__")
+        or type(value).__module__.startswith("numpy.random")
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -843,7 +1133,7 @@ def _is_plain_python(kind: Hashable) -> bool:
 
     assert isinstance(kind, type)
     return kind.__module__.partition(".")[0] not in _OPAQUE and all(
-        base is object or is_python(base) for base in kind.__mro__
+        base in _ALLOCATORS or is_python(base) for base in kind.__mro__
     )
 
 
@@ -855,36 +1145,52 @@ def _slots(kind: Hashable) -> tuple[str, ...]:
             name
             for base in kind.__mro__
             for name, member in base.__dict__.items()
-            if isinstance(member, types.MemberDescriptorType)
+            if isinstance(member, types.MemberDescriptorType) and name != "__dict__"
         ]
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> dict[str, frozenset[str]]:
-    """The global names that code loads, each with the attribute names of that code."""
-    attributes = frozenset(code.co_names)
-    names = {
-        instruction.argval: attributes
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that code loads, in itself or in a function within it."""
+    names = dict.fromkeys(_operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            for name, more in _global_names(constant).items():
-                names[name] = names.get(name, frozenset()) | more
-    return names
+            names.update(dict.fromkeys(_global_names(constant)))
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """All names that code looks up, and its strings, which it may hand to `getattr`."""
+    names = {*code.co_names}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(code: types.CodeType) -> frozenset[str]:
+    """The modules that code imports, in itself or in a function within it."""
+    names = {*_operands(code, "IMPORT_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _imported(constant)
+    return frozenset(names)
+
+
+def _operands(code: types.CodeType, *opnames: str) -> list[str]:
+    return [i.argval for i in dis.get_instructions(code) if i.opname in opnames]
 
 
 @functools.lru_cache(maxsize=4096)
 def _assigned(code: types.CodeType) -> frozenset[str]:
     """The closure and global variables that code assigns, in itself or in a function within it."""
-    names = {
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL")
-        and instruction.argval not in code.co_cellvars
-    }
+    assigned = _operands(code, "STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL")
+    names = {name for name in assigned if name not in code.co_cellvars}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _assigned(constant) - set(code.co_cellvars)
