@@ -511,7 +511,7 @@ class _Call(Leaf):
             self._values = [_torch.physical(y.detach().clone()) for y in outputs]
 
     def _check_escaped(self, is_lost: Callable[[Tensor], bool]) -> None:
-        for _, tensor, where in self._closure.escaped():
+        for tensor, where in self._closure.escaped():
             if is_lost(tensor):
                 raise EscapeError(
                     f"remat({self._name}) stores a tensor ({describe(tensor)}) as {where}. It belongs to "
