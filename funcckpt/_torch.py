@@ -276,11 +276,11 @@ def jvp_level() -> Iterator[int]:
             yield level
 
 
-def is_differentiating_in_inference_mode() -> bool:
+def differentiates_in_inference_mode() -> bool:
     """Whether a derivative is taken where nothing is recorded, so that torch finds zeros.
 
-    The transforms of newer releases leave inference mode by themselves. One that is entered inside of
-    what they differentiate switches recording off, and then the zeros are meant.
+    The transforms of torch 2.11 do so silently (pytorch#177318); those of newer releases leave inference
+    mode. Where f enters it inside of a transform, recording is off, and the zeros are meant.
     """
     if not torch.is_inference_mode_enabled():
         return False

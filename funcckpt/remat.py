@@ -237,7 +237,7 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        if _torch.is_differentiating_in_inference_mode():
+        if _torch.differentiates_in_inference_mode():
             raise CheckpointError(
                 f"remat({name}): torch {torch.__version__} records nothing in inference mode, and gives "
                 "zeros for the derivatives that are taken here. Use torch.no_grad() instead of it."

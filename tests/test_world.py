@@ -785,7 +785,7 @@ IN_INFERENCE_MODE = {
 
 @pytest.mark.parametrize("transform", IN_INFERENCE_MODE)
 def test_transforms_in_inference_mode(transform):
-    """torch 2.11 gives zeros for a derivative that is taken there, and remat raises."""
+    """torch 2.11 gives zeros for a derivative that is taken there (pytorch#177318): remat raises."""
 
     def run(wrap, mode):
         f = wrap(lambda x: (x.sin() * x).sum())

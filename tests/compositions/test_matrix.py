@@ -183,7 +183,7 @@ def test_same_as_without_remat(function, names):
             return
     expected = run(make, names, no_remat)
     if "inference_mode" in names and isinstance(actual.error, CheckpointError):
-        # torch 2.11 differentiates nothing there and gives zeros, which remat refuses to do.
+        # torch 2.11 differentiates nothing there and gives zeros (pytorch#177318): remat refuses.
         outside = run(make, [name for name in names if name != "inference_mode"], no_remat)
         with pytest.raises(AssertionError):
             assert_same_outcome(expected, outside)
