@@ -118,7 +118,7 @@ def remat(
     EscapeError
         f stored a tensor outside of itself, under a transform.
     CheckpointError
-        A recomputation gave something else than the forward did.
+        A recomputation gave something else than the forward did, or could not be right.
 
     Notes
     -----
@@ -238,7 +238,12 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if _torch.differentiates_in_inference_mode():
+            raise CheckpointError(
+                f"remat({name}): torch {torch.__version__} records nothing in inference mode, and gives "
+                "zeros for the derivatives that are taken here. Use torch.no_grad() instead of it."
+            )
         # Nothing is recorded at any level, so that there is nothing to save. f is free to switch grad
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
@@ -279,11 +284,8 @@ class _Arguments:
                 self.static[key], kwargs = kwargs[key], {**kwargs, key: None}
         leaves, self.structure = pytree.tree_flatten((positional, kwargs))
         # An inference tensor is no variable of any graph, which would refuse to save it.
-        outside = not torch.is_inference_mode_enabled()
         self.positions = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and not (outside and leaf.is_inference())
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()
         ]
         self.tensors: list[Tensor] = [leaves[i] for i in self.positions]
         for i in self.positions:
@@ -413,7 +415,6 @@ class _Call(Leaf):
         self._world: world.World | None = None
         self._outputs: _Outputs | None = None
         self._values: list[tuple[Tensor, int]] = []
-        self.inference_mode = torch.is_inference_mode_enabled()
 
     @property
     def name(self) -> str:
