@@ -296,6 +296,18 @@ def jvp_level() -> Iterator[int]:
             yield level
 
 
+def differentiates_in_inference_mode() -> bool:
+    """Whether a derivative is taken where nothing is recorded, so that torch finds zeros.
+
+    The transforms of torch 2.11 do so silently (pytorch#177318); those of newer releases leave inference
+    mode. Where f enters it inside of a transform, recording is off, and the zeros are meant.
+    """
+    if not torch.is_inference_mode_enabled():
+        return False
+    grad, jvp = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+    return any((layer.kind == "grad" and grad) or (layer.kind == "jvp" and jvp) for layer in active_layers())
+
+
 def has_dual_level() -> bool:
     """Whether a dual level of plain forward mode is open (`torch.autograd.forward_ad.dual_level`)."""
     return forward_ad._current_level >= 0

@@ -7,23 +7,35 @@ by the time of the recomputation (a loop variable that moved on, parameters that
 has put back). `Closure` finds those tensors, remembers what f referred to at the time of the call,
 and rebuilds f around the tensors that it is given. f itself is never changed, so threads may share it.
 
-The search reads Python objects and cannot see everything (C++ objects, generators, context variables).
-What it misses, `net` and `remat` detect.
+Some of what f refers to no copy can stand for: a class, a Python module, a set, a context variable. f
+finds the original there, also in the recomputation. What it holds has to be what it was (`changed`).
+
+The search reads Python objects and cannot see everything (C++ objects, generators, what is looked up by
+a name that f computes). The tensors that it misses, `net` and `remat` detect. And where it sees that f
+is not a function of what it reads (f assigned something, draws from Python's or numpy's random numbers,
+holds an iterator), `is_pure` says so, and `remat` compares the recomputed values.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import inspect
+import random
+import sys
+import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import _torch
 from .errors import EscapeError, MutationError, describe
@@ -52,24 +64,24 @@ _ATOMS = frozenset(
         types.MethodDescriptorType,
         types.GetSetDescriptorType,
         types.CodeType,
-        types.ModuleType,
     }
 )
-# Libraries whose globals hold no tensor of the user's. Their closures and objects are searched.
-_LIBRARIES = frozenset(
-    "torch numpy builtins typing collections functools itertools math contextlib abc os sys time re "
-    "operator copy types dataclasses enum weakref threading logging warnings inspect jax einops "
-    "funcckpt".split()
-)
+# Libraries whose globals and classes hold nothing of the user's. Their closures and objects are searched.
+_LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "jax", "einops", "funcckpt"}
+# Libraries that have random streams of their own, which are not replayed.
+_RANDOM = ("random", "numpy", "numpy.random")
 # Objects of these packages stand for something outside of Python that a copy would not share.
 _OPAQUE = frozenset("threading weakref enum ctypes".split())
 _MODULE_STATE = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_MAX_DEPTH = 64
+_MAX_DEPTH = 128
 # Elements up to which a buffer of a training module is copied before the forward, and up to which
 # the copy is kept without a sign that the buffer has changed: batch_norm gives none.
 _MAX_SNAPSHOT = 1 << 20
-_MAX_STATISTICS = 1 << 16
+_MAX_STATISTICS = 1 << 20
+
+# Elements up to which a copy on a device is kept rather than compared.
+_MAX_WITHOUT_WAITING = 1 << 12
 
 # How far it spreads that something has to be held as it is: a function whose variables may be
 # assigned is copied with what binds it; a module, with whatever refers to it.
@@ -89,7 +101,13 @@ def is_tracked(x: Tensor) -> bool:
 
 def may_be_statistics(x: Tensor) -> bool:
     """Whether `x` looks like the running statistics that batch_norm updates unseen."""
-    return x.dim() == 1 and x.is_floating_point() and not x.requires_grad and 0 < x.numel() <= _MAX_STATISTICS
+    return (
+        x.dim() == 1
+        and x.is_floating_point()
+        and not x.requires_grad
+        and 0 < x.numel() <= _MAX_STATISTICS
+        and not isinstance(x, nn.Parameter)
+    )
 
 
 class Closure:
@@ -105,6 +123,8 @@ class Closure:
         Those of `tensors` that f reaches by a way that a rebuilt f does not change.
     generators : list of torch.Generator
         Random streams that were found.
+    is_pure : bool
+        Whether f looks like a function of its arguments and of what it captured. After `settle`.
     """
 
     def __init__(self, root: Any) -> None:
@@ -112,11 +132,17 @@ class Closure:
         self.constants: list[Tensor] = []
         self.loose: list[Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.is_pure = True
         # Nodes refer to each other by the ids of their objects, so that no cycle of references keeps
         # a closure alive until the garbage collector comes.
         self._nodes: dict[int, _Node] = {}
         self._mutable: list[_Node] = []
+        self._shared: list[_Node] = []
+        # What code looks up by name, and where; more code is found there, which looks up more.
+        self._names: set[str] = set(_CALLED_BY_TORCH)
+        self._named: list[_NamedNode] = []
         self._root = self._visit(root, None, "", 0)
+        self._visit_named()
         _spread(self._nodes)
         self._versions = [_version(x) for x in self.constants]
 
@@ -145,7 +171,13 @@ class Closure:
             f stored a tensor in something that had to be rebuilt.
         """
         rebuild = _Rebuild(self._nodes, mapped, first=True)
-        yield rebuild.build(self._root)
+        try:
+            yield rebuild.build(self._root)
+        except BaseException:
+            # Without remat, what f has assigned before it failed would stay.
+            with suppress(EscapeError):
+                rebuild.write_back(name)
+            raise
         rebuild.write_back(name)
 
     def settle(self, name: str) -> None:
@@ -167,11 +199,17 @@ class Closure:
                     "instead, or make it a buffer of a module that is training."
                 )
         # What f has assigned itself is its state. The rest has to be the same in the recomputation.
-        self._mutable = [
-            node
-            for node in self._nodes.values()
-            if isinstance(node, _MUTABLE) and not node.needed and not node.has_changed()
-        ]
+        for node in self._nodes.values():
+            if node.shared:
+                node.assigned = frozenset(node.changes())
+                self.is_pure = self.is_pure and not node.assigned
+                self._shared.append(node)
+            elif isinstance(node, _MUTABLE):
+                if node.was_assigned():
+                    self.is_pure = False
+                if not node.needed:
+                    node.assigned = node.changed_names()
+                    self._mutable.append(node)
 
     def check_unchanged(self, name: str) -> None:
         """Before a recomputation: is what f captured still what it was?"""
@@ -183,6 +221,21 @@ class Closure:
                     f"{_version(x)}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
                 )
+        for node in self._shared:
+            for item in set(node.changes()) - node.assigned:
+                raise MutationError(
+                    f"{self._path(node, item)}, which remat({name}) reads, is not what it was in the "
+                    "forward, and the recomputation would read the new value. Pass it as an argument, "
+                    "or change it after the backward."
+                )
+
+    def statistics(self) -> dict[int, Tensor]:
+        """What buffers were that f finds where no copy can be put, by the ids of the tensors."""
+        return {
+            node.key: node.snapshot[1].clone()
+            for node in self._nodes.values()
+            if isinstance(node, _TensorNode) and node.shared and node.snapshot is not None
+        }
 
     def keep_as_constants(self, tensors: Iterable[Tensor]) -> None:
         """Hold tracked tensors that turned out to be no inputs, as they are."""
@@ -196,30 +249,35 @@ class Closure:
         self.tensors.clear()
         self.loose.clear()
         for node in self._nodes.values():
-            if node.needed:
+            if node.needed or node.shared:
                 node.seal(self._nodes)
 
     def where(self, tensor: Tensor) -> str:
         """How f refers to a tensor, in words."""
-        parts: list[str] = []
         node = self._nodes.get(id(tensor))
-        while node is not None:
-            if node.label:
-                parts.append(node.label)
-            node = None if node.parent is None else self._nodes[node.parent]
-        return " of ".join(parts) or "a captured tensor"
+        return (node and self._path(node)) or "a captured tensor"
 
-    def escaped(self) -> Iterator[tuple[Callable[[Any], None], Tensor, str]]:
-        """Tensors that were stored, since the search, where it has been.
+    def _path(self, node: _Node, *items: Any) -> str:
+        parts = [node.label_of(item) for item in items]
+        parent: int | None = node.key
+        while parent is not None and self._nodes[parent].parent != self._root:
+            parts.append(self._nodes[parent].label)
+            parent = self._nodes[parent].parent
+        return " of ".join([part for part in parts if part])
 
-        Yields a function that stores another one in the same place, the tensor, and the place in
-        words.
-        """
+    def escaped(self) -> Iterator[tuple[Tensor, str]]:
+        """Tensors that were stored, since the search, where it has been; and the place in words."""
         for node in list(self._nodes.values()):
             before = {id(x) for x in node.items.values()}
             for name, value in node.assignable(node.value).items():
-                if isinstance(value, Tensor) and id(value) not in before:
-                    yield functools.partial(node.put, node.value, name), value, node.label_of(name)
+                if id(value) in before or type(value) in _ATOMS or id(value) in self._nodes:
+                    continue
+                if node.is_of_library and not isinstance(value, Tensor):
+                    continue
+                found = Closure(value)
+                for x in (*found.tensors, *found.constants):
+                    if id(x) not in self._nodes:
+                        yield x, node.label_of(name)
 
     def _visit(self, value: Any, parent: int | None, label: str, depth: int) -> int | None:
         kind = type(value)
@@ -234,8 +292,8 @@ class Closure:
         if isinstance(value, Tensor):
             node = _TensorNode(value, parent, label)
             node.needed = is_tracked(value)
-            if may_be_statistics(value):
-                node.frozen = _BOUND
+            if may_be_statistics(value) and not node.needed:
+                node.take_snapshot(of_buffer=False)
             (self.tensors if node.needed else self.constants).append(value)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
@@ -243,30 +301,69 @@ class Closure:
         else:
             node_type = _node_type(value, kind)
             if node_type is None:
+                self.is_pure = self.is_pure and not _moves_on(value)
                 return None
             node = node_type(value, parent, label)
         self._nodes[key] = node
+        if isinstance(node, _NamedNode):
+            node.looked_up = self._names  # type: ignore[misc]  # a slot of each subclass
+            self._named.append(node)
+        self._names |= node.names()
         node.items = node.read(value)
-        for name, item in (*node.items.items(), *node.extra()):
-            if type(item) not in _ATOMS:
-                child = self._visit(item, key, node.label_of(name), depth + 1)
-                if child is not None:
-                    node.children[name] = child
+        self._visit_items(node, (*node.items.items(), *node.extra()), depth)
         for x in node.updated_buffers():
             found = self._nodes[id(x)]
             if isinstance(found, _TensorNode) and not found.needed:
-                found.take_snapshot()
-        for name, x in node.tensors_by_module():
-            if is_tracked(x):
-                self._visit(x, key, node.label_of(name), depth + 1)
-                self.loose.append(x)
+                found.take_snapshot(of_buffer=True)
         return key
+
+    def _visit_items(self, node: _Node, items: Iterable[tuple[Any, Any]], depth: int) -> None:
+        for name, item in items:
+            if type(item) not in _ATOMS:
+                child = self._visit(item, node.key, node.label_of(name), depth + 1)
+                if child is not None:
+                    node.children[name] = child
+
+    def _visit_named(self) -> None:
+        """Follow what code may look up by name, until there is no more code."""
+        count = 0
+        while count < len(self._names) + len(self._named):
+            count = len(self._names) + len(self._named)
+            for named in list(self._named):
+                found = named.read(named.value)
+                new = [(name, item) for name, item in found.items() if name not in named.items]
+                named.items.update(new)
+                self._visit_items(named, new, 0)
+        functions = [node for node in self._nodes.values() if isinstance(node, _FunctionNode)]
+        assigned: set[int] = set().union(*[node.assigned_cells() for node in functions])
+        for function in functions:
+            function.share(assigned)
+        # What is reached from there is shared with the original, whatever other ways lead to it.
+        pending: list[_Node] = [node for node in self._nodes.values() if isinstance(node, _FixedNode)]
+        while pending:
+            node = pending.pop()
+            if not node.shared:
+                node.shared = True
+                pending.extend([self._nodes[child] for child in node.children.values()])
+                if isinstance(node, _TensorNode) and node.needed:
+                    self.loose.append(node.value)
 
 
 class _Node:
     """An object that was reached, and how another one like it is made."""
 
-    __slots__ = ("children", "frozen", "items", "key", "label", "needed", "parent", "value")
+    __slots__ = (
+        "assigned",
+        "children",
+        "frozen",
+        "items",
+        "key",
+        "label",
+        "needed",
+        "parent",
+        "shared",
+        "value",
+    )
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         self.value = value
@@ -280,6 +377,19 @@ class _Node:
         self.needed = False
         # Whether something is reached from here that has to be held as it is now.
         self.frozen = _THAWED
+        # Whether a rebuilt f finds the original.
+        self.shared = False
+        # What f has assigned in its first run.
+        self.assigned: frozenset[Any] = frozenset()
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the object is one of a library's, which stores what it likes (`LSTM._flat_weights`)."""
+        return isinstance(self.value, nn.Module) and _is_library(type(self.value).__module__)
+
+    def names(self) -> frozenset[str]:
+        """What the code of this object may look up in classes and Python modules."""
+        return frozenset()
 
     def read(self, value: Any) -> Content:
         """What an object of this kind refers to, by name."""
@@ -287,10 +397,6 @@ class _Node:
 
     def extra(self) -> Iterable[tuple[Any, Any]]:
         """What else is reached from it, and is not an item of its own."""
-        return ()
-
-    def tensors_by_module(self) -> Iterable[tuple[Any, Tensor]]:
-        """Tensors that are attributes of Python modules, which cannot be copied."""
         return ()
 
     def label_of(self, name: Any) -> str:
@@ -304,6 +410,10 @@ class _Node:
         """Make an object of this kind refer to something else."""
         raise NotImplementedError
 
+    def remove(self, target: Any, name: Any) -> None:
+        """Make it refer to something no more."""
+        del target[name]
+
     def fill(self, new: Any, rebuild: _Rebuild) -> None:
         for name in self.items:
             self.put(new, name, rebuild.item(self, name))
@@ -312,12 +422,36 @@ class _Node:
         """The part of `read` that f could assign while it runs."""
         return self.read(value)
 
-    def has_changed(self) -> bool:
-        """Whether the object refers to something else than at the time of the search."""
+    def changed_names(self) -> frozenset[Any]:
+        """Under which names the object refers to something else than at the time of the search."""
         now = self.read(self.value)
-        return now.keys() != self.items.keys() or any(
-            now[name] is not item for name, item in self.items.items()
+        return frozenset(
+            [
+                name
+                for name in now.keys() | self.items.keys()
+                if now.get(name, _GONE) is not self.items.get(name, _GONE)
+            ]
         )
+
+    def has_changed(self) -> bool:
+        """Whether something was assigned since that was not f's own doing."""
+        changed = self.changed_names() - self.assigned
+        # Where f adds something itself, as to a list of its calls, others may as well.
+        return len(changed & self.items.keys() if self.assigned else changed) > 0
+
+    def changes(self) -> Iterator[Any]:
+        """The items that are others than at the time of the search; new ones do not count."""
+        now = self.read(self.value)
+        return self.differing(now)
+
+    def differing(self, now: Content) -> Iterator[Any]:
+        for name, item in self.items.items():
+            if now.get(name, _GONE) is not (item() if isinstance(item, _Sealed) else item):
+                yield name
+
+    def was_assigned(self) -> bool:
+        """Whether f, which has just run, assigned something here."""
+        return len(self.changed_names()) > 0
 
     def updated_buffers(self) -> Iterable[Tensor]:
         """Tensors that f may update, and that the recomputation must find as they were."""
@@ -329,23 +463,53 @@ class _Node:
 
     def seal(self, nodes: Mapping[int, _Node]) -> None:
         needed = {name for name, child in self.children.items() if nodes[child].needed}
-        self.value = self.empty(needed)
+        if not self.shared:
+            self.value = self.empty(needed)
         for name in needed & self.items.keys():
-            self.items[name] = None
+            item = self.items[name]
+            if not self.shared:
+                self.items[name] = None
+            elif isinstance(item, Tensor):
+                self.items[name] = _Sealed(item)
 
     def is_rebuilt(self, rebuild: _Rebuild) -> bool:
         return self.needed or (self.frozen > _THAWED and not rebuild.first)
 
 
+class _Sealed(weakref.ref[Tensor]):
+    """Stands for a tensor that the graph owns, to tell whether it is still in its place."""
+
+    __slots__ = ()
+
+
+_GONE = object()
+
+
+class _NamedNode(_Node):
+    """An object with attributes, of which only those count that some code may look up."""
+
+    __slots__ = ()
+
+    # The names that the code of the closure looks up. They become more during the search.
+    looked_up: set[str]
+
+    def named(self, content: Content) -> Content:
+        if not self.looked_up.isdisjoint(_LOOK_UP_ANYTHING):
+            return content
+        return {name: item for name, item in content.items() if name in self.looked_up}
+
+
 class _TensorNode(_Node):
-    __slots__ = ("snapshot",)
+    __slots__ = ("is_buffer", "snapshot")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
+        self.is_buffer = False
         # The version and a copy of a tensor that f may update.
         self.snapshot: tuple[int | None, Tensor] | None = None
 
-    def take_snapshot(self) -> None:
+    def take_snapshot(self, of_buffer: bool) -> None:
+        self.is_buffer |= of_buffer
         if self.snapshot is None and self.value.numel() <= _MAX_SNAPSHOT:
             copy, _ = _torch.physical(self.value.clone())  # active levels wrap what they make
             self.snapshot = _version(self.value), copy
@@ -355,10 +519,19 @@ class _TensorNode(_Node):
         """Forget a copy that is not needed; whether there is one that is."""
         if self.snapshot is None:
             return False
-        if _version(self.value) == self.snapshot[0] and not may_be_statistics(self.value):
+        version, copy = self.snapshot
+        seen = _version(self.value) != version
+        if not (self.is_buffer if seen else self._was_updated_unseen(copy)):
             self.snapshot = None
             self.frozen = _THAWED
         return self.snapshot is not None
+
+    def _was_updated_unseen(self, before: Tensor) -> bool:
+        if not may_be_statistics(self.value):
+            return False
+        if self.value.device.type != "cpu" and before.numel() <= _MAX_WITHOUT_WAITING:
+            return True  # to look would be to wait for the device
+        return not torch.equal(_torch.physical(self.value)[0], before)
 
     def allocate(self, rebuild: _Rebuild) -> Any:
         if self.needed:
@@ -368,14 +541,40 @@ class _TensorNode(_Node):
     def fill(self, new: Any, rebuild: _Rebuild) -> None:
         pass
 
-    def empty(self, needed: Collection[Any]) -> Any:
-        return None
+    def seal(self, nodes: Mapping[int, _Node]) -> None:
+        if self.needed:
+            self.value = None
 
 
 class _FunctionNode(_Node):
     """A Python function: its cells, defaults, attributes, and the globals that its code names."""
 
-    __slots__ = ()
+    __slots__ = ("cells", "state")
+
+    def __init__(self, value: Any, parent: int | None, label: str) -> None:
+        super().__init__(value, parent, label)
+        # The ids of its cells, which other functions may share.
+        self.cells = dict(zip(value.__code__.co_freevars, map(id, value.__closure__ or ()), strict=True))
+        # The variables that some function assigns. They are state, and not constants of the call.
+        self.state = _assigned(value.__code__)
+
+    def assigned_cells(self) -> set[int]:
+        return {self.cells[name] for name in self.state if name in self.cells}
+
+    def share(self, assigned: Collection[int]) -> None:
+        self.state |= {name for name, cell in self.cells.items() if cell in assigned}
+        if self.cells.keys() - self.state:
+            self.frozen = _BOUND
+
+    def names(self) -> frozenset[str]:
+        function = self.value
+        return frozenset() if _is_of_library(function) else _names(function.__code__)
+
+    def extra(self) -> Iterable[tuple[Any, Any]]:
+        if not _is_of_library(self.value):
+            for name in _imported(self.value.__code__):
+                if name in sys.modules:
+                    yield ("import", name), sys.modules[name]
 
     def read(self, value: Any) -> Content:
         code = value.__code__
@@ -383,38 +582,24 @@ class _FunctionNode(_Node):
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             with suppress(ValueError):  # not assigned yet
                 content["cell", name] = cell.cell_contents
-                # A variable that f assigns itself is its state, not a constant of the call.
-                if name not in _assigned(code):
-                    self.frozen = _BOUND
         if value.__defaults__:
             content["defaults", ""] = value.__defaults__
         if value.__kwdefaults__:
             content["kwdefaults", ""] = value.__kwdefaults__
         if value.__dict__:
             content["dict", ""] = value.__dict__
-        if (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
+        if not _is_of_library(value):
             for name in _global_names(code):
                 if name in value.__globals__:
                     content["global", name] = value.__globals__[name]
         return content
-
-    def tensors_by_module(self) -> Iterable[tuple[Any, Tensor]]:
-        function = self.value
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-            return
-        for name, attributes in _global_names(function.__code__).items():
-            module = function.__globals__.get(name)
-            if isinstance(module, types.ModuleType) and module.__name__.partition(".")[0] not in _LIBRARIES:
-                for attribute in attributes:
-                    if isinstance(value := module.__dict__.get(attribute), Tensor):
-                        yield ("module", f"{name}.{attribute}"), value
 
     def label_of(self, name: Any) -> str:
         kind, variable = name
         return {
             "cell": f"closure variable {variable!r}",
             "global": f"global {variable!r}",
-            "module": f"module attribute {variable!r}",
+            "import": f"the imported module {variable!r}",
             "defaults": "a default argument",
             "kwdefaults": "a default argument",
             "dict": "an attribute of the function",
@@ -430,7 +615,7 @@ class _FunctionNode(_Node):
             names = function.__code__.co_freevars
             cells = tuple(
                 [
-                    cell if self._shares(name, rebuild) else types.CellType()
+                    cell if self._shares(name, rebuild) else rebuild.cell(self.cells[name])
                     for name, cell in zip(names, function.__closure__, strict=True)
                 ]
             )
@@ -444,7 +629,7 @@ class _FunctionNode(_Node):
         child = self.children.get(("cell", name))
         if child is not None and rebuild.nodes[child].is_rebuilt(rebuild):
             return False
-        return rebuild.first or ("cell", name) not in self.items or name in _assigned(self.value.__code__)
+        return rebuild.first or ("cell", name) not in self.items or name in self.state
 
     def _replaces(self, name: tuple[str, str], rebuild: _Rebuild) -> bool:
         """Whether a copy has another value for a global variable than the original has now."""
@@ -458,12 +643,22 @@ class _FunctionNode(_Node):
 
     def _was_reassigned(self, variable: str) -> bool:
         function = self.value
-        if variable in _assigned(function.__code__):  # by f: its state
+        if variable in self.state:
             return False
         return function.__globals__.get(variable) is not self.items["global", variable]
 
-    def has_changed(self) -> bool:
-        return any(self._was_reassigned(variable) for kind, variable in self.items if kind == "global")
+    def changed_names(self) -> frozenset[Any]:
+        return frozenset(
+            [name for name in self.items if name[0] == "global" and self._was_reassigned(name[1])]
+        )
+
+    def changes(self) -> Iterator[Any]:
+        return (name for name in super().changes() if name[1] not in self.state)
+
+    def was_assigned(self) -> bool:
+        return any(
+            self.items.get(name, _GONE) is not item for name, item in self.assignable(self.value).items()
+        )
 
     def fill(self, new: Any, rebuild: _Rebuild) -> None:
         for name in self.items:
@@ -489,9 +684,16 @@ class _FunctionNode(_Node):
         else:
             target.__dict__.update(value)
 
+    def remove(self, target: Any, name: Any) -> None:
+        kind, variable = name
+        if kind == "cell":
+            del target.__closure__[target.__code__.co_freevars.index(variable)].cell_contents
+        else:
+            del target.__globals__[variable]
+
     def assignable(self, value: Any) -> Content:
         code = value.__code__
-        names = _assigned(code)
+        names = self.state
         content = {}
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             if name in names:
@@ -580,9 +782,8 @@ class _TupleNode(_FrozenNode):
         return dict(enumerate(value))
 
     def allocate(self, rebuild: _Rebuild) -> Any:
-        items = [rebuild.item(self, i) for i in self.items]
-        kind = self.kind()
-        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+        # A named tuple may have a __new__ of its own, which was called when the original was made.
+        return tuple.__new__(self.kind(), [rebuild.item(self, i) for i in self.items])
 
 
 class _SequenceNode(_Node):
@@ -595,6 +796,9 @@ class _SequenceNode(_Node):
 
     def label_of(self, name: Any) -> str:
         return f"item {name}"
+
+    def changes(self) -> Iterator[Any]:
+        return iter(("of another length",)) if len(self.value) != len(self.items) else super().changes()
 
     def allocate(self, rebuild: _Rebuild) -> Any:
         return _cleared(self.value)
@@ -628,34 +832,45 @@ class _DictNode(_Node):
         return _cleared(self.value)
 
 
-class _ObjectNode(_Node):
-    """An instance of a Python class: its `__dict__` and its slots."""
+class _ObjectNode(_NamedNode):
+    """An instance of a Python class: of its `__dict__` and its slots, what some code may look up."""
 
-    __slots__ = ()
+    __slots__ = ("looked_up", "origin")
+
+    def __init__(self, value: Any, parent: int | None, label: str) -> None:
+        super().__init__(value, parent, label)
+        self.origin = _weak(value)
 
     def read(self, value: Any) -> Content:
-        content = dict(getattr(value, "__dict__", ()))
-        for name in _slots(cast(Hashable, type(value))):
-            with suppress(AttributeError):
-                content[name] = getattr(value, name)
-        return content
+        content = _attributes(value)
+        return self.named(content) if _is_own(cast(Hashable, type(value))) else content
 
     def extra(self) -> Iterable[tuple[Any, Any]]:
         call = inspect.getattr_static(type(self.value), "__call__", None)
         if isinstance(call, types.FunctionType):
             yield "__call__", call
+        yield "__class__", type(self.value)
 
     def label_of(self, name: Any) -> str:
-        return "" if name == "__call__" else f"attribute {name!r}"
+        return "" if name in ("__call__", "__class__") else f"attribute {name!r}"
 
     def allocate(self, rebuild: _Rebuild) -> Any:
-        return object.__new__(self.value if isinstance(self.value, type) else type(self.value))
+        kind = self.value if isinstance(self.value, type) else type(self.value)
+        new: Any = next(base for base in _ALLOCATORS if issubclass(kind, base)).__new__(kind)
+        # What nobody looks up by a name that is known is what it is now.
+        for name, item in _attributes(self.origin()).items():
+            if name not in self.items:
+                self.put(new, name, item)
+        return new
 
     def put(self, target: Any, name: Any, value: Any) -> None:
         object.__setattr__(target, name, value)
 
+    def remove(self, target: Any, name: Any) -> None:
+        object.__delattr__(target, name)
 
-class _ModuleNode(_Node):
+
+class _ModuleNode(_NamedNode):
     """An `nn.Module`: parameters, buffers, submodules and attributes, as they are at the call.
 
     Buffers of a module that is training are copied before the forward: f may update them (running
@@ -663,16 +878,20 @@ class _ModuleNode(_Node):
     were, and must not update them again.
     """
 
-    __slots__ = ("parameters", "state", "type")
+    __slots__ = ("looked_up", "origin", "parameters", "state", "type")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
         self.frozen = _HELD
         self.type = type(value)
+        self.origin = _weak(value)
         self.parameters = {name for name, x in value._parameters.items() if isinstance(x, nn.Parameter)}
-        self.state = {name: value.__dict__[name] for name in _MODULE_STATE & value.__dict__.keys()}
-        for name in _PARTS:
-            self.state[name] = {}
+        self.state = {
+            # Hooks may be registered and removed later: this is what they are now.
+            name: (item.copy() if item else _NO_HOOKS) if isinstance(item, dict) else item
+            for name, item in value.__dict__.items()
+            if name in _MODULE_STATE and name not in _PARTS
+        }
 
     def read(self, value: Any) -> Content:
         state = value.__dict__
@@ -680,28 +899,50 @@ class _ModuleNode(_Node):
         for part in _PARTS:
             for name, item in state[part].items():
                 content[part, name] = item
-        for name, item in state.items():
-            if name not in _MODULE_STATE or (name in _HOOKS and item):
-                content["", name] = item
+        attributes = {name: item for name, item in state.items() if name not in _MODULE_STATE}
+        if _is_own(cast(Hashable, self.type)):
+            attributes = self.named(attributes)
+        for name in _HOOKS:
+            if item := state.get(name):
+                attributes[name] = item
+        for name, item in attributes.items():
+            content["", name] = item
         return content
 
     def extra(self) -> Iterable[tuple[Any, Any]]:
         forward = getattr(self.type, "forward", None)
         if isinstance(forward, types.FunctionType):
             yield ("", "forward"), forward
+        yield ("", "__class__"), self.type
+
+    def changes(self) -> Iterator[Any]:
+        yield from super().changes()
+        for name, item in self.state.items():
+            if self.value.__dict__.get(name) != item:
+                yield "", name
 
     def label_of(self, name: Any) -> str:
         part, attribute = name
+        if attribute == "__class__":
+            return ""
         return f"{_PARTS.get(part, 'attribute')} {attribute!r}"
 
     def allocate(self, rebuild: _Rebuild) -> Any:
         new = object.__new__(self.type)
-        state = {**self.state, **{part: {} for part in _PARTS}}
+        state = {name: OrderedDict() if item is _NO_HOOKS else item for name, item in self.state.items()}
+        for part in _PARTS:
+            state[part] = {}
+        origin = self.origin()
+        for name, item in () if origin is None else origin.__dict__.items():
+            if name not in _MODULE_STATE and ("", name) not in self.items:
+                state[name] = item  # as in other objects
         object.__setattr__(new, "__dict__", state)
         forward = self.children.get(("", "forward"))
-        if forward is not None and rebuild.nodes[forward].needed and ("", "forward") not in self.items:
+        if forward is not None and ("", "forward") not in self.items:
             # The class is shared; an instance may have a forward of its own.
-            state["forward"] = types.MethodType(rebuild.build(forward), new)
+            node = rebuild.nodes[forward]
+            if node.needed or node.frozen == _HELD:
+                state["forward"] = types.MethodType(rebuild.build(forward), new)
         return new
 
     def updated_buffers(self) -> Iterable[Tensor]:
@@ -718,13 +959,197 @@ class _ModuleNode(_Node):
         else:
             target.__dict__[attribute] = value
 
+    def remove(self, target: Any, name: Any) -> None:
+        part, attribute = name
+        del (target.__dict__[part] if part else target.__dict__)[attribute]
+
     def empty(self, needed: Collection[Any]) -> Any:
         return None
 
 
+class _FixedNode(_Node):
+    """What no copy can stand for: f finds the original."""
+
+    __slots__ = ()
+
+    def is_rebuilt(self, rebuild: _Rebuild) -> bool:
+        return False
+
+    def label_of(self, name: Any) -> str:
+        return f"item {name!r}"
+
+
+class _SetNode(_FixedNode):
+    """A set. A copy could have another order."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {id(item): item for item in value}
+
+    def label_of(self, name: Any) -> str:
+        return "an item of a set"
+
+    def changes(self) -> Iterator[Any]:
+        yield from super().changes()
+        if len(self.value) != len(self.items):
+            yield ""
+
+
+class _MappingNode(_FixedNode):
+    """A mapping that only shows another one."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return dict(value)
+
+
+class _ContainerNode(_FixedNode):
+    """A container of a class of its own, which may do anything with what is put into it."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        content: Content = {("", name): item for name, item in getattr(value, "__dict__", {}).items()}
+        if isinstance(value, dict):
+            items: Iterable[tuple[Any, Any]] = dict.items(value)
+        else:
+            items = enumerate(next(kind for kind in _CONTAINERS if isinstance(value, kind)).__iter__(value))
+        for name, item in items:
+            content["item", name] = item
+        return content
+
+    def label_of(self, name: Any) -> str:
+        kind, key = name
+        return f"item {key!r}" if kind else f"attribute {key!r}"
+
+
+class _ArrayNode(_FixedNode):
+    """A numpy array or a bytearray, told by its content if that is not too large to copy."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        if isinstance(value, np.ndarray):
+            if value.dtype == object:
+                return dict(enumerate(value.flat))
+            return {"": value.tobytes()} if value.nbytes <= _MAX_SNAPSHOT else {}
+        return {"": bytes(value)} if len(value) <= _MAX_SNAPSHOT else {}
+
+    def differing(self, now: Content) -> Iterator[Any]:
+        if isinstance(self.items.get(""), bytes):
+            return iter(() if now == self.items else ("",))
+        return super().differing(now)
+
+    def label_of(self, name: Any) -> str:
+        return "the content"
+
+
+class _WeakNode(_FixedNode):
+    """A weak reference. One to a tensor is how a module tells whether a parameter is still its own."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        referent = value()
+        return {} if isinstance(referent, Tensor) else {"": referent}
+
+    def label_of(self, name: Any) -> str:
+        return "what is weakly referred to"
+
+
+class _StayingNode(_FixedNode, _NamedNode):
+    """An object whose class would notice a copy."""
+
+    __slots__ = ("looked_up",)
+
+    def read(self, value: Any) -> Content:
+        return self.named(_attributes(value))
+
+    def extra(self) -> Iterable[tuple[Any, Any]]:
+        yield "__class__", type(self.value)
+
+    def label_of(self, name: Any) -> str:
+        return "" if name == "__class__" else f"attribute {name!r}"
+
+
+class _VariableNode(_FixedNode):
+    """A context variable."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {"": value.get(_GONE)}
+
+    def label_of(self, name: Any) -> str:
+        return f"context variable {self.value.name!r}"
+
+
+class _ThreadLocalNode(_FixedNode):
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return dict(value.__dict__)
+
+    def label_of(self, name: Any) -> str:
+        return f"thread-local attribute {name!r}"
+
+
+class _DescriptorNode(_FixedNode):
+    """What makes an attribute of a class from functions."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        names = ("fget", "fset", "__func__", "__wrapped__")
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+    def label_of(self, name: Any) -> str:
+        return ""
+
+
+class _PythonModuleNode(_FixedNode, _NamedNode):
+    __slots__ = ("looked_up",)
+
+    def read(self, value: Any) -> Content:
+        content = value.__dict__
+        return {name: content[name] for name in self.looked_up if name in content}
+
+    def label_of(self, name: Any) -> str:
+        return f"attribute {name!r} of {self.value.__name__}"
+
+
+class _ClassNode(_FixedNode, _NamedNode):
+    __slots__ = ("looked_up",)
+
+    def read(self, value: Any) -> Content:
+        content: Content = {}
+        is_module = issubclass(value, nn.Module)
+        for base in reversed(_own_classes(value)):
+            for name, member in base.__dict__.items():
+                # The forward of a module is followed from its instances, which may have a copy of it.
+                # Methods with two underscores Python itself looks up.
+                if (name in self.looked_up and not (is_module and name == "forward")) or (
+                    name.startswith("__") and isinstance(member, types.FunctionType)
+                ):
+                    content[name] = member
+        return content
+
+    def label_of(self, name: Any) -> str:
+        return f"attribute {name!r} of {self.value.__name__}"
+
+
+_NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
 _PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _BINDERS = (_FunctionNode, _FrozenNode)
 _MUTABLE = (_SequenceNode, _DictNode, _ObjectNode, _FunctionNode)
+# Types written in C whose instances have nothing but attributes, and object itself.
+_ALLOCATORS = (types.SimpleNamespace, object)
+_CONTAINERS = (dict, list, tuple, deque)
+_Cached = type(functools.lru_cache(lambda: None))
+_LOOK_UP_ANYTHING = ("getattr", "setattr", "vars", "__dict__", "__slots__", "attrgetter", "asdict", "copy")
+_CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
 
 class _Rebuild:
@@ -737,6 +1162,7 @@ class _Rebuild:
         self._built: dict[int, Any] = {}
         self._namespaces: dict[int, dict[str, Any]] = {}
         self._placed: list[tuple[_Node, Any, Content]] = []
+        self._cells: dict[int, types.CellType] = {}
 
     def build(self, key: int | None) -> Any:
         if key is None:
@@ -757,6 +1183,10 @@ class _Rebuild:
         child = node.children.get(name)
         return node.items[name] if child is None else self.build(child)
 
+    def cell(self, original: int) -> types.CellType:
+        """The cell that stands for one, given by its id, in all functions of a rebuilding."""
+        return self._cells.setdefault(original, types.CellType())
+
     def namespace(self, original: dict[str, Any]) -> dict[str, Any]:
         """A copy of a module's globals, the same for all functions of a rebuilding."""
         if id(original) not in self._namespaces:
@@ -765,18 +1195,35 @@ class _Rebuild:
 
     def write_back(self, name_of_f: str) -> None:
         """Repeat on the originals what f assigned on the copies."""
-        originals = {id(new): node.value for node, new, _ in self._placed}
+        originals = {id(new): self.nodes[key].value for key, new in self._built.items()}
         for node, new, placed in self._placed:
-            for name, value in node.assignable(new).items():
+            now = node.assignable(new)
+            for name, value in now.items():
                 if name in placed and placed[name] is value:
                     continue
-                if isinstance(value, Tensor):
-                    raise EscapeError(
-                        f"remat({name_of_f}) stores a tensor ({describe(value)}) as "
-                        f"{node.label_of(name)}. It belongs to the inside of the checkpoint, and its "
-                        "gradient would be lost: return it from the function."
-                    )
-                node.put(node.value, name, originals.get(id(value), value))
+                leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: id(x) in originals)
+                for x in leaves:
+                    is_escape = isinstance(x, Tensor) and id(x) not in originals
+                    if is_escape and (x is value or not node.is_of_library):
+                        raise EscapeError(
+                            f"remat({name_of_f}) stores a tensor ({describe(x)}) as "
+                            f"{node.label_of(name)}. It belongs to the inside of the checkpoint, and its "
+                            "gradient would be lost: return it from the function."
+                        )
+                if any(id(x) in originals for x in leaves):
+                    value = pytree.tree_unflatten([originals.get(id(x), x) for x in leaves], structure)
+                node.put(node.value, name, value)
+            for name in reversed([name for name in placed if name not in now]):
+                node.remove(node.value, name)
+        for node in self.nodes.values():
+            if isinstance(node, _FixedNode):
+                for name, value in node.read(node.value).items():
+                    if id(value) in originals and value is not originals[id(value)]:
+                        raise EscapeError(
+                            f"remat({name_of_f}) stores an object ({type(value).__name__}) as "
+                            f"{node.label_of(name)}. Under a transform it is a copy: return it from the "
+                            "function."
+                        )
 
 
 def _spread(nodes: Mapping[int, _Node]) -> None:
@@ -789,6 +1236,8 @@ def _spread(nodes: Mapping[int, _Node]) -> None:
     while pending:
         node = pending.pop()
         for referrer in referrers[node.key]:
+            if isinstance(referrer, _FixedNode):
+                continue
             frozen = node.frozen
             if frozen == _BOUND and not isinstance(referrer, _BINDERS):
                 frozen = _THAWED
@@ -828,8 +1277,64 @@ def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if isinstance(value, types.BuiltinFunctionType):
         return _TensorMethodNode if isinstance(value.__self__, Tensor) else None
     if isinstance(value, type):
+        return _ClassNode if _own_classes(cast(Hashable, value)) else None
+    if isinstance(value, types.ModuleType):
+        is_followed = value.__name__ in _RANDOM or not _is_library(value.__name__)
+        return _PythonModuleNode if is_followed else None
+    for fixed, node_type in _FIXED.items():
+        if isinstance(value, fixed):
+            return node_type
+    if not _is_plain_python(cast(Hashable, kind)):
         return None
-    return _ObjectNode if _is_plain_python(cast(Hashable, kind)) else None
+    return _StayingNode if _notices_copies(cast(Hashable, kind)) else _ObjectNode
+
+
+_FIXED: dict[type | tuple[type, ...], type[_Node]] = {
+    (set, frozenset): _SetNode,
+    types.MappingProxyType: _MappingNode,
+    contextvars.ContextVar: _VariableNode,
+    threading.local: _ThreadLocalNode,
+    (staticmethod, classmethod, property, _Cached): _DescriptorNode,
+    _CONTAINERS: _ContainerNode,
+    (np.ndarray, bytearray): _ArrayNode,
+    weakref.ref: _WeakNode,
+}
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    # Not `__module__`, which functools.wraps copies.
+    return _is_library(function.__globals__.get("__name__"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_classes(kind: Hashable) -> tuple[type, ...]:
+    """A class and its bases, without those of libraries."""
+    assert isinstance(kind, type)
+    return tuple([base for base in kind.__mro__ if not _is_library(base.__module__)])
+
+
+def _moves_on(value: Any) -> bool:
+    """Whether an object that cannot be followed gives something else each time."""
+    if isinstance(value, types.BuiltinFunctionType | types.BuiltinMethodType):
+        value = value.__self__  # random.random, numpy.random.rand
+    return (
+        isinstance(value, random.Random)
+        or hasattr(type(value), "__next__")
+        or type(value).__module__.startswith("numpy.random")
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _notices_copies(kind: Hashable) -> bool:
+    """Whether a class would close what a copy shares with the original, or remember each copy."""
+    assert isinstance(kind, type)
+    return hasattr(kind, "__del__") or any(
+        isinstance(member, _Cached) for base in kind.__mro__ for member in base.__dict__.values()
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -843,8 +1348,30 @@ def _is_plain_python(kind: Hashable) -> bool:
 
     assert isinstance(kind, type)
     return kind.__module__.partition(".")[0] not in _OPAQUE and all(
-        base is object or is_python(base) for base in kind.__mro__
+        base in _ALLOCATORS or is_python(base) for base in kind.__mro__
     )
+
+
+def _weak(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_own(kind: Hashable) -> bool:
+    """Whether no library has code for instances of a class."""
+    assert isinstance(kind, type)
+    return len(_own_classes(kind)) == len([b for b in kind.__mro__ if b not in (object, nn.Module)])
+
+
+def _attributes(value: Any) -> Content:
+    content = dict(getattr(value, "__dict__", ()))
+    for name in _slots(cast(Hashable, type(value))):
+        with suppress(AttributeError):
+            content[name] = getattr(value, name)
+    return content
 
 
 @functools.lru_cache(maxsize=4096)
@@ -855,36 +1382,52 @@ def _slots(kind: Hashable) -> tuple[str, ...]:
             name
             for base in kind.__mro__
             for name, member in base.__dict__.items()
-            if isinstance(member, types.MemberDescriptorType)
+            if isinstance(member, types.MemberDescriptorType) and name != "__dict__"
         ]
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> dict[str, frozenset[str]]:
-    """The global names that code loads, each with the attribute names of that code."""
-    attributes = frozenset(code.co_names)
-    names = {
-        instruction.argval: attributes
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that code loads, in itself or in a function within it."""
+    names = dict.fromkeys(_operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            for name, more in _global_names(constant).items():
-                names[name] = names.get(name, frozenset()) | more
-    return names
+            names.update(dict.fromkeys(_global_names(constant)))
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """All names that code looks up, and its strings, which it may hand to `getattr`."""
+    names = {*code.co_names}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(code: types.CodeType) -> frozenset[str]:
+    """The modules that code imports, in itself or in a function within it."""
+    names = {*_operands(code, "IMPORT_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _imported(constant)
+    return frozenset(names)
+
+
+def _operands(code: types.CodeType, *opnames: str) -> list[str]:
+    return [i.argval for i in dis.get_instructions(code) if i.opname in opnames]
 
 
 @functools.lru_cache(maxsize=4096)
 def _assigned(code: types.CodeType) -> frozenset[str]:
     """The closure and global variables that code assigns, in itself or in a function within it."""
-    names = {
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL")
-        and instruction.argval not in code.co_cellvars
-    }
+    assigned = _operands(code, "STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL")
+    names = {name for name in assigned if name not in code.co_cellvars}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _assigned(constant) - set(code.co_cellvars)

@@ -157,7 +157,12 @@ _RULES = {
 
 def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
     """No functorch level is left: plain reverse and forward mode, or just the values."""
-    recording = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    # A backward with create_graph switches grad mode on, in inference mode too.
+    recording = (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and any(x.requires_grad for x in inputs)
+    )
     if _torch.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
         if along:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,8 +63,6 @@ class Program(ABC):
 class Leaf(Program):
     """The user's function, flat. `remat` says how it runs the first time, and how again."""
 
-    # Whether inference mode was on when the user called f.
-    inference_mode: bool
     # Whether some captured tensors are replaced by a mode, as f runs. It sees what is handed to an
     # autograd.Function only at a functorch level.
     replaces = False
@@ -251,18 +249,14 @@ class Vjp(_Derived):
             leaf = x.view_as(x) if nested and x.requires_grad else _torch.fresh(x).requires_grad_()
             leaves.append(leaf)
             primals[i] = leaf
-        with torch.enable_grad():
+        with _recording():
             outputs = self.inner.run(*primals)
             return [outputs[i] for i in self.of], leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         if self.source.replaces and not torch.is_grad_enabled():
             primals = [_torch.fresh(x) if x.requires_grad else x for x in primals]
-        with (
-            _torch.grad_level() as level,
-            torch.inference_mode() if self.source.inference_mode else nullcontext(),
-            torch.enable_grad(),
-        ):
+        with _recording(), _torch.grad_level() as level:
             wrapped = [_torch._wrap_for_grad(x, level) for x in primals]
             leaves = [wrapped[i] for i in self.wrt]
             for leaf in leaves:
@@ -323,6 +317,11 @@ class Vjp(_Derived):
         for batch, owner in zip(self.batches, reversed(owners[:-1]), strict=True):
             pull = batch.over(pull, owner)
         return pull(*cotangents)
+
+
+def _recording() -> AbstractContextManager[Any]:
+    """Grad mode on, and inference mode off: a backward may be called there, and nothing be recorded."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
 
 
 def _refuse_once_differentiable(outputs: Sequence[Tensor]) -> None:

@@ -96,7 +96,9 @@ def remat(
         Draw in the recomputation the random numbers of the forward. Costs nothing if f draws none.
     determinism_check : {"default", "none", "values"}
         Compare structure, shapes, dtypes and devices of the recomputed outputs with those of the
-        forward; or nothing; or the values too, which keeps a copy of the outputs.
+        forward; or nothing; or the values too, which keeps a copy of the outputs. The values are compared
+        by default as well if f has assigned what it captured, or draws from Python's or numpy's random
+        numbers, or from an iterator.
 
     Returns
     -------
@@ -116,7 +118,7 @@ def remat(
     EscapeError
         f stored a tensor outside of itself, under a transform.
     CheckpointError
-        A recomputation gave something else than the forward did.
+        A recomputation gave something else than the forward did, or could not be right.
 
     Notes
     -----
@@ -236,7 +238,12 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if _torch.differentiates_in_inference_mode():
+            raise CheckpointError(
+                f"remat({name}): torch {torch.__version__} records nothing in inference mode, and gives "
+                "zeros for the derivatives that are taken here. Use torch.no_grad() instead of it."
+            )
         # Nothing is recorded at any level, so that there is nothing to save. f is free to switch grad
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
@@ -277,11 +284,8 @@ class _Arguments:
                 self.static[key], kwargs = kwargs[key], {**kwargs, key: None}
         leaves, self.structure = pytree.tree_flatten((positional, kwargs))
         # An inference tensor is no variable of any graph, which would refuse to save it.
-        outside = not torch.is_inference_mode_enabled()
         self.positions = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and not (outside and leaf.is_inference())
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()
         ]
         self.tensors: list[Tensor] = [leaves[i] for i in self.positions]
         for i in self.positions:
@@ -411,7 +415,6 @@ class _Call(Leaf):
         self._world: world.World | None = None
         self._outputs: _Outputs | None = None
         self._values: list[tuple[Tensor, int]] = []
-        self.inference_mode = torch.is_inference_mode_enabled()
 
     @property
     def name(self) -> str:
@@ -434,12 +437,12 @@ class _Call(Leaf):
         inner = [x.detach().requires_grad_() if x.requires_grad else x for x in arguments]
         outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static)
         self.check_versions(versions, arguments)
-        self._closure.settle(self._name)
+        self._settle(outputs)
         used = self._find_captured(outputs, inner, first_node)
         found = {id(x) for x in self._closure.tensors}
         loose = {id(x) for x in self._closure.loose}
         self._replaced = {id(x): x for x in used if id(x) not in found or id(x) in loose}
-        self._met = set(self._replaced)
+        self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
         del inner
         if not used and not any(x.requires_grad for x in arguments):
@@ -499,13 +502,17 @@ class _Call(Leaf):
                 raise
         self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)
         self._outputs = _Outputs(self._name, out)
-        outputs = self._outputs.take()
-        if self._options.determinism_check == "values":
+        return self._outputs.take()
+
+    def _settle(self, outputs: Sequence[Tensor]) -> None:
+        self._closure.settle(self._name)
+        check = self._options.determinism_check
+        compared = check == "values" or (check == "default" and not self._closure.is_pure)
+        if compared and not _torch.is_tracing():
             self._values = [_torch.physical(y.detach().clone()) for y in outputs]
-        return outputs
 
     def _check_escaped(self, is_lost: Callable[[Tensor], bool]) -> None:
-        for _, tensor, where in self._closure.escaped():
+        for tensor, where in self._closure.escaped():
             if is_lost(tensor):
                 raise EscapeError(
                     f"remat({self._name}) stores a tensor ({describe(tensor)}) as {where}. It belongs to "
@@ -581,7 +588,7 @@ class _Call(Leaf):
         if replacing is not None:
             self._met = replacing.met
         self._check_escaped(lambda x: True)
-        self._closure.settle(self._name)
+        self._settle(outputs)
         self._closure.seal()
         return outputs
 
@@ -622,9 +629,10 @@ class _Call(Leaf):
         return again.take()
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
-        if not self._replaced:
-            return nullcontext()
-        return net.Replacing({key: mapped[key] for key in self._replaced})
+        replaced = {key: mapped[key] for key in self._replaced}
+        if self._outputs is not None:
+            replaced |= self._closure.statistics()
+        return net.Replacing(replaced) if replaced else nullcontext()
 
     def _compare(self, again: _Outputs) -> None:
         assert self._outputs is not None
@@ -634,7 +642,7 @@ class _Call(Leaf):
                 there, now = _torch.physical(y.detach())
                 # Another level (the vmap of jacfwd, say) may have batched it: then there is
                 # nothing to compare with.
-                if levels == now and not torch.allclose(here, there, equal_nan=True):
+                if levels == now and not _close(here, there):
                     difference = f"other values in output {i}, {describe(here)}, than the forward"
                     break
         if difference is not None:
@@ -689,6 +697,17 @@ def _edge(x: Tensor) -> _Edge:
 def _edge_to(node: Any, number: int) -> _Edge:
     variable = getattr(node, "variable", None)
     return (node, number) if variable is None else (id(variable), _LEAF)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether values agree, up to the rounding of their dtype; where there are values."""
+    if a.is_meta or b.is_meta:
+        return True
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def _leaves(y: Tensor) -> Iterator[Tensor]:

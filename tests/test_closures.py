@@ -11,18 +11,20 @@ import contextvars
 import functools
 import itertools
 import queue
+import random
 import sys
 import threading
 import types
 import weakref
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from oracles import CAPTURES, F64, assert_same, compare, plain, tensor, total
 from torch import nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 from funcckpt import CheckpointError, ClosureError, MutationError, remat
 
@@ -1138,10 +1140,8 @@ def test_changed_number_is_right_or_refused(kind, transform):
 
 
 REBOUND = [
-    *[(place, "tracked") for place in (*READABLE, *UNREADABLE)],
-    # Constants, numbers and functions in a class, a Python module, a namespace or a set are out of
-    # sight: the README says so.
-    *[("in_global_then", what) for what in ("constant", "number", "function")],
+    *[(place, what) for place in READABLE for what in ("tracked", "constant", "number", "function")],
+    *[(place, "tracked") for place in UNREADABLE],
 ]
 
 
@@ -1156,6 +1156,217 @@ def test_rebound_is_right_or_refused(place, what, transform):
         remat,
         allowed=(ClosureError, MutationError, CheckpointError),
     )
+
+
+SCALE = None
+
+
+class Scaled:
+    """Its code, not its state, refers to a global."""
+
+    def method(self, x):
+        return x * SCALE
+
+    @property
+    def value(self):
+        return SCALE
+
+    @staticmethod
+    def static(x):
+        return x * SCALE
+
+    @classmethod
+    def of_class(cls, x):
+        return cls.static(x)
+
+    def __getitem__(self, key):
+        return SCALE
+
+    def __call__(self, x):
+        return self.by_name(x)
+
+    def by_name(self, x):
+        return getattr(self, "meth" + "od")(x)
+
+
+class ScaledModule(nn.Module):
+    def __init__(self, deep):
+        super().__init__()
+        self.deep = deep
+
+    def helper(self, x):
+        return x * SCALE
+
+    def forward(self, x):
+        return self.helper(x) if self.deep else x * SCALE
+
+
+class ScaledFunction(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * SCALE
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct * SCALE
+
+    @staticmethod
+    def jvp(ctx, t):
+        return t * SCALE
+
+
+BY_METHODS = {
+    "method": lambda: lambda x, it=Scaled(): it.method(x),
+    "property": lambda: lambda x, it=Scaled(): it.value * x,
+    "static": lambda: lambda x: Scaled.static(x),
+    "class_method": lambda: Scaled.of_class,
+    "operator": lambda: lambda x, it=Scaled(): x * it[0],
+    "call": lambda: lambda x, it=Scaled(): it.method(it(x)),
+    "bound": lambda: Scaled().method,
+    "partial": lambda: functools.partial(Scaled.method, Scaled()),
+    "forward": lambda: ScaledModule(False),
+    "helper": lambda: ScaledModule(True),
+    "module_in_lambda": lambda: lambda x, net=nn.Sequential(ScaledModule(True)): net(x),
+    "custom_function": lambda: ScaledFunction.apply,
+    "made_inside": lambda: lambda x: Scaled().method(x),
+    "imported_inside": lambda: import_inside,
+}
+
+
+def import_inside(x):
+    import funcckpt_test_weights
+
+    return x * funcckpt_test_weights.w
+
+
+@pytest.mark.parametrize(
+    "transform", ["backward_leaf", "double_backward", "vjp_later", "jvp", "vmap_grad", "hessian_mixed"]
+)
+@pytest.mark.parametrize("what", ["constant", "number"])
+@pytest.mark.parametrize("kind", BY_METHODS)
+def test_rebound_where_methods_read_it(kind, what, transform):
+    first, then = CONSTANTS if what == "constant" else NUMBERS
+
+    def f(wrap, w, x):
+        global SCALE
+        SCALE = first
+        sys.modules["funcckpt_test_weights"] = MODULE
+        MODULE.w = first
+        out = wrap(BY_METHODS[kind]())(act(w, x)).sin()
+        MODULE.w = SCALE = then
+        return out
+
+    compare(lambda wrap: observe(functools.partial(f), transform, wrap), remat, allowed=(MutationError,))
+
+
+def test_what_a_class_gains_is_no_change():
+    """A cache that grows, as those of rotary embeddings do, and an attribute that nobody read."""
+
+    class Tables:
+        made: ClassVar[dict] = {}
+
+        def __call__(self, x):
+            if len(x) not in self.made:
+                self.made[len(x)] = torch.arange(len(x), dtype=F64)
+            return (x * self.made[len(x)]).sin()
+
+    def run(wrap):
+        Tables.made.clear()
+        leaves = [tensor(3, requires_grad=True), tensor(3, seed=1, requires_grad=True), tensor(4, seed=2)]
+        out = sum(wrap(Tables())(x).sum() for x in leaves)
+        Tables.other = out.detach()
+        out.backward()
+        return [x.grad for x in leaves]
+
+    assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize("place", ["class", "python_module"])
+def test_batch_norm_where_no_copy_can_be_put(place):
+    class Shelf:
+        pass
+
+    def run(wrap):
+        shelf = Shelf if place == "class" else MODULE
+        shelf.w = norm = nn.BatchNorm1d(3, dtype=F64)
+        x = tensor(4, 3, requires_grad=True)
+        wrap(lambda x: shelf.w(x).sin())(x).sum().backward()
+        return x.grad, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+    assert_same(run(remat), run(plain))
+
+
+def stepping():
+    steps = 0
+
+    def f(x):
+        nonlocal steps
+        steps += 1
+        return (x * steps).sin()
+
+    return f
+
+
+class Stepping:
+    steps = 0
+
+    def __call__(self, x):
+        self.steps += 1
+        return (x * self.steps).sin()
+
+
+class SteppingClass(Stepping):
+    def __call__(self, x):
+        type(self).steps += 1
+        return (x * self.steps).sin()
+
+
+IMPURE = {
+    "variable": stepping,
+    "attribute": Stepping,
+    "class_attribute": SteppingClass,
+    "list": lambda: lambda x, log=[]: log.append(1) or (x * len(log)).sin(),
+    "iterator": lambda: lambda x, it=iter([2.0, 3.0, 4.0, 5.0, 6.0]): (x * next(it)).sin(),
+    "generator": lambda: lambda x, it=(k for k in range(2, 9)): (x * next(it)).sin(),
+    "python_random": lambda: lambda x: (x * random.random()).sin(),
+    "python_random_object": lambda: lambda x, source=random.Random(0): (x * source.uniform(0, 1)).sin(),
+    "numpy_random": lambda: lambda x: (x * np.random.rand()).sin(),
+    "numpy_generator": lambda: lambda x, source=np.random.default_rng(0): (x * source.random()).sin(),
+}
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad", "hessian"])
+@pytest.mark.parametrize("kind", IMPURE)
+def test_values_of_an_impure_function_are_compared(kind, transform):
+    def run():
+        f = remat(IMPURE[kind]())
+        loss = lambda x: f(x).sum()
+        if transform == "backward":
+            x = tensor(3, requires_grad=True)
+            loss(x).backward()
+        elif transform == "grad":
+            grad(loss)(tensor(3))
+        elif transform == "vmap_grad":
+            vmap(grad(loss))(tensor(2, 3))
+        else:
+            hessian(loss)(tensor(3))
+
+    with pytest.raises(CheckpointError, match="other values"):
+        run()
+
+
+@pytest.mark.parametrize("transform", ["backward_leaf", "grad", "vmap_grad", "hessian_mixed"])
+def test_an_impure_function_with_the_same_values_passes(transform):
+    def kind(wrap, w, x, calls=[]):  # noqa: B006
+        return wrap(lambda x: calls.append(len(calls)) or act(w, x))(x)
+
+    compare(lambda wrap: observe(kind, transform, wrap), remat)
 
 
 # ---------------------------------------------------------------- other dtypes, modes and shapes

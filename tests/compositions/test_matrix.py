@@ -182,6 +182,12 @@ def test_same_as_without_remat(function, names):
         if isinstance(actual.error, CheckpointError) and "make_fx" in str(actual.error):
             return
     expected = run(make, names, no_remat)
+    if "inference_mode" in names and isinstance(actual.error, CheckpointError):
+        # torch 2.11 differentiates nothing there and gives zeros (pytorch#177318): remat refuses.
+        outside = run(make, [name for name in names if name != "inference_mode"], no_remat)
+        with pytest.raises(AssertionError):
+            assert_same_outcome(expected, outside)
+        return
     if function.startswith("module_") and names[0].startswith(("traced", "linearize")):
         # The module's own parameters are constants of what remat has recorded (see the README).
         actual.value, expected.value = pytree.tree_map_only(
