@@ -165,9 +165,13 @@ class _Rules:
         of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
         gradients: list[Tensor | None] = [None] * (len(inputs) + 1)
         if wrt and of:
-            vjp = Vjp(ctx.program, ctx.home, len(inputs), wrt, of, ctx.at_level)
+            home: int = ctx.home
+            has_say: tuple[bool, ...] = ()
+            if spelling.generate_vmap_rule:
+                # The levels that are entered again have other numbers: `has_say` knows them instead.
+                home, has_say = _torch.current_level(), _has_say_now(ctx)
+            vjp = Vjp(ctx.program, home, len(inputs), wrt, of, ctx.at_level)
             arguments = [*inputs, *_for_one_sample(ctx.unbatched, cotangents)]
-            has_say = _has_say_now(ctx) if spelling.generate_vmap_rule else ()
             found = iter(_apply(spelling, vjp, arguments, has_say))
             for i, connected in zip(wrt, vjp.connected, strict=True):
                 if connected:
