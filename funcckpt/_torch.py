@@ -71,6 +71,10 @@ try:
     # The one kind of autograd.Function that functorch lets record at a single level.
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    # The function modes under which f runs, and the one of them that stands for the default device.
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.utils._device import DeviceContext
 except ImportError as error:
     raise ImportError(
         f"funcckpt does not know torch {torch.__version__}: {error}. Install a newer funcckpt, or a "
@@ -446,6 +450,24 @@ def below_wrappers(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def constant_of(x: Tensor) -> Tensor | None:
+    """What is inside of a tensor that no active transform looks at; None if one does."""
+    while True:
+        if x.requires_grad or is_batchedtensor(x) or is_legacy_batchedtensor(x) or tangent_of(x) is not None:
+            return None
+        if not is_functorch_wrapped_tensor(x):
+            return x
+        x = get_unwrapped(x)
+
+
+def storage_of(x: Tensor) -> int | None:
+    """What tells the memory of `x` from that of others, where there is any."""
+    try:
+        return int(below_wrappers(x).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or opaque
+        return None
 
 
 def unwrapped_at(x: Tensor, levels: Sequence[int]) -> Tensor:

@@ -67,7 +67,9 @@ _ATOMS = frozenset(
     }
 )
 # Libraries whose globals and classes hold nothing of the user's. Their closures and objects are searched.
-_LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "jax", "einops", "funcckpt"}
+# So is every installed package, but for those whose functions are given to remat.
+_LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
+_own_packages: set[str] = set()
 # Libraries that have random streams of their own, which are not replayed.
 _RANDOM = ("random", "numpy", "numpy.random")
 # Objects of these packages stand for something outside of Python that a copy would not share.
@@ -113,6 +115,9 @@ def may_be_statistics(x: Tensor) -> bool:
 class Closure:
     """What a callable refers to, at the time of the search.
 
+    Of an object with attributes, a class or a module, that is what code of the callable may look up by
+    name; or `everything`.
+
     Attributes
     ----------
     tensors : list of Tensor
@@ -127,24 +132,31 @@ class Closure:
         Whether f looks like a function of its arguments and of what it captured. After `settle`.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, everything: bool = False) -> None:
         self.tensors: list[Tensor] = []
         self.constants: list[Tensor] = []
         self.loose: list[Tensor] = []
         self.generators: list[torch.Generator] = []
         self.is_pure = True
+        # Whether some module keeps what it was given for its parameters, as torch's RNNs do.
+        self.has_rnn = False
         # Nodes refer to each other by the ids of their objects, so that no cycle of references keeps
         # a closure alive until the garbage collector comes.
         self._nodes: dict[int, _Node] = {}
         self._mutable: list[_Node] = []
         self._shared: list[_Node] = []
         # What code looks up by name, and where; more code is found there, which looks up more.
-        self._names: set[str] = set(_CALLED_BY_TORCH)
+        self._names: set[str] = {
+            *_CALLED_BY_TORCH,
+            *((_EVERYTHING, *_LOOK_UP_ANYTHING) if everything else ()),
+        }
         self._named: list[_NamedNode] = []
         self._root = self._visit(root, None, "", 0)
         self._visit_named()
         _spread(self._nodes)
         self._versions = [_version(x) for x in self.constants]
+        # Whether f may draw random numbers and leave the streams where they were.
+        self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
 
     def rebuild(self, mapped: Mapped) -> Any:
         """The callable as it was at the time of the search, around other tensors.
@@ -194,7 +206,7 @@ class Closure:
                 self._versions[i] = None
             elif _version(x) != self._versions[i]:
                 raise MutationError(
-                    f"remat({name}) changed {self.where(x)} ({describe(x)}) in place. The "
+                    f"remat({name}) changed {self.where(id(x))} ({describe(x)}) in place. The "
                     "recomputation would start from the changed values. Return the new value "
                     "instead, or make it a buffer of a module that is training."
                 )
@@ -216,7 +228,7 @@ class Closure:
         for x, version in zip(self.constants, self._versions, strict=True):
             if version is not None and _version(x) != version:
                 raise MutationError(
-                    f"{self.where(x)} ({describe(x)}), which remat({name}) captured, was changed in "
+                    f"{self.where(id(x))} ({describe(x)}), which remat({name}) captured, was changed in "
                     f"place between the forward and the recomputation: it is at version "
                     f"{_version(x)}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
@@ -237,10 +249,11 @@ class Closure:
             if isinstance(node, _TensorNode) and node.shared and node.snapshot is not None
         }
 
-    def keep_as_constants(self, tensors: Iterable[Tensor]) -> None:
+    def keep_as_constants(self, tensors: Mapping[int, Tensor]) -> None:
         """Hold tracked tensors that turned out to be no inputs, as they are."""
-        for x in tensors:
-            self._nodes[id(x)].needed = False
+        for key, x in tensors.items():
+            self._nodes[key].needed = False
+            self._nodes[key].value = x
             self.constants.append(x)
             self._versions.append(_version(x))
 
@@ -252,9 +265,9 @@ class Closure:
             if node.needed or node.shared:
                 node.seal(self._nodes)
 
-    def where(self, tensor: Tensor) -> str:
-        """How f refers to a tensor, in words."""
-        node = self._nodes.get(id(tensor))
+    def where(self, key: int) -> str:
+        """How f refers to the tensor with an id, in words."""
+        node = self._nodes.get(key)
         return (node and self._path(node)) or "a captured tensor"
 
     def _path(self, node: _Node, *items: Any) -> str:
@@ -274,7 +287,7 @@ class Closure:
                     continue
                 if node.is_of_library and not isinstance(value, Tensor):
                     continue
-                found = Closure(value)
+                found = Closure(value, everything=True)
                 for x in (*found.tensors, *found.constants):
                     if id(x) not in self._nodes:
                         yield x, node.label_of(name)
@@ -304,9 +317,11 @@ class Closure:
                 self.is_pure = self.is_pure and not _moves_on(value)
                 return None
             node = node_type(value, parent, label)
+            self.has_rnn |= isinstance(value, nn.RNNBase)
         self._nodes[key] = node
         if isinstance(node, _NamedNode):
-            node.looked_up = self._names  # type: ignore[misc]  # a slot of each subclass
+            looked_up = set() if isinstance(node, _PythonModuleNode) else self._names
+            node.looked_up = looked_up  # type: ignore[misc]  # a slot of each subclass
             self._named.append(node)
         self._names |= node.names()
         node.items = node.read(value)
@@ -323,17 +338,25 @@ class Closure:
                 child = self._visit(item, node.key, node.label_of(name), depth + 1)
                 if child is not None:
                     node.children[name] = child
+                    found = self._nodes[child]
+                    if isinstance(found, _ClassNode) and name not in _TYPE_OF:
+                        found.is_called = True
+                    if isinstance(found, _PythonModuleNode):
+                        found.looked_up |= (
+                            node.looked_up if isinstance(node, _PythonModuleNode) else node.names()
+                        )
 
     def _visit_named(self) -> None:
         """Follow what code may look up by name, until there is no more code."""
-        count = 0
-        while count < len(self._names) + len(self._named):
-            count = len(self._names) + len(self._named)
+        seen, now = 0, 1
+        while seen < now:
+            seen = now
             for named in list(self._named):
                 found = named.read(named.value)
                 new = [(name, item) for name, item in found.items() if name not in named.items]
                 named.items.update(new)
                 self._visit_items(named, new, 0)
+            now = len(self._names) + sum([len(named.items) for named in self._named])
         functions = [node for node in self._nodes.values() if isinstance(node, _FunctionNode)]
         assigned: set[int] = set().union(*[node.assigned_cells() for node in functions])
         for function in functions:
@@ -529,8 +552,10 @@ class _TensorNode(_Node):
     def _was_updated_unseen(self, before: Tensor) -> bool:
         if not may_be_statistics(self.value):
             return False
-        if self.value.device.type != "cpu" and before.numel() <= _MAX_WITHOUT_WAITING:
-            return True  # to look would be to wait for the device
+        if _torch.is_tracing() or (
+            self.value.device.type != "cpu" and before.numel() <= _MAX_WITHOUT_WAITING
+        ):
+            return True  # there is no value yet, or to look would be to wait for the device
         return not torch.equal(_torch.physical(self.value)[0], before)
 
     def allocate(self, rebuild: _Rebuild) -> Any:
@@ -997,12 +1022,12 @@ class _SetNode(_FixedNode):
 
 
 class _MappingNode(_FixedNode):
-    """A mapping that only shows another one."""
+    """A mapping, or its keys, values or items, that only shows another one."""
 
     __slots__ = ()
 
     def read(self, value: Any) -> Content:
-        return dict(value)
+        return dict(value if isinstance(value, types.MappingProxyType) else enumerate(value))
 
 
 class _ContainerNode(_FixedNode):
@@ -1110,6 +1135,8 @@ class _DescriptorNode(_FixedNode):
 
 
 class _PythonModuleNode(_FixedNode, _NamedNode):
+    """A Python module: of what is in it, what some code looks up that names the module as well."""
+
     __slots__ = ("looked_up",)
 
     def read(self, value: Any) -> Content:
@@ -1121,7 +1148,12 @@ class _PythonModuleNode(_FixedNode, _NamedNode):
 
 
 class _ClassNode(_FixedNode, _NamedNode):
-    __slots__ = ("looked_up",)
+    __slots__ = ("is_called", "looked_up")
+
+    def __init__(self, value: Any, parent: int | None, label: str) -> None:
+        super().__init__(value, parent, label)
+        # Whether code may make an instance; an instance that is there has been made.
+        self.is_called = False
 
     def read(self, value: Any) -> Content:
         content: Content = {}
@@ -1130,8 +1162,12 @@ class _ClassNode(_FixedNode, _NamedNode):
             for name, member in base.__dict__.items():
                 # The forward of a module is followed from its instances, which may have a copy of it.
                 # Methods with two underscores Python itself looks up.
+                if _EVERYTHING in self.looked_up:
+                    content[name] = member
                 if (name in self.looked_up and not (is_module and name == "forward")) or (
-                    name.startswith("__") and isinstance(member, types.FunctionType)
+                    name.startswith("__")
+                    and isinstance(member, types.FunctionType)
+                    and (self.is_called or name not in _MAKES_INSTANCES)
                 ):
                     content[name] = member
         return content
@@ -1149,6 +1185,11 @@ _ALLOCATORS = (types.SimpleNamespace, object)
 _CONTAINERS = (dict, list, tuple, deque)
 _Cached = type(functools.lru_cache(lambda: None))
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "vars", "__dict__", "__slots__", "attrgetter", "asdict", "copy")
+_EVERYTHING = "*"
+# How an object, a module and a method of theirs refer to the class, which make no instances.
+_TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
+_MAKES_INSTANCES = ("__new__", "__init__", "__post_init__")
+_MOVES_STREAMS = ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed")
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
 
@@ -1201,6 +1242,9 @@ class _Rebuild:
             for name, value in now.items():
                 if name in placed and placed[name] is value:
                     continue
+                if isinstance(value, Tensor) and (constant := _torch.constant_of(value)) is not None:
+                    value = constant  # a table, made once
+                    originals[id(value)] = value
                 leaves, structure = pytree.tree_flatten(value, is_leaf=lambda x: id(x) in originals)
                 for x in leaves:
                     is_escape = isinstance(x, Tensor) and id(x) not in originals
@@ -1291,7 +1335,7 @@ def _node_type(value: Any, kind: type) -> type[_Node] | None:
 
 _FIXED: dict[type | tuple[type, ...], type[_Node]] = {
     (set, frozenset): _SetNode,
-    types.MappingProxyType: _MappingNode,
+    (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())): _MappingNode,
     contextvars.ContextVar: _VariableNode,
     threading.local: _ThreadLocalNode,
     (staticmethod, classmethod, property, _Cached): _DescriptorNode,
@@ -1301,8 +1345,25 @@ _FIXED: dict[type | tuple[type, ...], type[_Node]] = {
 }
 
 
+def take_for_own(f: Any) -> None:
+    """Search the package of a function as the user's own code."""
+    package = (getattr(f, "__module__", None) or type(f).__module__).partition(".")[0]
+    if package not in _own_packages and package not in _LIBRARIES:
+        _own_packages.add(package)
+        for cached in (_is_installed, _own_classes, _is_own):
+            cached.cache_clear()
+
+
 def _is_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
+    package = (module or "").partition(".")[0]
+    return package in _LIBRARIES or _is_installed(package)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return is_installed and package not in _own_packages
 
 
 def _is_of_library(function: types.FunctionType) -> bool:

@@ -13,24 +13,25 @@ it in what they are given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from . import _torch
 from .closure import is_tracked
 from .errors import ClosureError, describe
 from .program import Leaf, Program, Recording, Tensors
+from .world import Mode
 
 
 class HiddenCapture(ClosureError):
     """A tensor was captured that the search for captured tensors has missed."""
 
 
-class Watching(TorchFunctionMode):
+class Watching(Mode):
     """Sees the tracked tensors on which a function operates and that it has not made itself."""
 
     def __init__(self, known: Mapping[int, Tensor]) -> None:
@@ -56,7 +57,7 @@ class Watching(TorchFunctionMode):
         return out
 
 
-class Replacing(TorchFunctionMode):
+class Replacing(Mode):
     """Puts other tensors in place of some, wherever an operator is given them."""
 
     def __init__(self, mapped: Mapping[int, Tensor]) -> None:
@@ -65,17 +66,46 @@ class Replacing(TorchFunctionMode):
         # The ids of the tensors that were met.
         self.met: set[int] = set()
 
+    def __enter__(self) -> Replacing:
+        super().__enter__()
+        self._token = _replacing.set(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _replacing.reset(self._token)
+        super().__exit__(*error)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self._replace, (args, dict(kwargs or {})))
-        return func(*args, **kwargs)
+        replaced: list[Tensor] = []
 
-    def _replace(self, x: Tensor) -> Tensor:
-        if id(x) not in self._mapped:
-            return x
-        self.met.add(id(x))
-        return self._mapped[id(x)]
+        def replace(x: Tensor) -> Tensor:
+            if id(x) in self._mapped:
+                replaced.append(x)
+            return self.stand_in(x)
+
+        args, kwargs = pytree.tree_map_only(Tensor, replace, (args, dict(kwargs or {})))
+        out = func(*args, **kwargs)
+        # Who asks for a shape or a dtype does not use the values.
+        if replaced and (isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__"):
+            self.met.update([id(x) for x in replaced])
+        return out
+
+    def stand_in(self, x: Tensor) -> Tensor:
+        return self._mapped.get(id(x), x)
+
+
+_replacing: ContextVar[Replacing | None] = ContextVar("replacing", default=None)
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """The tensor that stands for `x` where f runs again inside of another one that is recomputed."""
+    replacing = _replacing.get()
+    if replacing is None or (y := replacing.stand_in(x)) is x:
+        return x
+    replacing.met.add(id(x))
+    return y
 
 
 _HOW = {

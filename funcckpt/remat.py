@@ -11,9 +11,15 @@ and the graph that it leaves behind, if any, leads to exactly the tensors that i
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import operator
+import sys
+import types
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -21,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch, dispatch, net, world
-from .closure import Closure, may_be_statistics
+from .closure import Closure, may_be_statistics, take_for_own
 from .errors import (
     CheckpointError,
     ClosureError,
@@ -146,8 +152,9 @@ def remat(
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
         name = _name_and_check(f)
+        take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
-        return _wrap(f, name, _Options(*static, preserve_rng_state, determinism_check))
+        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check))
 
     return wrap if f is None else wrap(f)
 
@@ -221,14 +228,30 @@ def _name_and_check(f: Callable[..., Any]) -> str:
     return name
 
 
-def _wrap(f: Callable[..., Any], name: str, options: _Options) -> Callable[..., Any]:
-    def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        return _call(f, name, options, args, kwargs)
+class _Checkpointed:
+    """A function that was given to remat. An object, so that a copy of a model copies what it refers to."""
 
-    if isinstance(f, nn.Module):
-        # A module's __dict__ is its state, not an annotation.
-        return functools.update_wrapper(rematerialized, f.forward, updated=())
-    return functools.update_wrapper(rematerialized, f)
+    def __init__(self, f: Callable[..., Any], name: str, options: _Options) -> None:
+        # The __dict__ of other callables is their state, not an annotation.
+        updated = ("__dict__",) if isinstance(f, types.FunctionType) else ()
+        functools.update_wrapper(self, f.forward if isinstance(f, nn.Module) else f, updated=updated)
+        self._made_of = f, name, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(*self._made_of, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"remat({self._made_of[1]})"
+
+    def __reduce__(self) -> Any:
+        name: str = getattr(self, "__qualname__", "")
+        with suppress(AttributeError):
+            if operator.attrgetter(name)(sys.modules.get(self.__module__)) is self:
+                return name  # a decorated function is found by its name
+        return _Checkpointed, self._made_of
 
 
 def _call(
@@ -262,8 +285,9 @@ def _call(
         return first.run_under_transforms()
     except net.HiddenCapture as error:
         # The search has missed a tensor, and the net has seen it: look while f runs, and lift it.
-        with first.undone():
-            hidden = call().search_while_running()
+        first.undo()
+        hidden = call().search_while_running()
+        first.undo()
         if not hidden:
             raise error
         return call(hidden).run_under_transforms()
@@ -287,12 +311,18 @@ class _Arguments:
         self.positions = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()
         ]
-        self.tensors: list[Tensor] = [leaves[i] for i in self.positions]
+        # The same tensor twice is one input, and f finds it to be one.
+        unique = {id(leaves[i]): leaves[i] for i in self.positions}
+        numbers = {key: number for number, key in enumerate(unique)}
+        self.numbers = [numbers[id(leaves[i])] for i in self.positions]
+        self.tensors: list[Tensor] = list(unique.values())
+        self.arity = len(unique)
         for i in self.positions:
             leaves[i] = None
         self.others = leaves
+        self._may_be_changed = any(not isinstance(x, _LEAVES) for x in (*positional, *kwargs.values()))
         for i, leaf in enumerate(leaves):
-            if hasattr(leaf, "__next__"):
+            if hasattr(type(leaf), "__next__"):
                 raise InputError(
                     f"remat({name}): {self._where_leaf(i)} is an iterator ({type(leaf).__name__}). The "
                     "forward uses it up, and the recomputation would find it empty: pass a list or a "
@@ -303,8 +333,8 @@ class _Arguments:
         self, tensors: Sequence[Tensor], others: Sequence[Any], static: dict[int | str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         leaves = list(others)
-        for i, x in zip(self.positions, tensors, strict=True):
-            leaves[i] = x
+        for i, number in zip(self.positions, self.numbers, strict=True):
+            leaves[i] = tensors[number]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         for key, value in static.items():
             if isinstance(key, int):
@@ -313,9 +343,27 @@ class _Arguments:
                 kwargs[key] = value
         return args, kwargs
 
+    def content(self, args: Any, kwargs: Any) -> tuple[list[Any], Any] | None:
+        """What is in the containers that f is given, to be handed to `check_unchanged`."""
+        return pytree.tree_flatten((args, kwargs)) if self._may_be_changed else None
+
+    def check_unchanged(
+        self, name: str, before: tuple[list[Any], Any] | None, args: Any, kwargs: Any
+    ) -> None:
+        """f is given containers of its own: what it does to them nobody would see."""
+        if before is None:
+            return
+        leaves, structure = before
+        now, new_structure = pytree.tree_flatten((args, kwargs))
+        if structure != new_structure or any(x is not y for x, y in zip(leaves, now, strict=True)):
+            raise MutationError(
+                f"remat({name}) changes a list or dict among its arguments. The caller would not see it: "
+                "return the changed one."
+            )
+
     def where(self, i: int) -> str:
         """The place of tensor `i` among the arguments, in words."""
-        return self._where_leaf(self.positions[i])
+        return self._where_leaf(self.positions[self.numbers.index(i)])
 
     def _where_leaf(self, i: int) -> str:
         places = pytree.tree_unflatten(list(range(len(self.others))), self.structure)
@@ -328,21 +376,37 @@ class _Arguments:
 class _Outputs:
     """What f returned: its structure, what is no tensor, and how each tensor looked."""
 
-    def __init__(self, name: str, out: Any) -> None:
+    def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
+        """`inputs` are the tensors that f was given for them."""
+        given = {id(x): i for i, x in enumerate(inputs)}
         leaves, self.structure = pytree.tree_flatten(out)
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.tensors: list[Tensor] = [leaves[i] for i in self.positions]
+        everything = [leaves[i] for i in self.positions]
+        self.looks = [(x.dtype, tuple(x.shape), x.device) for x in everything]
+        # Each tensor is an input, which is handed back as it is, or an output, once.
+        outputs: dict[int, Tensor] = {}
+        self._sources: list[tuple[bool, int]] = []
+        self._kept: list[int] = []
+        for i, x in enumerate(everything):
+            if id(x) in given:
+                self._sources.append((True, given[id(x)]))
+                continue
+            if id(x) not in outputs:
+                outputs[id(x)] = x
+                self._kept.append(i)
+            self._sources.append((False, list(outputs).index(id(x))))
+        self.tensors: list[Tensor] = list(outputs.values())
+        self._aliased = _aliased(self.tensors, inputs)
         for i in self.positions:
             leaves[i] = None
         self.others = leaves
-        self.looks = [(x.dtype, tuple(x.shape), x.device) for x in self.tensors]
         for leaf in leaves:
-            if hasattr(leaf, "__next__") or inspect.isawaitable(leaf):
+            if hasattr(type(leaf), "__next__") or inspect.isawaitable(leaf):
                 raise OutputError(
                     f"remat({name}) returned a {type(leaf).__name__}, whose values come only after the "
                     "checkpoint. Return them in a list or tuple."
                 )
-            hidden = Closure(list(leaf) if isinstance(leaf, (set, frozenset)) else leaf).tensors
+            hidden = Closure(leaf, everything=True).tensors
             if hidden:
                 raise OutputError(
                     f"remat({name}) returned a {type(leaf).__name__} that holds a tensor "
@@ -354,10 +418,16 @@ class _Outputs:
         tensors, self.tensors = tuple(self.tensors), []
         return tensors
 
-    def assemble(self, tensors: Sequence[Tensor]) -> Any:
+    def take_as(self, first: _Outputs) -> Tensors:
+        """The tensors that were outputs in the first run, where this is another one."""
+        tensors, self.tensors = self.tensors, []
+        return tuple([tensors[self._sources[i][1]] for i in first._kept])
+
+    def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         leaves = list(self.others)
-        for i, x in zip(self.positions, tensors, strict=True):
-            leaves[i] = x
+        tensors = [_guarded(y) if i in self._aliased else y for i, y in enumerate(tensors)]
+        for i, (is_input, number) in zip(self.positions, self._sources, strict=True):
+            leaves[i] = (inputs if is_input else tensors)[number]
         return pytree.tree_unflatten(leaves, self.structure)
 
     def difference(self, again: _Outputs) -> str | None:
@@ -397,11 +467,14 @@ class _Call(Leaf):
         self._options = options
         self._arguments = arguments
         self._closure = Closure((f, arguments.others, arguments.static))
-        given = {id(x) for x in arguments.tensors}
-        self._captured = [
-            *[x for x in self._closure.tensors if id(x) not in given],
-            *[x for x in hidden if id(x) not in given],
-        ]
+        # Inside of another recomputation some tensors stand for others, by which f refers to them.
+        given = {id(x): net.stand_in(x) for x in arguments.tensors}
+        captured = {id(x): net.stand_in(x) for x in (*self._closure.tensors, *hidden) if id(x) not in given}
+        self._originals = {id(given[key]): key for key in given} | {
+            id(captured[key]): key for key in captured
+        }
+        arguments.tensors = list(given.values())
+        self._captured = list(captured.values())
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
@@ -409,6 +482,7 @@ class _Call(Leaf):
         self.replaces = bool(self._replaced)
         self._ids: list[int] = []
         self._labels: list[str] = []
+        self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators)
         self._states: world.States | None = None
@@ -424,9 +498,10 @@ class _Call(Leaf):
 
     def run_under_transforms(self) -> Any:
         self._layers = _torch.active_layers()
-        outputs = dispatch.call(self, self._take_inputs(self._captured))
+        inputs = self._take_inputs(self._captured)
+        outputs = dispatch.call(self, inputs)
         assert self._outputs is not None
-        return self._outputs.assemble(outputs)
+        return self._outputs.assemble(outputs, inputs)
 
     def run_eager(self, f: Callable[..., Any]) -> Any:
         """Without transforms f runs as it is; the graph it leaves behind shows what it captured."""
@@ -434,50 +509,64 @@ class _Call(Leaf):
         captured = self._captured
         versions = self.versions(arguments)
         first_node = _torch.next_sequence_number()
-        inner = [x.detach().requires_grad_() if x.requires_grad else x for x in arguments]
-        outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static)
+        originals = [*arguments, *captured]
+        inner = [
+            _dress(x.detach().requires_grad_(), _attributes(x)) if x.requires_grad else x for x in arguments
+        ]
+        given = [*inner, *captured]
+        outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
+        assert self._outputs is not None
+        if not any(y.requires_grad for y in outputs):
+            return self._outputs.assemble(outputs, originals)  # nothing to recompute
         self.check_versions(versions, arguments)
         self._settle(outputs)
         used = self._find_captured(outputs, inner, first_node)
+        leaves = [weakref.ref(x) for x in inner if x.requires_grad]
         found = {id(x) for x in self._closure.tensors}
-        loose = {id(x) for x in self._closure.loose}
-        self._replaced = {id(x): x for x in used if id(x) not in found or id(x) in loose}
+        by_rebuilding = found - {id(x) for x in self._closure.loose}
+        self._replaced = {
+            key: x for x in used if (key := self._originals.get(id(x), id(x))) not in by_rebuilding
+        }
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
-        del inner
-        if not used and not any(x.requires_grad for x in arguments):
-            return self._outputs.assemble(outputs)  # type: ignore[union-attr]
+        del inner, given
         self._check_escaped(lambda x: x.requires_grad)
         inputs_by_capture = {id(x) for x in used}
-        self._closure.keep_as_constants([x for x in captured if id(x) not in inputs_by_capture])
+        self._closure.keep_as_constants(
+            {self._originals[id(x)]: x for x in captured if id(x) not in inputs_by_capture}
+        )
         detached = [(y.detach(), y.requires_grad) for y in outputs]
         inputs = self._take_inputs(used)
         self._closure.seal()
         del outputs, arguments, captured, used
+        if not self._closure.has_rnn and _outlive(leaves):
+            raise EscapeError(
+                f"remat({self._name}) stores a tensor that it has computed, or its input, where it cannot be "
+                "seen. It belongs to the inside of the checkpoint, and its gradient would be lost: return it "
+                "from the function, or store a detached copy."
+            )
         attached = dispatch.attach(self, detached, inputs)
-        assert self._outputs is not None
-        return self._outputs.assemble(attached)
+        return self._outputs.assemble(attached, originals)
 
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
-        tensors = {id(x): x for x in (*self._arguments.tensors, *self._captured)}
-        f, others, static = self._closure.rebuild(tensors)
+        inputs = (*self._arguments.tensors, *self._captured)
+        f, others, static = self._closure.rebuild({self._originals[id(x)]: x for x in inputs})
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
-        with net.Watching(tensors) as watching:
+        with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
-        return watching.seen
+        return [net.stand_in(x) for x in watching.seen]
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
+    def undo(self) -> None:
         """As if f had not run: random streams are where they were before the first run."""
-        with world.streams_at(self._states or []):
-            yield
+        world.set_streams(self._states or [])
 
     def _take_inputs(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
-        self._ids = [id(x) for x in inputs]
-        self._labels = [self._closure.where(x) for x in captured]
+        self._ids = [self._originals.get(id(x), id(x)) for x in inputs]
+        self._labels = [self._closure.where(key) for key in self._ids[len(self._arguments.tensors) :]]
+        self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
         return inputs
@@ -488,8 +577,10 @@ class _Call(Leaf):
         tensors: Sequence[Tensor],
         others: Sequence[Any],
         static: dict[int | str, Any],
+        given: Sequence[Tensor],
     ) -> Tensors:
         args, kwargs = self._arguments.unflatten(tensors, others, static)
+        content = self._arguments.content(args, kwargs)
         self._world = world.World()
         self._states = world.states(self._streams)
         drawing = world.Drawing() if _torch.is_tracing() else None
@@ -501,7 +592,9 @@ class _Call(Leaf):
                     raise self._changed_input(tensors) from error
                 raise
         self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)
-        self._outputs = _Outputs(self._name, out)
+        self.random |= self._closure.moves_streams
+        self._arguments.check_unchanged(self._name, content, args, kwargs)
+        self._outputs = _Outputs(self._name, out, given)
         return self._outputs.take()
 
     def _settle(self, outputs: Sequence[Tensor]) -> None:
@@ -543,7 +636,7 @@ class _Call(Leaf):
                 if searched:
                     raise self._not_found(edge, outputs)
                 searched = True
-                with self.undone():
+                with world.streams_at(self._states or []):
                     known.update({_edge(x): x for x in self.search_while_running()})
                 seen.remove(edge)
                 pending.append(edge)
@@ -580,14 +673,16 @@ class _Call(Leaf):
 
     def _run_under_net(self, inputs: Tensors) -> Tensors:
         mapped = dict(zip(self._ids, inputs, strict=True))
+        for x, attributes in zip(inputs, self._attributes, strict=True):
+            _dress(x, attributes)
         with (
             self._closure.rebuilt_once(mapped, self._name) as (f, others, static),
             self._replacing(mapped) as replacing,
         ):
-            outputs = self._run_first(f, inputs[: len(self._arguments.positions)], others, static)
+            outputs = self._run_first(f, inputs[: self._arguments.arity], others, static, inputs)
         if replacing is not None:
             self._met = replacing.met
-        self._check_escaped(lambda x: True)
+        self._check_escaped(lambda x: _torch.constant_of(x) is None)
         self._settle(outputs)
         self._closure.seal()
         return outputs
@@ -603,9 +698,11 @@ class _Call(Leaf):
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
         inputs = tuple([x.clone() if may_be_statistics(x) else x for x in inputs])
+        for x, attributes in zip(inputs, self._attributes, strict=True):
+            _dress(x, attributes)
         mapped = dict(zip(self._ids, inputs, strict=True))
         f, others, static = self._closure.rebuild(mapped)
-        args, kwargs = self._arguments.unflatten(inputs[: len(self._arguments.positions)], others, static)
+        args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
         del others, static, inputs, mapped
         with ExitStack() as stack:
@@ -626,7 +723,7 @@ class _Call(Leaf):
         again = _Outputs(self._name, out)
         if self._options.determinism_check != "none":
             self._compare(again)
-        return again.take()
+        return again.take_as(self._outputs)
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
         replaced = {key: mapped[key] for key in self._replaced}
@@ -638,7 +735,8 @@ class _Call(Leaf):
         assert self._outputs is not None
         difference = self._outputs.difference(again)
         if difference is None:
-            for i, ((here, levels), y) in enumerate(zip(self._values, again.tensors, strict=False)):
+            outputs = again.tensors if self._values else ()
+            for i, ((here, levels), y) in enumerate(zip(self._values, outputs, strict=False)):
                 there, now = _torch.physical(y.detach())
                 # Another level (the vmap of jacfwd, say) may have batched it: then there is
                 # nothing to compare with.
@@ -681,9 +779,12 @@ class _Call(Leaf):
                 )
 
     def where(self, i: int) -> str:
-        arity = len(self._arguments.positions)
+        arity = self._arguments.arity
         return self._arguments.where(i) if i < arity else self._labels[i - arity]
 
+
+# What may be an argument and holds nothing.
+_LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 # A place in the graph: a node and the number of one of its outputs, or the id of a leaf and _LEAF.
 _Edge = tuple[Any, int]
@@ -695,8 +796,51 @@ def _edge(x: Tensor) -> _Edge:
 
 
 def _edge_to(node: Any, number: int) -> _Edge:
-    variable = getattr(node, "variable", None)
+    variable = _variable(node)
     return (node, number) if variable is None else (id(variable), _LEAF)
+
+
+def _variable(node: Any) -> Tensor | None:
+    """The leaf to which a node leads, if it is the end of a graph."""
+    # Other nodes may have an attribute of this name.
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
+
+
+def _outlive(references: Sequence[weakref.ref[Tensor]]) -> bool:
+    """Whether somebody still holds what nobody should."""
+    for generation in (0, 1, 2):  # f may have left a cycle of references
+        if all(reference() is None for reference in references):
+            return False
+        gc.collect(generation)
+    return any(reference() is not None for reference in references)
+
+
+def _attributes(x: Tensor) -> dict[str, Any]:
+    """What code can tell of a tensor beside its values: it may be a parameter, and carry marks."""
+    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__
+
+
+def _dress(x: Tensor, attributes: dict[str, Any]) -> Tensor:
+    """Give the attributes of a tensor to one that stands for it."""
+    for name, value in attributes.items():
+        if name not in x.__dict__:
+            setattr(x, name, value)
+    return x
+
+
+def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[int]:
+    """Which outputs share memory with another one, or with an input."""
+    storages = [_torch.storage_of(y) for y in outputs]
+    others = Counter(storages) + Counter({_torch.storage_of(x) for x in inputs} & set(storages))
+    return frozenset([i for i, key in enumerate(storages) if key is not None and others[key] > 1])
+
+
+def _guarded(y: Tensor) -> Tensor:
+    """`y` as one of several views, to which autograd lets nobody write.
+
+    The others would change with it, and their gradients would not know.
+    """
+    return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -720,6 +864,6 @@ def _leaves(y: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
+        if (variable := _variable(node)) is not None:
             yield variable
         pending.extend([n for n, _ in node.next_functions])

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _torch
 
 States = list[tuple[torch.Generator, Tensor]]
 
@@ -31,12 +34,18 @@ def _autocast() -> tuple[Any, ...]:
     )
 
 
+class Mode(TorchFunctionMode):
+    """A mode of ours, which is no part of the world of f."""
+
+
 class World:
     """What f may read of torch's global state, as it is now."""
 
-    __slots__ = ("_autocast", "_device", "_dtype")
+    __slots__ = ("_autocast", "_device", "_dtype", "_modes")
 
     def __init__(self) -> None:
+        # Tensor.backward runs below the function modes that are active, if any.
+        self._modes = [m for m in _torch.function_modes() if not isinstance(m, (Mode, _torch.DeviceContext))]
         self._autocast = _autocast()
         self._device = torch.get_default_device()
         self._dtype = torch.get_default_dtype()
@@ -45,6 +54,11 @@ class World:
     def replayed(self) -> Iterator[None]:
         """Put it back for the time of a block."""
         with ExitStack() as stack:
+            if self._modes:
+                active = _torch.function_modes()
+                for mode in self._modes:
+                    if mode not in active:
+                        stack.enter_context(mode)
             if self._autocast != (now := _autocast()):
                 cache = self._autocast[0]
                 for device, state, current in zip(
@@ -116,17 +130,20 @@ def have_moved(before: States) -> bool:
     return any(not _same_bytes(state, stream.get_state()) for stream, state in before)
 
 
+def set_streams(recorded: States) -> None:
+    for stream, state in recorded:
+        stream.set_state(state)
+
+
 @contextmanager
 def streams_at(recorded: States) -> Iterator[None]:
     """Random streams as they were recorded for the time of a block, and then as they are now."""
     now = states([stream for stream, _ in recorded])
     try:
-        for stream, state in recorded:
-            stream.set_state(state)
+        set_streams(recorded)
         yield
     finally:
-        for stream, state in now:
-            stream.set_state(state)
+        set_streams(now)
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -26,7 +26,7 @@ from oracles import CAPTURES, F64, assert_same, compare, plain, tensor, total
 from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
-from funcckpt import CheckpointError, ClosureError, MutationError, remat
+from funcckpt import CheckpointError, ClosureError, EscapeError, MutationError, remat
 
 GLOBAL = None
 HOLDER = types.SimpleNamespace()
@@ -1085,7 +1085,8 @@ PASSING_FUNCTIONS = (weak_reference, weak_dictionary, from_a_frame)
 PASSING = {
     "weak_reference": (TypeError,),
     "weak_dictionary": (KeyError,),
-    "from_a_frame": (AttributeError,),
+    # Who looks at the locals of a frame of remat holds what is in them.
+    "from_a_frame": (AttributeError, EscapeError),
 }
 
 HIDDEN = {
