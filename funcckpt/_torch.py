@@ -74,6 +74,7 @@ try:
 
     # The function modes under which f runs, and the one of them that stands for the default device.
     from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.overrides import _pop_mode, _push_mode
     from torch.utils._device import DeviceContext
 except ImportError as error:
     raise ImportError(
@@ -104,7 +105,9 @@ class Layer(NamedTuple):
 
     dynamic: Any
     kind: str
+    # Of a vmap.
     batch_size: int
+    randomness: str
 
 
 def current_level() -> int:
@@ -169,13 +172,28 @@ def active_layers() -> list[Layer]:
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
             kind = kind_of(interpreter)
-            size = batch_size_of(interpreter) if kind == "vmap" else 0
-            layers.append(Layer(pop_dynamic_layer_stack(), kind, size))
+            size, randomness = 0, ""
+            if kind == "vmap":
+                size, randomness = batch_size_of(interpreter), randomness_of(interpreter)
+            layers.append(Layer(pop_dynamic_layer_stack(), kind, size, randomness))
     finally:
         for layer in reversed(layers):
             push_dynamic_layer_stack(layer.dynamic)
     layers.reverse()
     return layers
+
+
+@contextmanager
+def without_levels() -> Iterator[None]:
+    """As if no transform were active."""
+    popped = []
+    try:
+        while peek_interpreter_stack() is not None:
+            popped.append(pop_dynamic_layer_stack())
+        yield
+    finally:
+        for layer in reversed(popped):
+            push_dynamic_layer_stack(layer)
 
 
 def number_of_vmaps() -> int:
@@ -194,42 +212,49 @@ def first_sample(level: int, like: Tensor) -> Tensor:
 def vmaps_again(has_say: Sequence[bool]) -> Iterator[None]:
     """The active levels, all of them vmaps, those without a say in random numbers as "same"."""
     layers = active_layers()
-    while peek_interpreter_stack() is not None:
-        pop_dynamic_layer_stack()
     entered: list[bool] = []
-    try:
-        for layer, own in zip(layers, has_say, strict=True):
-            if own:
-                push_dynamic_layer_stack(layer.dynamic)
-            else:
-                _vmap_increment_nesting(layer.batch_size, "same")
-            entered.append(own)
-        yield
-    finally:
-        for own in reversed(entered):
-            if own:
-                pop_dynamic_layer_stack()
-            else:
-                _vmap_decrement_nesting()
-        for layer in layers:
-            push_dynamic_layer_stack(layer.dynamic)
+    with without_levels():
+        try:
+            for layer, own in zip(layers, has_say, strict=True):
+                if own:
+                    push_dynamic_layer_stack(layer.dynamic)
+                else:
+                    _vmap_increment_nesting(layer.batch_size, "same")
+                entered.append(own)
+            yield
+        finally:
+            for own in reversed(entered):
+                if own:
+                    pop_dynamic_layer_stack()
+                else:
+                    _vmap_decrement_nesting()
 
 
 def batched_nothing() -> list[Tensor]:
     """For each active vmap level that does not draw the same numbers for every sample, a tensor without
     elements that is batched there, and only there.
     """
-    popped = []
-    nothing = []
+    sizes = {
+        level: layer.batch_size
+        for level, layer in enumerate(active_layers(), 1)
+        if layer.kind == "vmap" and layer.randomness != "same"
+    }
+    with without_levels():
+        return [_add_batch_dim(torch.empty(size, 0), 0, level) for level, size in sizes.items()]
+
+
+@contextmanager
+def function_modes_again(modes: Sequence[Any]) -> Iterator[None]:
+    """Function modes as they were: functorch hands an autograd.Function to them, and leaves them for it."""
+    active = function_modes()
+    left = [mode for mode in modes if all(mode is not m for m in active)]
+    for mode in left:
+        _push_mode(mode)
     try:
-        while (interpreter := peek_interpreter_stack()) is not None:
-            if kind_of(interpreter) == "vmap" and randomness_of(interpreter) != "same":
-                nothing.append((batch_size_of(interpreter), interpreter.level()))
-            popped.append(pop_dynamic_layer_stack())
-        return [_add_batch_dim(torch.empty(size, 0), 0, level) for size, level in nothing]
+        yield
     finally:
-        for layer in reversed(popped):
-            push_dynamic_layer_stack(layer)
+        for _ in left:
+            _pop_mode()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ from .program import (
 _Level = tuple[int, list[int] | None]
 
 
+# The function modes under which the Function that is being dispatched was called.
+_handed_over: ContextVar[tuple[Any, ...]] = ContextVar("funcckpt_handed_over", default=())
+
+
 class _Operand:
     """What the Functions are given beside tensors: a program, and what the levels need to know of it.
 
@@ -55,6 +60,9 @@ class _Operand:
         self, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...], skips: bool
     ) -> None:
         self.has_say = has_say
+        # Function modes: functorch hands a Function to each, which is not active from there on.
+        active = _torch.function_modes()
+        self.modes = (*[mode for mode in _handed_over.get() if mode not in active], *active)
         # The program as it comes to a level, and as it is recorded there.
         self._met: dict[int, Program] = {}
         self._recorded: dict[int, Recording] = {}
@@ -227,7 +235,11 @@ def _apply(
 ) -> Tensors:
     def apply(program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()) -> Tensors:
         operand = _Operand(program, inputs, has_say, skips=not spelling.generate_vmap_rule)
-        outputs: Tensors = spelling.apply(operand, *inputs)
+        token = _handed_over.set(operand.modes)
+        try:
+            outputs: Tensors = spelling.apply(operand, *inputs)
+        finally:
+            _handed_over.reset(token)
         return () if operand.is_empty else outputs
 
     def apply_below_vmaps(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -250,7 +262,8 @@ class Remat(_Rules, torch.autograd.Function):
 
     @staticmethod
     def forward(operand: _Operand, *inputs: Tensor) -> Tensors:
-        return operand.run(inputs)
+        with _torch.function_modes_again(operand.modes):
+            return operand.run(inputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -286,14 +299,15 @@ class GeneratedRemat(_Rules, torch.autograd.Function):
 
     @staticmethod
     def forward(operand: _Operand, *inputs: Tensor) -> Tensors:
-        if _torch.peek_interpreter_stack() is None:
-            outputs = operand.run(inputs)
-        elif operand.program.source.random is None:
-            # The net has to lie below all levels: for the first run they are moved by hand.
-            outputs = _run_below_vmaps(operand.further, operand.program, inputs)
-        else:
-            with _torch.vmaps_again(operand.has_say):
-                outputs = operand.program.run(*inputs)
+        with _torch.function_modes_again(operand.modes):
+            if _torch.peek_interpreter_stack() is None:
+                outputs = operand.run(inputs)
+            elif operand.program.source.random is None:
+                # The net has to lie below all levels: for the first run they are moved by hand.
+                outputs = _run_below_vmaps(operand.further, operand.program, inputs)
+            else:
+                with _torch.vmaps_again(operand.has_say):
+                    outputs = operand.program.run(*inputs)
         operand.is_empty = not outputs
         if operand.is_empty:  # what the rule that torch generates does not take
             outputs = (torch.empty(0, dtype=torch.bool),)

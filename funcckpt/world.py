@@ -38,6 +38,12 @@ class Mode(TorchFunctionMode):
     """A mode of ours, which is no part of the world of f."""
 
 
+def _default_device() -> torch.device:
+    # Without an index torch asks a tensor that it makes, and a grad level lets it make none.
+    with _torch.without_levels():
+        return torch.get_default_device()
+
+
 class World:
     """What f may read of torch's global state, as it is now."""
 
@@ -47,7 +53,7 @@ class World:
         # Tensor.backward runs below the function modes that are active, if any.
         self._modes = [m for m in _torch.function_modes() if not isinstance(m, (Mode, _torch.DeviceContext))]
         self._autocast = _autocast()
-        self._device = torch.get_default_device()
+        self._device = _default_device()
         self._dtype = torch.get_default_dtype()
 
     @contextmanager
@@ -71,7 +77,7 @@ class World:
                         )
                 stack.callback(torch.set_autocast_cache_enabled, now[0])
                 torch.set_autocast_cache_enabled(cache)
-            if self._device != torch.get_default_device():
+            if self._device != _default_device():
                 stack.enter_context(self._device)
             if self._dtype != (dtype := torch.get_default_dtype()):
                 stack.callback(torch.set_default_dtype, dtype)
