@@ -91,6 +91,8 @@ class _Operand:
 
     def constants(self, outputs: Tensors, level: int) -> list[Tensor]:
         """The outputs that do not depend on what a level differentiates, as far as that is known."""
+        if self.is_empty:
+            return list(outputs)
         active = self._active if level == 0 else None
         if level in self._recorded:
             active = self._recorded[level].active

@@ -205,8 +205,8 @@ def vmap_of_pullback(op, case, probes):
 
 
 def vmap_of_recomputation(op, case, probes):
-    """The same with f under the vmap."""
-    return vmap(pullback(case.function(op)), in_dims=(None, 0))(
+    """The same with f under the vmap, and drawing one sequence of random numbers."""
+    return vmap(pullback(case.function(op)), in_dims=(None, 0), randomness="same")(
         case.primals, [torch.stack([ct, ct]) for ct in probes.cotangents]
     )
 
@@ -264,7 +264,7 @@ def may_refuse(tried: Run, body: Any, case: Case, probes: Probes, implementation
     """Whether remat may raise where plain torch does not.
 
     It may if f changes its inputs. And the rule for vmap that torch generates recomputes f under
-    the vmap over cotangents, where f that draws random numbers is refused without remat too.
+    the vmap over cotangents, where a few operators are refused without remat too (rrelu).
     """
     if case.originals is not None:
         return isinstance(tried.error, MutationError)
