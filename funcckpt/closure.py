@@ -74,7 +74,10 @@ _own_packages: set[str] = set()
 _RANDOM = ("random", "numpy", "numpy.random")
 # Objects of these packages stand for something outside of Python that a copy would not share.
 _OPAQUE = frozenset("threading weakref enum ctypes".split())
+_PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _MODULE_STATE = frozenset(nn.Module().__dict__)
+_MODULE_HOOKS = frozenset([name for name in _MODULE_STATE - _PARTS.keys() if "_hooks" in name])
+_MODULE_FLAGS = _MODULE_STATE - _PARTS.keys() - _MODULE_HOOKS
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MAX_DEPTH = 128
 # Elements up to which a buffer of a training module is copied before the forward, and up to which
@@ -322,7 +325,8 @@ class Closure:
         if isinstance(node, _NamedNode):
             looked_up = set() if isinstance(node, _PythonModuleNode) else self._names
             node.looked_up = looked_up  # type: ignore[misc]  # a slot of each subclass
-            self._named.append(node)
+            if node.is_named:
+                self._named.append(node)
         self._names |= node.names()
         node.items = node.read(value)
         self._visit_items(node, (*node.items.items(), *node.extra()), depth)
@@ -515,6 +519,11 @@ class _NamedNode(_Node):
 
     # The names that the code of the closure looks up. They become more during the search.
     looked_up: set[str]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether names matter: no library has code for this object."""
+        return True
 
     def named(self, content: Content) -> Content:
         if not self.looked_up.isdisjoint(_LOOK_UP_ANYTHING):
@@ -866,6 +875,10 @@ class _ObjectNode(_NamedNode):
         super().__init__(value, parent, label)
         self.origin = _weak(value)
 
+    @property
+    def is_named(self) -> bool:
+        return _is_own(cast(Hashable, type(self.value)))
+
     def read(self, value: Any) -> Content:
         content = _attributes(value)
         return self.named(content) if _is_own(cast(Hashable, type(value))) else content
@@ -911,12 +924,16 @@ class _ModuleNode(_NamedNode):
         self.type = type(value)
         self.origin = _weak(value)
         self.parameters = {name for name, x in value._parameters.items() if isinstance(x, nn.Parameter)}
-        self.state = {
+        state = value.__dict__
+        self.state = {name: state[name] for name in _MODULE_FLAGS & state.keys()}
+        for name in _MODULE_HOOKS & state.keys():
             # Hooks may be registered and removed later: this is what they are now.
-            name: (item.copy() if item else _NO_HOOKS) if isinstance(item, dict) else item
-            for name, item in value.__dict__.items()
-            if name in _MODULE_STATE and name not in _PARTS
-        }
+            hooks = state[name]
+            self.state[name] = hooks.copy() if hooks else _NO_HOOKS
+
+    @property
+    def is_named(self) -> bool:
+        return _is_own(cast(Hashable, self.type))
 
     def read(self, value: Any) -> Content:
         state = value.__dict__
@@ -924,8 +941,8 @@ class _ModuleNode(_NamedNode):
         for part in _PARTS:
             for name, item in state[part].items():
                 content[part, name] = item
-        attributes = {name: item for name, item in state.items() if name not in _MODULE_STATE}
-        if _is_own(cast(Hashable, self.type)):
+        attributes = {name: state[name] for name in state.keys() - _MODULE_STATE}
+        if self.is_named:
             attributes = self.named(attributes)
         for name in _HOOKS:
             if item := state.get(name):
@@ -1177,7 +1194,6 @@ class _ClassNode(_FixedNode, _NamedNode):
 
 
 _NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
-_PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _BINDERS = (_FunctionNode, _FrozenNode)
 _MUTABLE = (_SequenceNode, _DictNode, _ObjectNode, _FunctionNode)
 # Types written in C whose instances have nothing but attributes, and object itself.

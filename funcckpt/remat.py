@@ -306,7 +306,13 @@ class _Arguments:
         for key in options.static_argnames:
             if key in kwargs:
                 self.static[key], kwargs = kwargs[key], {**kwargs, key: None}
-        leaves, self.structure = pytree.tree_flatten((positional, kwargs))
+        # Most calls have tensors and numbers for arguments: no tree to take apart.
+        self._is_flat = all([isinstance(x, _LEAVES) for x in (*positional, *kwargs.values())])
+        leaves: list[Any]
+        if self._is_flat:
+            leaves, self._keys = [*positional, *kwargs.values()], tuple(kwargs)
+        else:
+            leaves, self._structure = pytree.tree_flatten((positional, kwargs))
         # An inference tensor is no variable of any graph, which would refuse to save it.
         self.positions = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()
@@ -320,8 +326,7 @@ class _Arguments:
         for i in self.positions:
             leaves[i] = None
         self.others = leaves
-        self._may_be_changed = any(not isinstance(x, _LEAVES) for x in (*positional, *kwargs.values()))
-        for i, leaf in enumerate(leaves):
+        for i, leaf in enumerate(() if self._is_flat else leaves):
             if hasattr(type(leaf), "__next__"):
                 raise InputError(
                     f"remat({name}): {self._where_leaf(i)} is an iterator ({type(leaf).__name__}). The "
@@ -335,7 +340,7 @@ class _Arguments:
         leaves = list(others)
         for i, number in zip(self.positions, self.numbers, strict=True):
             leaves[i] = tensors[number]
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        args, kwargs = self._assemble(leaves)
         for key, value in static.items():
             if isinstance(key, int):
                 args[key] = value
@@ -343,9 +348,15 @@ class _Arguments:
                 kwargs[key] = value
         return args, kwargs
 
+    def _assemble(self, leaves: list[Any]) -> Any:
+        if not self._is_flat:
+            return pytree.tree_unflatten(leaves, self._structure)
+        count = len(leaves) - len(self._keys)
+        return leaves[:count], dict(zip(self._keys, leaves[count:], strict=True))
+
     def content(self, args: Any, kwargs: Any) -> tuple[list[Any], Any] | None:
         """What is in the containers that f is given, to be handed to `check_unchanged`."""
-        return pytree.tree_flatten((args, kwargs)) if self._may_be_changed else None
+        return None if self._is_flat else pytree.tree_flatten((args, kwargs))
 
     def check_unchanged(
         self, name: str, before: tuple[list[Any], Any] | None, args: Any, kwargs: Any
@@ -366,7 +377,7 @@ class _Arguments:
         return self._where_leaf(self.positions[self.numbers.index(i)])
 
     def _where_leaf(self, i: int) -> str:
-        places = pytree.tree_unflatten(list(range(len(self.others))), self.structure)
+        places = self._assemble(list(range(len(self.others))))
         for path, position in pytree.tree_flatten_with_path(places)[0]:
             if position == i:
                 return f"argument {pytree.keystr(path[1:])}"
@@ -379,7 +390,10 @@ class _Outputs:
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
         given = {id(x): i for i, x in enumerate(inputs)}
-        leaves, self.structure = pytree.tree_flatten(out)
+        leaves: list[Any] = [out]
+        self.structure: pytree.TreeSpec | None = None
+        if not isinstance(out, Tensor):
+            leaves, self.structure = pytree.tree_flatten(out)
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         everything = [leaves[i] for i in self.positions]
         self.looks = [(x.dtype, tuple(x.shape), x.device) for x in everything]
@@ -396,11 +410,13 @@ class _Outputs:
                 self._kept.append(i)
             self._sources.append((False, list(outputs).index(id(x))))
         self.tensors: list[Tensor] = list(outputs.values())
-        self._aliased = _aliased(self.tensors, inputs)
+        self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
         for i in self.positions:
             leaves[i] = None
         self.others = leaves
         for leaf in leaves:
+            if isinstance(leaf, _LEAVES):
+                continue
             if hasattr(type(leaf), "__next__") or inspect.isawaitable(leaf):
                 raise OutputError(
                     f"remat({name}) returned a {type(leaf).__name__}, whose values come only after the "
@@ -428,6 +444,8 @@ class _Outputs:
         tensors = [_guarded(y) if i in self._aliased else y for i, y in enumerate(tensors)]
         for i, (is_input, number) in zip(self.positions, self._sources, strict=True):
             leaves[i] = (inputs if is_input else tensors)[number]
+        if self.structure is None:
+            return leaves[0]
         return pytree.tree_unflatten(leaves, self.structure)
 
     def difference(self, again: _Outputs) -> str | None:
@@ -830,6 +848,8 @@ def _dress(x: Tensor, attributes: dict[str, Any]) -> Tensor:
 
 def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[int]:
     """Which outputs share memory with another one, or with an input."""
+    if len(outputs) < 2 and not any([y._is_view() or _torch.is_functorch_wrapped_tensor(y) for y in outputs]):
+        return frozenset()
     storages = [_torch.storage_of(y) for y in outputs]
     others = Counter(storages) + Counter({_torch.storage_of(x) for x in inputs} & set(storages))
     return frozenset([i for i, key in enumerate(storages) if key is not None and others[key] > 1])
