@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,13 @@ from .program import (
     zeros_for_none,
 )
 
-# The number of a level, and which inputs it differentiates; None for a vmap.
-_Level = tuple[int, list[int] | None]
+
+class _Level(NamedTuple):
+    """An active level, and the inputs that it differentiates (grad) or that have a tangent there (jvp)."""
+
+    number: int
+    kind: str
+    inputs: list[int]
 
 
 # The function modes under which the Function that is being dispatched was called.
@@ -70,12 +75,12 @@ class _Operand:
         self.further: list[_Level] = []
         if not program.is_pullback:
             self.further = _levels(inputs, skips)
-            while self.further and (differentiated := self.further[0][1]) is not None:
-                level, _ = self.further.pop(0)
-                self._met[level] = program
-                program = recorded(program, differentiated)
-                if differentiated and isinstance(program, Recording):
-                    self._recorded[level] = program
+            while self.further and self.further[0].kind in ("grad", "jvp"):
+                level = self.further.pop(0)
+                self._met[level.number] = program
+                program = _at_level(program, level)
+                if isinstance(program, Recording) and level.inputs:
+                    self._recorded[level.number] = program
         self.program = program
         # Which outputs depend on what requires grad in plain autograd, once that is known.
         self._active: tuple[bool, ...] | None = None
@@ -101,37 +106,65 @@ class _Operand:
         return [y for y, is_active in zip(outputs, active, strict=True) if not is_active]
 
 
+class _Dual(_Derived):
+    """A program whose inputs have tangents as f runs for the first time: what f stores shows them."""
+
+    def __init__(self, inner: Program, along: Sequence[int]) -> None:
+        super().__init__(inner, inner.home)
+        self.along = tuple(along)
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        if self.source.random is not None:
+            return self.inner.run(*inputs)
+        jvp = Jvp(self.inner, self.home, len(inputs), self.along)
+        outputs, _ = jvp.split(jvp.run(*inputs, *[inputs[i] for i in self.along]))
+        return outputs
+
+
+def _at_level(program: Program, level: _Level) -> Program:
+    if level.kind == "jvp" and level.inputs:
+        return _Dual(program, level.inputs)
+    return recorded(program, level.inputs)
+
+
 def _levels(inputs: Sequence[Tensor], skips: bool) -> list[_Level]:
     """The active levels, from the innermost, without the vmaps that torch skips for they batch no input."""
     interpreter = _torch.peek_interpreter_stack()
     if interpreter is None:
         return []
-    level, kind = interpreter.level(), _torch.kind_of(interpreter)
-    found: list[_Level] = [(level, None)]
+    number, kind = interpreter.level(), _torch.kind_of(interpreter)
+    found: list[int] = []
     if kind == "vmap":
-        values_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
+        values_and_dims = [_torch._unwrap_batched(x, number) for x in inputs]
         inputs = [value for value, _ in values_and_dims]
-        if skips and all(dim is None for _, dim in values_and_dims):
-            found = []
-    elif kind == "grad" or kind == "jvp":
-        differentiated = []
-        if kind == "grad" and torch.is_grad_enabled():
-            differentiated = [
-                i for i, x in enumerate(inputs) if _torch.maybe_get_level(x) == level and x.requires_grad
-            ]
-        inputs = [_torch._unwrap_for_grad(x, level) for x in inputs]
-        found = [(level, differentiated)]
+        skips_this = skips and all(dim is None for _, dim in values_and_dims)
+    else:
+        skips_this = False
+        for i, x in enumerate(inputs):
+            if _torch.maybe_get_level(x) == number and _is_looked_at(x, kind):
+                found.append(i)
+        inputs = [_torch._unwrap_for_grad(x, number) for x in inputs]
     with _torch.lower(interpreter):
-        return [*found, *_levels(inputs, skips)]
+        further = _levels(inputs, skips)
+    return further if skips_this else [_Level(number, kind, found), *further]
+
+
+def _is_looked_at(x: Tensor, kind: str) -> bool:
+    if kind == "jvp":
+        return torch._C._is_fwd_grad_enabled() and _torch.tangent_of(x) is not None
+    return kind == "grad" and torch.is_grad_enabled() and x.requires_grad
 
 
 def _run_plain(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
     # What plain autograd hands to the forward of a Function is dual if the input was.
-    primals = [_torch.primal_of(x) for x in inputs]
-    outputs, active = net.run_recorded(program, _torch.without_forward_views(primals))
-    if any(primal is not x for primal, x in zip(primals, inputs, strict=True)):
-        active = None  # what does not depend on what is recorded may depend on what is dual
-    return tuple([_torch.fresh(_settled(y)) for y in outputs]), active
+    primals = _torch.without_forward_views([_torch.primal_of(x) for x in inputs])
+    dual = [i for i, x in enumerate(inputs) if _torch.primal_of(x) is not x]
+    if dual:
+        differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
+        program = _Dual(recorded(program, differentiated), dual)
+    outputs, active = net.run_recorded(program, primals)
+    # What does not depend on what requires grad may depend on what is dual.
+    return tuple([_torch.fresh(_settled(y)) for y in outputs]), None if dual else active
 
 
 def _settled(y: Tensor) -> Tensor:
@@ -301,15 +334,17 @@ class GeneratedRemat(_Rules, torch.autograd.Function):
 
     @staticmethod
     def forward(operand: _Operand, *inputs: Tensor) -> Tensors:
+        random = operand.program.source.random
         with _torch.function_modes_again(operand.modes):
             if _torch.peek_interpreter_stack() is None:
                 outputs = operand.run(inputs)
-            elif operand.program.source.random is None:
-                # The net has to lie below all levels: for the first run they are moved by hand.
-                outputs = _run_below_vmaps(operand.further, operand.program, inputs)
-            else:
+            elif random is None or (random and not all(operand.has_say)):
+                # By hand, where torch's rule does not do: in the first run the net has to lie below all
+                # levels, and f must not draw random numbers at a level that it was not called in.
                 with _torch.vmaps_again(operand.has_say):
-                    outputs = operand.program.run(*inputs)
+                    outputs = _run_below_vmaps(operand.further, operand.program, inputs)
+            else:
+                outputs = operand.program.run(*inputs)
         operand.is_empty = not outputs
         if operand.is_empty:  # what the rule that torch generates does not take
             outputs = (torch.empty(0, dtype=torch.bool),)
@@ -322,8 +357,8 @@ class GeneratedRemat(_Rules, torch.autograd.Function):
 
 def _run_below_vmaps(levels: Sequence[_Level], program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Move the vmaps, which are active, into a program, and between them the levels that no longer are."""
-    while levels and (differentiated := levels[0][1]) is not None:
-        program, levels = recorded(program, differentiated), levels[1:]
+    while levels and levels[0].kind != "vmap":
+        program, levels = _at_level(program, levels[0]), levels[1:]
     interpreter = _torch.peek_interpreter_stack()
     if interpreter is None:
         return _run_plain(program, inputs)[0]
