@@ -268,28 +268,32 @@ def _has_say_now(ctx: Any) -> tuple[bool, ...]:
 def _apply(
     spelling: Any, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()
 ) -> Tensors:
-    def apply(program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()) -> Tensors:
-        operand = _Operand(program, inputs, has_say, skips=not spelling.generate_vmap_rule)
-        token = _handed_over.set(operand.modes)
-        try:
-            outputs: Tensors = spelling.apply(operand, *inputs)
-        finally:
-            _handed_over.reset(token)
-        return () if operand.is_empty else outputs
-
-    def apply_below_vmaps(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-        interpreter = _torch.peek_interpreter_stack()
-        if interpreter is None:
-            return bind_legacy(program, inputs, apply)
-        return bind_vmap(interpreter, program, inputs, apply_below_vmaps)
-
     if len(has_say) == _torch.current_level() and any(
         _torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in inputs
     ):
         # The vmap of plain autograd is no level of functorch, and lies below all of them.
         with _torch.vmaps_again(has_say):
-            return apply_below_vmaps(program, inputs)
-    return apply(program, inputs, has_say)
+            return _apply_below_vmaps(spelling, program, inputs)
+    return _dispatch(spelling, program, inputs, has_say)
+
+
+def _apply_below_vmaps(spelling: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    interpreter = _torch.peek_interpreter_stack()
+    if interpreter is None:
+        return bind_legacy(program, inputs, functools.partial(_dispatch, spelling))
+    return bind_vmap(interpreter, program, inputs, functools.partial(_apply_below_vmaps, spelling))
+
+
+def _dispatch(
+    spelling: Any, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()
+) -> Tensors:
+    operand = _Operand(program, inputs, has_say, skips=not spelling.generate_vmap_rule)
+    token = _handed_over.set(operand.modes)
+    try:
+        outputs: Tensors = spelling.apply(operand, *inputs)
+    finally:
+        _handed_over.reset(token)
+    return () if operand.is_empty else outputs
 
 
 class Remat(_Rules, torch.autograd.Function):
