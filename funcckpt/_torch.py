@@ -56,6 +56,9 @@ try:
         unwrap_if_dead,
     )
 
+    # What keeps the compiler out of a function, and imports it only where it is at work.
+    from torch._compile import _disable_dynamo as disable_dynamo
+
     # torch.func's own bookkeeping, with which ours has to agree: how many jvp levels are open (only
     # the outermost opens a dual level), and which Python frames belong to `torch.func.grad`.
     from torch._functorch import eager_transforms

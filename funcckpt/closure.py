@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch
-from .errors import EscapeError, MutationError, describe
+from .errors import EscapeError, InputError, MutationError, describe
 
 # Values that hold no tensor, told by their type alone.
 _ATOMS = frozenset(
@@ -305,6 +305,11 @@ class Closure:
         if isinstance(value, Tensor) and _torch.is_left_over(value):
             return None
         node: _Node
+        if isinstance(value, _UNINITIALIZED):
+            raise InputError(
+                f"remat of a lazy module: its {label or 'parameter'} has no shape yet. Call the module once "
+                "without remat first."
+            )
         if isinstance(value, Tensor):
             node = _TensorNode(value, parent, label)
             node.needed = is_tracked(value)
@@ -782,6 +787,18 @@ class _MethodNode(_FrozenNode):
         return types.MethodType(rebuild.item(self, "function"), rebuild.item(self, "self"))
 
 
+class _CompiledNode(_FrozenNode):
+    """A module that `torch.compile` has wrapped: recomputed as it was written."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {"": value._orig_mod}
+
+    def allocate(self, rebuild: _Rebuild) -> Any:
+        return rebuild.item(self, "")
+
+
 class _TensorMethodNode(_FrozenNode):
     """A bound method of a tensor, which is no Python function."""
 
@@ -1202,6 +1219,7 @@ _CONTAINERS = (dict, list, tuple, deque)
 _Cached = type(functools.lru_cache(lambda: None))
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "vars", "__dict__", "__slots__", "attrgetter", "asdict", "copy")
 _EVERYTHING = "*"
+_UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
 _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
 _MAKES_INSTANCES = ("__new__", "__init__", "__post_init__")
@@ -1327,6 +1345,8 @@ def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if isinstance(value, functools.partial):
         return _PartialNode
     if isinstance(value, nn.Module):
+        if kind.__name__ == "OptimizedModule" and hasattr(value, "_orig_mod"):
+            return _CompiledNode
         return None if isinstance(value, torch.jit.ScriptModule) else _ModuleNode
     if kind in (dict, OrderedDict, defaultdict):
         return _DictNode

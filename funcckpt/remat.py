@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -238,6 +238,8 @@ class _Checkpointed:
         self._made_of = f, name, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _call_uncompiled(*self._made_of, args, kwargs)
         return _call(*self._made_of, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -291,6 +293,11 @@ def _call(
         if not hidden:
             raise error
         return call(hidden).run_under_transforms()
+
+
+# The compiler breaks its graph here: it can see through neither the search for what f captured, nor
+# what becomes of functorch's levels.
+_call_uncompiled = _torch.disable_dynamo(_call)
 
 
 class _Arguments:
@@ -396,7 +403,11 @@ class _Outputs:
             leaves, self.structure = pytree.tree_flatten(out)
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         everything = [leaves[i] for i in self.positions]
-        self.looks = [(x.dtype, tuple(x.shape), x.device) for x in everything]
+        # A nested tensor with strides has no shape that one may ask for.
+        self.looks = [
+            (x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device)
+            for x in everything
+        ]
         # Each tensor is an input, which is handed back as it is, or an output, once.
         outputs: dict[int, Tensor] = {}
         self._sources: list[tuple[bool, int]] = []
@@ -526,6 +537,7 @@ class _Call(Leaf):
         arguments = self._arguments.tensors
         captured = self._captured
         versions = self.versions(arguments)
+        hooks = [len(x._backward_hooks or ()) for x in captured]
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
         inner = [
@@ -537,6 +549,12 @@ class _Call(Leaf):
         if not any(y.requires_grad for y in outputs):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
         self.check_versions(versions, arguments)
+        for x, before in zip(captured, hooks, strict=True):
+            if len(x._backward_hooks or ()) > before:
+                raise MutationError(
+                    f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
+                    f"({describe(x)}), and would do so again in the recomputation. Register it outside."
+                )
         self._settle(outputs)
         used = self._find_captured(outputs, inner, first_node)
         leaves = [weakref.ref(x) for x in inner if x.requires_grad]
@@ -650,6 +668,8 @@ class _Call(Leaf):
             node, number = edge
             if edge in known:
                 used[edge] = known[edge]
+            elif number == _LEAF and _is_private(node, outputs):
+                continue  # made inside, for an inner optimisation
             elif number == _LEAF or node._sequence_nr() < first_node:
                 if searched:
                     raise self._not_found(edge, outputs)
@@ -670,10 +690,7 @@ class _Call(Leaf):
             dtype = str(node._input_metadata[number].dtype).removeprefix("torch.")
             what = f"{dtype}{shape}, the result of {node.name()}"
         else:
-            for y in outputs:
-                for leaf in _leaves(y):
-                    if id(leaf) == node:
-                        what = f"a leaf, {describe(leaf)}"
+            what = f"a leaf, {describe(_leaf(node, outputs))}"
         return ClosureError(
             f"remat({self._name}) uses a tensor that requires grad and that it was not given ({what}), "
             "in a way that could not be traced. Pass it as an argument, so that it gets its gradient."
@@ -874,16 +891,30 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def _leaves(y: Tensor) -> Iterator[Tensor]:
-    """The leaves to which the graph of `y` leads."""
-    pending, seen = [y.grad_fn], set()
-    if y.grad_fn is None:
-        yield y
+def _leaf(key: int, outputs: Sequence[Tensor]) -> Tensor:
+    """The leaf with an id, among those to which the graphs of the outputs lead."""
+    pending, seen = [y.grad_fn for y in outputs], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (variable := _variable(node)) is not None:
-            yield variable
+        if (variable := _variable(node)) is not None and id(variable) == key:
+            return variable
         pending.extend([n for n, _ in node.next_functions])
+    return next(y for y in outputs if id(y) == key)
+
+
+def _is_private(key: int, outputs: Sequence[Tensor]) -> bool:
+    """Whether nothing but the graph refers to a leaf, so that nobody can ask for its gradient."""
+    leaf = _leaf(key, outputs)
+    return sys.getrefcount(leaf) <= _references_of_private_leaf()
+
+
+@functools.cache
+def _references_of_private_leaf() -> int:
+    """How many there are to a leaf that one local variable holds, and the graph."""
+    with torch.enable_grad():
+        y = torch.zeros((), requires_grad=True).sin()
+    leaf = _variable(y.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+    return sys.getrefcount(leaf)
