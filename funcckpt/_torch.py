@@ -368,6 +368,14 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
+_CPU = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """What `torch.get_default_device` says, which takes its time: it is a function mode, if it is set."""
+    return torch.get_default_device() if function_modes() else _CPU
+
+
 def fresh(x: Tensor) -> Tensor:
     """Another tensor with the value of `x`, that no one else holds and no graph knows.
 

@@ -155,6 +155,7 @@ class Closure:
         }
         self._named: list[_NamedNode] = []
         self._root = self._visit(root, None, "", 0)
+        self._opaque = root if self._root is None else None  # a builtin function
         self._visit_named()
         _spread(self._nodes)
         self._versions = [_version(x) for x in self.constants]
@@ -171,6 +172,8 @@ class Closure:
             node.frozen = _HELD
         if changed:
             _spread(self._nodes)
+        if self._root is None:
+            return self._opaque
         return _Rebuild(self._nodes, mapped, first=False).build(self._root)
 
     @contextmanager
@@ -187,7 +190,7 @@ class Closure:
         """
         rebuild = _Rebuild(self._nodes, mapped, first=True)
         try:
-            yield rebuild.build(self._root)
+            yield self._opaque if self._root is None else rebuild.build(self._root)
         except BaseException:
             # Without remat, what f has assigned before it failed would stay.
             with suppress(EscapeError):
@@ -276,7 +279,9 @@ class Closure:
     def _path(self, node: _Node, *items: Any) -> str:
         parts = [node.label_of(item) for item in items]
         parent: int | None = node.key
-        while parent is not None and self._nodes[parent].parent != self._root:
+        while parent is not None and not (
+            self._nodes[parent].parent == self._root and self._nodes[parent].label.startswith("item ")
+        ):
             parts.append(self._nodes[parent].label)
             parent = self._nodes[parent].parent
         return " of ".join([part for part in parts if part])
@@ -1306,11 +1311,13 @@ class _Rebuild:
 
 def _spread(nodes: Mapping[int, _Node]) -> None:
     """What refers to something that is rebuilt has to be rebuilt."""
+    pending = [node for node in nodes.values() if node.needed or node.frozen]
+    if not pending:
+        return
     referrers: dict[int, list[_Node]] = defaultdict(list)
     for node in nodes.values():
         for child in node.children.values():
             referrers[child].append(node)
-    pending = [node for node in nodes.values() if node.needed or node.frozen]
     while pending:
         node = pending.pop()
         for referrer in referrers[node.key]:

@@ -314,9 +314,9 @@ class _Arguments:
             if key in kwargs:
                 self.static[key], kwargs = kwargs[key], {**kwargs, key: None}
         # Most calls have tensors and numbers for arguments: no tree to take apart.
-        self._is_flat = all([isinstance(x, _LEAVES) for x in (*positional, *kwargs.values())])
+        self.is_flat = all([isinstance(x, _LEAVES) for x in (*positional, *kwargs.values())])
         leaves: list[Any]
-        if self._is_flat:
+        if self.is_flat:
             leaves, self._keys = [*positional, *kwargs.values()], tuple(kwargs)
         else:
             leaves, self._structure = pytree.tree_flatten((positional, kwargs))
@@ -333,7 +333,7 @@ class _Arguments:
         for i in self.positions:
             leaves[i] = None
         self.others = leaves
-        for i, leaf in enumerate(() if self._is_flat else leaves):
+        for i, leaf in enumerate(() if self.is_flat else leaves):
             if hasattr(type(leaf), "__next__"):
                 raise InputError(
                     f"remat({name}): {self._where_leaf(i)} is an iterator ({type(leaf).__name__}). The "
@@ -356,14 +356,14 @@ class _Arguments:
         return args, kwargs
 
     def _assemble(self, leaves: list[Any]) -> Any:
-        if not self._is_flat:
+        if not self.is_flat:
             return pytree.tree_unflatten(leaves, self._structure)
         count = len(leaves) - len(self._keys)
         return leaves[:count], dict(zip(self._keys, leaves[count:], strict=True))
 
     def content(self, args: Any, kwargs: Any) -> tuple[list[Any], Any] | None:
         """What is in the containers that f is given, to be handed to `check_unchanged`."""
-        return None if self._is_flat else pytree.tree_flatten((args, kwargs))
+        return None if self.is_flat else pytree.tree_flatten((args, kwargs))
 
     def check_unchanged(
         self, name: str, before: tuple[list[Any], Any] | None, args: Any, kwargs: Any
@@ -495,7 +495,10 @@ class _Call(Leaf):
         self._name = name
         self._options = options
         self._arguments = arguments
-        self._closure = Closure((f, arguments.others, arguments.static))
+        # Arguments that hold nothing need no search.
+        others = None if arguments.is_flat else arguments.others
+        self._arguments_are_plain = not others and not arguments.static
+        self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         given = {id(x): net.stand_in(x) for x in arguments.tensors}
         captured = {id(x): net.stand_in(x) for x in (*self._closure.tensors, *hidden) if id(x) not in given}
@@ -587,7 +590,7 @@ class _Call(Leaf):
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
         inputs = (*self._arguments.tensors, *self._captured)
-        f, others, static = self._closure.rebuild({self._originals[id(x)]: x for x in inputs})
+        f, others, static = self._parts(self._closure.rebuild({self._originals[id(x)]: x for x in inputs}))
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
@@ -711,9 +714,10 @@ class _Call(Leaf):
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         with (
-            self._closure.rebuilt_once(mapped, self._name) as (f, others, static),
+            self._closure.rebuilt_once(mapped, self._name) as rebuilt,
             self._replacing(mapped) as replacing,
         ):
+            f, others, static = self._parts(rebuilt)
             outputs = self._run_first(f, inputs[: self._arguments.arity], others, static, inputs)
         if replacing is not None:
             self._met = replacing.met
@@ -736,13 +740,14 @@ class _Call(Leaf):
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         mapped = dict(zip(self._ids, inputs, strict=True))
-        f, others, static = self._closure.rebuild(mapped)
+        f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
         del others, static, inputs, mapped
         with ExitStack() as stack:
             replacing = stack.enter_context(replacer)
-            stack.enter_context(self._world.replayed())
+            if not self._world.is_here():
+                stack.enter_context(self._world.replayed())
             stack.enter_context(world.own_autocast_cache())
             if self.random and self._options.preserve_rng_state and self._states is not None:
                 stack.enter_context(world.streams_at(self._states))
@@ -759,6 +764,13 @@ class _Call(Leaf):
         if self._options.determinism_check != "none":
             self._compare(again)
         return again.take_as(self._outputs)
+
+    def _parts(self, rebuilt: Any) -> tuple[Callable[..., Any], list[Any], dict[int | str, Any]]:
+        """f and its arguments that are no tensors, out of what the closure has rebuilt."""
+        if self._arguments_are_plain:
+            return rebuilt, self._arguments.others, {}
+        f, others, static = rebuilt
+        return f, others or self._arguments.others, static or {}
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
         replaced = {key: mapped[key] for key in self._replaced}
