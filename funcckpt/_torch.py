@@ -456,8 +456,11 @@ _GRAD_TRANSFORM = getattr(
 ).__code__
 
 
-def is_final_backward(level: int) -> bool:
+def is_final_backward(level: int, thread: int) -> bool:
     """Whether the backward that is running is the last that level `level` will ever see.
+
+    `thread` is the one in which the forward ran. The engine works off what is on a device in threads of
+    its own, below which there is no caller: that one waits there.
 
     `torch.func.grad` runs one backward and leaves its level: what is recorded at that level while
     it runs is dead weight (pytorch#134612). A pullback of `torch.func.vjp`, or a
@@ -465,9 +468,7 @@ def is_final_backward(level: int) -> bool:
     Which of them is running shows only in the frames of the caller: the engine, called by
     `torch.autograd.grad`, called by `_autograd_grad`, called by the transform.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not _ENGINE:
-        frame = frame.f_back
+    frame = _call_of_engine(sys._getframe(2)) or _call_of_engine(sys._current_frames().get(thread))
     callers: list[FrameType | None] = []
     while frame is not None and len(callers) < 3:
         frame = frame.f_back
@@ -480,3 +481,9 @@ def is_final_backward(level: int) -> bool:
         and callers[2].f_code is _GRAD_TRANSFORM
         and callers[2].f_locals.get("level") == level
     )
+
+
+def _call_of_engine(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not _ENGINE:
+        frame = frame.f_back
+    return frame
