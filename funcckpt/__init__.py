@@ -1,5 +1,6 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
+from .eager.checkpoint import checkpoint as checkpoint
 from .errors import (
     CheckpointError as CheckpointError,
 )
@@ -17,6 +18,9 @@ from .errors import (
 )
 from .errors import (
     MutationError as MutationError,
+)
+from .errors import (
+    OptionError as OptionError,
 )
 from .errors import (
     OutputError as OutputError,

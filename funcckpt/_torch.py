@@ -10,19 +10,23 @@ a release of torch moves one of these names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.utils.checkpoint
 from torch import Tensor
 
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
     # wrapped and unwrapped at one level.
     from torch._C import DispatchKeySet, _dispatch_key_parse, _ExcludeDispatchKeyGuard
+
+    # Whether Dynamo watches the frames of this thread.
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._C._functorch import (  # type: ignore[attr-defined]
         CFunctionalizeInterpreterPtr,
         CGradInterpreterPtr,
@@ -435,3 +439,78 @@ def is_final_backward(level: int) -> bool:
         and callers[2].f_code is _GRAD_TRANSFORM
         and callers[2].f_locals.get("level") == level
     )
+
+
+# -- for the hook path -----------------------------------------------------------------------------
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def top_saved_tensors_hooks() -> _Hooks | None:
+    """The saved-tensor hooks that are active: public torch can push them, and not look."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+try:
+    # A tensor saved as if by an operator: seen by the hooks that are active, its version checked.
+    from torch._C._autograd import SavedTensor as Saved
+    from torch._C._autograd import _make_saved_tensor
+
+    def save(x: Tensor) -> Saved:
+        return _make_saved_tensor(x, is_output=False)
+
+except ImportError:  # torch 2.11
+
+    class Saved:  # type: ignore[no-redef]
+        """A tensor that a graph node of its own has saved."""
+
+        def __init__(self, x: Tensor) -> None:
+            with torch.enable_grad():
+                self._node: Any = _Saving.apply(torch.empty(0, requires_grad=True), x).grad_fn
+
+        def unpack(self) -> Tensor:
+            (x,) = self._node.saved_tensors
+            return x
+
+    save = Saved  # type: ignore[assignment]
+
+
+class _Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, nothing: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return nothing.clone()
+
+
+def version_kept(x: Tensor) -> Any:
+    """What is written to `x` inside of the context does not count as a change."""
+    return torch.autograd._unsafe_preserve_version_counter(x)  # type: ignore[attr-defined]
+
+
+def backward_id() -> Any:
+    """What tells one backward from another: the group it belongs to, its number, or something unique."""
+    group = torch._C._get_graph_exec_group()
+    if group is not None:
+        return group
+    number = torch._C._current_graph_task_id()
+    return object() if number == -1 else number
+
+
+def is_tracing_plain() -> bool:
+    """Whether `make_fx` records what is done, and no transform is active."""
+    return torch._C._len_torch_dispatch_stack() > 0 and maybe_current_level() is None and is_tracing()
+
+
+def without_dynamo(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, hidden from Dynamo if that watches the frames of this thread."""
+    return f if get_eval_frame_callback() is None else torch.compiler.disable(f)
+
+
+def checkpoint_early_stop() -> bool | None:
+    """What `set_checkpoint_early_stop` has set, which has no getter."""
+    return torch.utils.checkpoint._enable_checkpoint_early_stop
+
+
+def checkpoint_debug_enabled() -> bool | None:
+    """What `set_checkpoint_debug_enabled` has set, which has no getter."""
+    return torch.utils.checkpoint._checkpoint_debug_enabled
