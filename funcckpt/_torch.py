@@ -466,10 +466,11 @@ except ImportError:  # torch 2.11
 
         def __init__(self, x: Tensor) -> None:
             with torch.enable_grad():
-                self._node: Any = _Saving.apply(torch.empty(0, requires_grad=True), x).grad_fn
+                # The node lives as long as its output.
+                self._output: Any = _Saving.apply(torch.empty(0, requires_grad=True), x)
 
         def unpack(self) -> Tensor:
-            (x,) = self._node.saved_tensors
+            (x,) = self._output.grad_fn.saved_tensors
             return x
 
     save = Saved  # type: ignore[assignment]

