@@ -1,6 +1,8 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
 from .eager.checkpoint import checkpoint as checkpoint
+from .eager.sequential import checkpoint_sequential as checkpoint_sequential
+from .eager.sequential import plan_segments as plan_segments
 from .errors import (
     CheckpointError as CheckpointError,
 )
