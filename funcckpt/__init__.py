@@ -1,6 +1,7 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
 from .eager.checkpoint import checkpoint as checkpoint
+from .eager.scope import checkpoint_scope as checkpoint_scope
 from .eager.sequential import checkpoint_sequential as checkpoint_sequential
 from .eager.sequential import plan_segments as plan_segments
 from .errors import (
@@ -26,6 +27,9 @@ from .errors import (
 )
 from .errors import (
     OutputError as OutputError,
+)
+from .errors import (
+    TransformError as TransformError,
 )
 from .remat import remat as remat
 

@@ -75,6 +75,14 @@ try:
     # The one kind of autograd.Function that functorch lets record at a single level.
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    # The stack of dispatch modes, from the middle of which one may have to be taken.
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _get_current_dispatch_mode_stack,
+        _pop_mode,
+        _push_mode,
+    )
 except ImportError as error:
     raise ImportError(
         f"funcckpt does not know torch {torch.__version__}: {error}. Install a newer funcckpt, or a "
@@ -443,10 +451,10 @@ def is_final_backward(level: int) -> bool:
 
 # -- for the hook path -----------------------------------------------------------------------------
 
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-def top_saved_tensors_hooks() -> _Hooks | None:
+def top_saved_tensors_hooks() -> Hooks | None:
     """The saved-tensor hooks that are active: public torch can push them, and not look."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -515,3 +523,63 @@ def checkpoint_early_stop() -> bool | None:
 def checkpoint_debug_enabled() -> bool | None:
     """What `set_checkpoint_debug_enabled` has set, which has no getter."""
     return torch.utils.checkpoint._checkpoint_debug_enabled
+
+
+# What torch.func says when it is entered while a saved-tensor hook is active.
+REFUSES_HOOKS = "support saved tensor hooks"
+
+
+def may_push_hooks() -> bool:
+    """Whether saved-tensor hooks are allowed here; a transform forbids them."""
+    return maybe_current_level() is None and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
+def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """As entering the public context does, without an object for each operator."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
+    """Take hooks off the stack, from under others if need be."""
+    above: list[Hooks] = []
+    while (top := top_saved_tensors_hooks()) is not None:
+        pop_saved_tensors_hooks()
+        if top[0] is pack:
+            break
+        above.append(top)
+    else:
+        # Others, left before us, have taken ours for theirs: theirs is the one that is left over.
+        above = above[1:]
+    for hooks in reversed(above):
+        push_saved_tensors_hooks(*hooks)
+
+
+def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, from under others if need be."""
+    stack = _get_current_dispatch_mode_stack()
+    above = stack[stack.index(mode) + 1 :] if mode in stack else []
+    for _ in above:
+        _pop_mode()
+    mode.__exit__(None, None, None)
+    for other in above:
+        _push_mode(other)
+
+
+def graph_task() -> int:
+    """The number of the backward that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def alias(x: Tensor) -> Tensor:
+    """`x.detach()`, with the version counter of `x` also where operators arrive below autograd."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False), plain():
+        return x.detach()
+
+
+def plain() -> Any:
+    """No `__torch_function__`, of modes or subclasses, is asked inside."""
+    return torch._C.DisableTorchFunction()

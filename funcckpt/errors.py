@@ -18,6 +18,7 @@ __all__ = [
     "MutationError",
     "OptionError",
     "OutputError",
+    "TransformError",
 ]
 
 
@@ -56,3 +57,7 @@ class OptionError(InputError, ValueError):
 
 class OutputError(FuncckptError, TypeError):
     """f returned tensors inside of an object that is no pytree node."""
+
+
+class TransformError(FuncckptError):
+    """What was asked for needs saved-tensor hooks, which `torch.func` transforms refuse."""

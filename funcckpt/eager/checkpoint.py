@@ -35,8 +35,6 @@ R = TypeVar("R")
 # Taken now: `patched` puts ours in its place.
 _THEIRS = torch_checkpoint.checkpoint
 _CHECKS = ("default", "none")
-# Part of what torch.func says when it is entered while a saved-tensor hook is active.
-_REFUSES_HOOKS = "support saved tensor hooks"
 
 
 @overload
@@ -257,7 +255,7 @@ def _call(
         out = _torch.without_dynamo(region.run)(args, kwargs)
     except RuntimeError as error:
         # With hooks of the caller active, the functional path would be refused as well.
-        if _REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
+        if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
             raise
         region.restore_streams()
     else:

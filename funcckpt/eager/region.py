@@ -140,13 +140,15 @@ class Region:
             self._statistics.append(weakref.ref(x))
         return slot
 
-    def _unpack(self, slot: Slot) -> Tensor:
+    def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
         key = _torch.backward_id()
         try:
             with self._lock:
                 if key not in self._done:
                     self._recompute(key)
                     self._done.add(key)
+                elif again and slot.values.get(key) is None:
+                    self._recompute(key, only=slot)
         except CheckpointError as error:
             if self._log is None:
                 raise
@@ -176,18 +178,24 @@ class Region:
 
     # -- the recomputation --------------------------------------------------------------------------
 
-    def _recompute(self, key: Any) -> None:
+    def unpack_again(self, slot: Slot) -> Tensor:
+        """A slot that may be read more than once in a backward."""
+        return self._unpack(slot, again=True)
+
+    def _recompute(self, key: Any, only: Slot | None = None) -> None:
         leaves = [x.unpack() if isinstance(x, _torch.Saved) else x for x in self._inputs]
         args, kwargs = leaves, {}
         if self._structure is not None:
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         del leaves
-        run = _Again(self, key)
+        run = _Again(self, key, only)
         statistics = [x for ref in self._statistics if (x := ref()) is not None]
         before = [x.clone() for x in statistics]
         with (
             self._world.replayed(),
             world.streams_at(self._states),
+            # Random numbers are those of the forward, of which a vmap of the backward has no say.
+            _torch.without_vmap_mode(),
             torch.enable_grad(),
             saved_tensors_hooks(run.pack, _itself),
         ):
@@ -219,7 +227,8 @@ class Region:
 class _Again:
     """One recomputation: what is saved goes to the slots of the forward."""
 
-    def __init__(self, region: Region, key: Any) -> None:
+    def __init__(self, region: Region, key: Any, only: Slot | None) -> None:
+        self._only = only
         self._region = region
         self._key = key
         self._count = 0
@@ -229,7 +238,7 @@ class _Again:
     def pack(self, x: Tensor) -> Tensor:
         region, i = self._region, self._count
         self._count += 1
-        x = x.detach() if x.requires_grad else x
+        x = _torch.alias(x) if x.requires_grad else x
         if i >= len(region._slots):
             if region._complete:
                 raise CheckpointError(
@@ -240,7 +249,8 @@ class _Again:
             self._more = True  # the forward asks for a backward of its own part, and goes on
             return x
         slot = region._slots[i]()
-        if slot is not None:  # else someone has run a backward that needs it no more
+        # None if someone has run a backward that needs it no more.
+        if slot is not None and self._only in (None, slot):
             slot.values[self._key] = x, _version(x)
             if region._check:
                 self._compare(i, x)
@@ -276,6 +286,20 @@ class _Again:
                 "during the forward pass. The function has to do the same each time; pass debug=True to see "
                 "the operators of both runs.\n" + "\n".join(self._different)
             )
+
+
+def readable_again(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """An unpack hook, or what reads the same more than once if it is one of a region."""
+    region = getattr(unpack, "__self__", None)
+    return region.unpack_again if isinstance(region, Region) else unpack
+
+
+def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
+    if hooks is None:
+        return False
+    owner = getattr(hooks[0], "__self__", None)
+    return isinstance(owner, (Region, _Again)) or hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 def _itself(x: Tensor) -> Tensor:
