@@ -1,6 +1,9 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
 from .eager.checkpoint import checkpoint as checkpoint
+from .eager.patched import install as install
+from .eager.patched import patched as patched
+from .eager.patched import uninstall as uninstall
 from .eager.scope import checkpoint_scope as checkpoint_scope
 from .eager.sequential import checkpoint_sequential as checkpoint_sequential
 from .eager.sequential import plan_segments as plan_segments

@@ -583,3 +583,35 @@ def alias(x: Tensor) -> Tensor:
 def plain() -> Any:
     """No `__torch_function__`, of modes or subclasses, is asked inside."""
     return torch._C.DisableTorchFunction()
+
+
+def is_torch_checkpoint(hooks: Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of torch's own checkpoint."""
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
+# `torch.utils.checkpoint.checkpoint` is made by `torch._disable_dynamo`, which keeps what it calls in an
+# attribute of the function that it wraps, and makes it in the first call.
+_REDIRECTED = "__dynamo_disable"
+_CHECKPOINT: Any = torch.utils.checkpoint.checkpoint
+_checkpoint_before: Any = None
+
+
+def original_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    """Torch's own checkpoint, whether it is redirected or not."""
+    return (_checkpoint_before or _CHECKPOINT)(*args, **kwargs)
+
+
+def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
+    """Let `torch.utils.checkpoint.checkpoint` call `target`, or what it called before."""
+    global _checkpoint_before
+    wrapped = _CHECKPOINT.__wrapped__
+    if target is None:
+        setattr(wrapped, _REDIRECTED, _checkpoint_before)
+        _checkpoint_before = None
+        return
+    if getattr(wrapped, _REDIRECTED, None) is None:
+        # What it would make in its first call.
+        setattr(wrapped, _REDIRECTED, torch.compiler.disable(wrapped))
+    _checkpoint_before = getattr(wrapped, _REDIRECTED)
+    setattr(wrapped, _REDIRECTED, target)

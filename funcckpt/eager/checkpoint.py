@@ -26,14 +26,13 @@ from torch.utils.checkpoint import noop_context_fn
 from .. import _torch
 from ..errors import CheckpointError, InputError, OptionError, describe
 from ..remat import remat
+from . import redirect
 from .debug import logged
 from .region import Contexts, Region
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Taken now: `patched` puts ours in its place.
-_THEIRS = torch_checkpoint.checkpoint
 _CHECKS = ("default", "none")
 
 
@@ -211,7 +210,9 @@ def _call(
     if use_reentrant:
         _check_reentrant(f, kwargs, context_fn, debug)
     if torch.compiler.is_compiling() or _torch.is_tracing_plain():
-        return _THEIRS(
+        # Dynamo knows the function, and AOTAutograd what it does.
+        dynamo = torch.compiler.is_dynamo_compiling()
+        return (torch_checkpoint.checkpoint if dynamo else _torch.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
             *args,
             use_reentrant=False,
@@ -340,13 +341,26 @@ def _functional(
     debug: bool,
 ) -> Any:
     g = f
+    if redirect.is_active():
+        g = _redirected(f)
     if debug:
-        g = _debugged(f)
+        g = _debugged(g)
     elif context_fn is not noop_context_fn:
-        g = _in_contexts(f, *context_fn())
+        g = _in_contexts(g, *context_fn())
     return remat(g, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)(
         *args, **kwargs
     )
+
+
+def _redirected(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, with the checkpoints inside of it as in the forward, whenever it is run."""
+
+    @functools.wraps(f, updated=())
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        with redirect.active(True):
+            return f(*args, **kwargs)
+
+    return redirected
 
 
 def _in_contexts(
@@ -363,7 +377,7 @@ def _in_contexts(
     # A namespace, since remat gives a recomputation the values that other variables had in the call.
     run = SimpleNamespace(first=True)
 
-    @functools.wraps(f)
+    @functools.wraps(f, updated=())
     def in_contexts(*args: Any, **kwargs: Any) -> Any:
         with forward if run.first else recompute:
             out = f(*args, **kwargs)
@@ -385,7 +399,7 @@ def _debugged(f: Callable[..., Any]) -> Callable[..., Any]:
     (forward, recompute), listed = logged()
     run = SimpleNamespace(looks=None)
 
-    @functools.wraps(f)
+    @functools.wraps(f, updated=())
     def debugged(*args: Any, **kwargs: Any) -> Any:
         with forward if run.looks is None else recompute:
             out = f(*args, **kwargs)

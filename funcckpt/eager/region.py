@@ -26,7 +26,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch, world
 from ..closure import may_be_statistics
 from ..errors import CheckpointError, MutationError, describe
+from . import redirect
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -94,6 +95,7 @@ class Region:
             leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
         self._world = world.World()
+        self._redirected = redirect.is_active()
         self._streams = world.random_streams(()) if preserve_rng_state else []
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []
@@ -193,6 +195,7 @@ class Region:
         before = [x.clone() for x in statistics]
         with (
             self._world.replayed(),
+            nullcontext() if self._redirected == redirect.is_active() else redirect.active(self._redirected),
             world.streams_at(self._states),
             # Random numbers are those of the forward, of which a vmap of the backward has no say.
             _torch.without_vmap_mode(),
@@ -296,10 +299,8 @@ def readable_again(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
 
 def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
-    if hooks is None:
-        return False
-    owner = getattr(hooks[0], "__self__", None)
-    return isinstance(owner, (Region, _Again)) or hooks[0].__module__ == torch.utils.checkpoint.__name__
+    owner = getattr(hooks[0], "__self__", None) if hooks else None
+    return isinstance(owner, (Region, _Again)) or _torch.is_torch_checkpoint(hooks)
 
 
 def _itself(x: Tensor) -> Tensor:
