@@ -5,6 +5,11 @@ from .eager.patched import install as install
 from .eager.patched import patched as patched
 from .eager.patched import uninstall as uninstall
 from .eager.scope import checkpoint_scope as checkpoint_scope
+from .eager.selective import CheckpointPolicy as CheckpointPolicy
+from .eager.selective import SelectiveCheckpointContext as SelectiveCheckpointContext
+from .eager.selective import (
+    create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
+)
 from .eager.sequential import checkpoint_sequential as checkpoint_sequential
 from .eager.sequential import plan_segments as plan_segments
 from .errors import (

@@ -28,7 +28,8 @@ from ..errors import CheckpointError, InputError, OptionError, describe
 from ..remat import remat
 from . import redirect
 from .debug import logged
-from .region import Contexts, Region
+from .region import Contexts, Region, is_of_checkpoint
+from .selective import Forward, Recompute
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -239,8 +240,7 @@ def _call(
         contexts, log = logged()
     elif context_fn is not noop_context_fn:
         contexts = context_fn()
-        if respect_saved_tensors_hooks is not None and is_selective(contexts[0]):
-            contexts[0].respect_saved_tensors_hooks = respect_saved_tensors_hooks
+        _look_after_hooks(f, contexts[0], bool(respect_saved_tensors_hooks))
     region = Region(
         f,
         args,
@@ -296,6 +296,22 @@ def _check_reentrant_result(f: Any, args: tuple[Any, ...], out: Any) -> None:
             "to the parameters that the function uses, or to tensors inside of containers. Pass "
             "use_reentrant=False, which gives it."
         )
+
+
+def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
+    """Tell a selective forward whether what it saves goes through the hooks of the caller, and those."""
+    if isinstance(forward, Forward):
+        forward.respect_saved_tensors_hooks = respect
+        hooks = _torch.top_saved_tensors_hooks()
+        forward.hooks = None if is_of_checkpoint(hooks) else hooks
+    elif is_selective(forward):
+        if respect:
+            raise OptionError(
+                f"{_title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
+                "funcckpt.create_selective_checkpoint_contexts."
+            )
+        # Torch 2.15 would warn of ours, which it takes for the caller's.
+        forward.respect_saved_tensors_hooks = False
 
 
 # -- the functional path ------------------------------------------------------------------------
@@ -389,9 +405,8 @@ def _in_contexts(
 
 def is_selective(context: Any) -> bool:
     """Whether a context belongs to `create_selective_checkpoint_contexts`, ours or torch's."""
-    return isinstance(context, TorchDispatchMode) and (
-        type(context).__module__ == torch_checkpoint.__name__ or hasattr(context, "is_selective")
-    )
+    theirs = isinstance(context, TorchDispatchMode) and type(context).__module__ == torch_checkpoint.__name__
+    return theirs or isinstance(context, (Forward, Recompute))
 
 
 def _debugged(f: Callable[..., Any]) -> Callable[..., Any]:

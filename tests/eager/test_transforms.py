@@ -240,7 +240,7 @@ def test_context_fn():
     assert y == 1 and notes == ["forward", "end", "recompute", "end"]
 
 
-@pytest.mark.parametrize("module", [torch.utils.checkpoint])
+@pytest.mark.parametrize("module", [torch.utils.checkpoint, funcckpt])
 def test_selective_contexts_cannot_be_honoured(module):
     contexts = lambda: module.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
     with pytest.raises(OptionError, match="context_fn"):
