@@ -169,10 +169,10 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     >>> from funcckpt import checkpoint_sequential, plan_segments
     >>> wide = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
     >>> narrow = [nn.Tanh() for _ in range(9)]
-    >>> model = nn.Sequential(wide, *narrow)
+    >>> model = nn.Sequential(*narrow, wide)
     >>> x = torch.ones(32, 8)
     >>> plan = plan_segments(model, x)
-    >>> plan[0]     # the wide one by itself
+    >>> plan[-1]    # the wide one by itself
     1
     >>> checkpoint_sequential(model, plan, x).shape
     torch.Size([32, 8])
