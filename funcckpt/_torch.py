@@ -580,6 +580,11 @@ def alias(x: Tensor) -> Tensor:
         return x.detach()
 
 
+def subclasses_asleep() -> Any:
+    """No `__torch_function__` of a subclass is asked inside."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def plain() -> Any:
     """No `__torch_function__`, of modes or subclasses, is asked inside."""
     return torch._C.DisableTorchFunction()
@@ -615,3 +620,7 @@ def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
         setattr(wrapped, _REDIRECTED, torch.compiler.disable(wrapped))
     _checkpoint_before = getattr(wrapped, _REDIRECTED)
     setattr(wrapped, _REDIRECTED, target)
+
+
+# Operators, as a list of them is checked: aten's, and those that take functions.
+OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)

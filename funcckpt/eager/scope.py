@@ -560,7 +560,7 @@ class ScopedTensor(Tensor):
             # Code of others is run, which should find plain tensors.
             with _unscoped((args, kwargs)):
                 return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.subclasses_asleep():
             below = _torch.top_saved_tensors_hooks()
             if (
                 torch.is_grad_enabled()
@@ -584,11 +584,11 @@ class ScopedTensor(Tensor):
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.subclasses_asleep():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.subclasses_asleep():
             copied = (
                 self.as_subclass(Tensor).__deepcopy__(memo) if self.is_leaf else super().__deepcopy__(memo)
             )

@@ -91,7 +91,7 @@ def _policy(policy_fn_or_list: Any) -> Policy:
             f"{type(policy_fn_or_list).__name__}."
         )
     for op in policy_fn_or_list:
-        if not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        if not isinstance(op, _torch.OPERATORS):
             hint = f": write {op}.default, or another of its overloads" if hasattr(op, "default") else ""
             raise OptionError(f"Expected op in `op_list` to be an OpOverload but got: {op}{hint}.")
     saved = frozenset(policy_fn_or_list)

@@ -175,6 +175,77 @@ def test_retain_graph_keeps_no_recomputed_tensors(checkpoint):
 
 
 @both
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_recomputed_tensors_are_freed_as_they_are_used(checkpoint, retain_graph):
+    x = leaf(64)
+    made, alive = [], []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, i):
+            ctx.i = i
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            alive.append((ctx.i, sum(ref() is not None for ref in made)))
+            return g, None
+
+    def f(x):
+        for i in range(4):
+            x = Look.apply(x, i)
+            made.append(weakref.ref(x.untyped_storage()))
+            x = x.sin()
+        return x
+
+    y = checkpoint(f, x)
+    made.clear()
+    y.sum().backward(retain_graph=retain_graph)
+    assert len(made) == 4 and alive == [(3, 3), (2, 2), (1, 1), (0, 0)]
+
+
+@both
+def test_peak_of_a_chain_of_checkpoints(checkpoint):
+    x = leaf(64)
+    n, scalars = x.nbytes, 16
+
+    def block(x):
+        return x.sin().sin().sin().sin()
+
+    def peak(call):
+        with Storages().known(x) as storages:
+            y = x
+            for _ in range(8):
+                y = call(block, y)
+            y.sum().backward()
+        x.grad = None
+        return storages.peak
+
+    assert peak(lambda f, x: f(x)) == 34 * n + scalars
+    assert peak(checkpoint) <= 14 * n + scalars  # eight inputs, the inside of one, gradients
+
+
+@both
+def test_threads_side_by_side(checkpoint):
+    errors = []
+
+    def work(seed):
+        try:
+            for _ in range(5):
+                x, w = leaf(4, 3), leaf(3, 3)
+                assert_same(gradients(chain, x, w, checkpoint=checkpoint), gradients(chain, x, w))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+
+
+@both
 def test_partial_backward(checkpoint):
     def f(x):
         return x.sin().exp(), x.cos().exp()
