@@ -17,6 +17,8 @@ It is written anew for what torch's does not do, and cannot be made to do from o
 * Tensors inside of containers and in keyword arguments are inputs like all others: they are looked
   after by autograd's version check, and an outer region does not keep them.
 * The random streams of all devices are replayed, not those of the CPU and one other kind of device.
+* A module that has other parameters than in the forward, where `functional_call` has put its own back,
+  is an error, and not the gradient at those.
 * Running statistics of batch_norm are not updated again.
 * A call costs less: what does not differ from the forward's world is not entered again.
 """
@@ -61,6 +63,8 @@ class Look(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     version: int
+    # What it is or is a view of, if that is a parameter.
+    parameter: weakref.ref[Tensor] | None
 
 
 class _Stop(BaseException):
@@ -241,7 +245,7 @@ class _Again:
     def pack(self, x: Tensor) -> Tensor:
         region, i = self._region, self._count
         self._count += 1
-        x = _torch.alias(x) if x.requires_grad else x
+        original, x = x, _torch.alias(x) if x.requires_grad else x
         if i >= len(region._slots):
             if region._complete:
                 raise CheckpointError(
@@ -256,7 +260,7 @@ class _Again:
         if slot is not None and self._only in (None, slot):
             slot.values[self._key] = x, _version(x)
             if region._check:
-                self._compare(i, x)
+                self._compare(i, original)
         if region._early_stop and self._count == len(region._slots):
             raise _Stop
         return x
@@ -267,7 +271,16 @@ class _Again:
             self._different.append(
                 f"tensor at position {i}:\nsaved metadata: {here}\nrecomputed metadata: {there}"
             )
-        elif here.version != there.version:
+            return
+        parameter = _parameter(x)
+        if parameter is not None and (here.parameter is None or here.parameter() is not parameter):
+            raise CheckpointError(
+                f"{self._region._name}: the recomputation finds another parameter ({describe(parameter)}) "
+                "than the forward used; torch.func.functional_call, for one, puts the module's own back when it "
+                "returns. Use funcckpt.remat, which takes those of the call, or pass the parameters as "
+                "arguments of the function."
+            )
+        if here.version != there.version:
             raise MutationError(
                 f"{self._region._name}: a tensor that it uses ({describe(x)}) was changed in place since the "
                 "forward, like a parameter by an optimizer: the recomputation would start from the changed "
@@ -312,4 +325,11 @@ def _version(x: Tensor) -> int:
 
 
 def _look(x: Tensor) -> Look:
-    return Look(x.shape, x.dtype, x.device, _version(x))
+    parameter = _parameter(x)
+    ref = None if parameter is None else weakref.ref(parameter)
+    return Look(x.shape, x.dtype, x.device, _version(x), ref)
+
+
+def _parameter(x: Tensor) -> Tensor | None:
+    base = x._base if x._is_view() else x
+    return base if type(base) is torch.nn.Parameter else None

@@ -767,6 +767,31 @@ def test_a_parameter_that_was_stepped_before_the_backward():
         y.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda p: p.detach().clone().requires_grad_(), lambda p: nn.Parameter(p.detach() + 1), lambda p: p * 2],
+)
+@pytest.mark.parametrize("rows", [(), (2,), (2, 5)])
+def test_functional_call_has_put_the_parameters_back(wrap, rows):
+    """Torch's checkpoint gives the gradient at the module's own parameters."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=D)
+
+        def forward(self, x):
+            return funcckpt.checkpoint(lambda x: self.linear(x).sin(), x)
+
+    block, x = Block(), leaf(*rows, 3)
+    parameters = {k: wrap(p) for k, p in block.named_parameters()}
+    y = torch.func.functional_call(block, parameters, (x,))
+    with pytest.raises(CheckpointError, match=r"functional_call.*remat"):
+        y.sum().backward()
+    y = torch.func.functional_call(block, dict(block.named_parameters()), (x,))
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(block.linear(x).sin().sum(), x))
+
+
 @pytest.mark.parametrize("how", ["list", "keyword"])
 def test_a_tensor_inside_of_an_argument_that_was_changed(how):
     w, x = leaf(3), torch.ones(3, dtype=D)
