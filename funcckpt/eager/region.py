@@ -276,8 +276,8 @@ class _Again:
         if parameter is not None and (here.parameter is None or here.parameter() is not parameter):
             raise CheckpointError(
                 f"{self._region._name}: the recomputation finds another parameter ({describe(parameter)}) "
-                "than the forward used; torch.func.functional_call, for one, puts the module's own back when it "
-                "returns. Use funcckpt.remat, which takes those of the call, or pass the parameters as "
+                "than the forward used; torch.func.functional_call, for one, puts the module's own back when "
+                "it returns. Use funcckpt.remat, which takes those of the call, or pass the parameters as "
                 "arguments of the function."
             )
         if here.version != there.version:
