@@ -186,6 +186,8 @@ def _positions_and_names(
     f: Callable[..., Any], name: str, positions: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[frozenset[int], frozenset[str]]:
     """Each parameter by position and by name, as far as the signature tells: a call may use both."""
+    if not positions and not names:
+        return frozenset(), frozenset()
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):  # a builtin

@@ -22,7 +22,7 @@ States = list[tuple[torch.Generator, Tensor]]
 
 
 @functools.cache
-def _autocast_devices() -> tuple[str, ...]:
+def autocast_devices() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
@@ -30,7 +30,7 @@ def _autocast_devices() -> tuple[str, ...]:
 def _autocast() -> tuple[Any, ...]:
     return (
         torch.is_autocast_cache_enabled(),
-        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _autocast_devices()],
+        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_devices()],
     )
 
 
@@ -71,7 +71,7 @@ class World:
             if self._autocast != (now := _autocast()):
                 cache = self._autocast[0]
                 for device, state, current in zip(
-                    _autocast_devices(), self._autocast[1:], now[1:], strict=True
+                    autocast_devices(), self._autocast[1:], now[1:], strict=True
                 ):
                     if state != current:
                         enabled, dtype = state
@@ -94,7 +94,7 @@ def own_autocast_cache() -> AbstractContextManager[None]:
     A cached cast is a graph node that belongs to whoever asked for it first: found by a checkpoint, it
     would be a captured tensor; left behind by one, it would have lost its gradient.
     """
-    if any([torch.is_autocast_enabled(device) for device in _autocast_devices()]):
+    if any([torch.is_autocast_enabled(device) for device in autocast_devices()]):
         return _cleared_autocast_cache()
     return nullcontext()
 
@@ -111,7 +111,7 @@ def _cleared_autocast_cache() -> Iterator[None]:
 def random_streams(explicit: Sequence[torch.Generator]) -> list[torch.Generator]:
     """The generators from which f may draw: those of each device in use, and those it was given."""
     streams = [torch.default_generator]
-    for device in _autocast_devices()[1:]:
+    for device in autocast_devices()[1:]:
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))
