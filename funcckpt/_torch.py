@@ -492,12 +492,17 @@ def without_vmap_mode() -> Any:
     return _ExcludeDispatchKeyGuard(_VMAP_MODE)
 
 
-def has_memory_for_each(x: Tensor) -> bool:
-    """Whether no two elements of a plain tensor are one in memory, and it is not one of torch's symbolic
-    zeros.
+def with_memory_for_each(x: Tensor) -> Tensor:
+    """A plain tensor with memory of its own for each element: `x`, or a copy.
+
+    A tangent is stored as its primal is. One that comes from a second evaluation, or is zero, may have
+    another layout, and could not be written to where elements share memory, or have none (torch's
+    symbolic zeros).
     """
-    expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return not expanded and not x._is_zerotensor()
+    if x.layout is not torch.strided or is_legacy_batchedtensor(x):
+        return x
+    shared = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.clone(memory_format=torch.contiguous_format) if shared or x._is_zerotensor() else x
 
 
 def below_wrappers(x: Tensor) -> Tensor:

@@ -177,6 +177,7 @@ def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
                 return _make_duals_plain(outputs, out_tangents)
             # The graph of the primal has to lead back to the dual inputs, so that a backward
             # through it is differentiated in forward mode too.
+            outputs = tuple([_torch.with_memory_for_each(y) for y in outputs])
             detached = [_torch.fresh(y) for y in outputs]
             dual: Tensors = _AtDualLevel.apply(program, detached, out_tangents, *inputs)
             return dual

@@ -164,18 +164,9 @@ def _run_plain(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tup
         program = _Dual(recorded(program, differentiated), dual)
     outputs, active = net.run_recorded(program, primals)
     # What does not depend on what requires grad may depend on what is dual.
-    return tuple([_torch.fresh(_settled(y)) for y in outputs]), None if dual else active
-
-
-def _settled(y: Tensor) -> Tensor:
-    """`y`, with memory of its own for each element where it may be given a tangent.
-
-    A tangent is stored as its primal is. One that comes from a second evaluation, or is zero, may have
-    another layout, and could not be written to where elements share memory, or have none.
-    """
-    if _torch.has_dual_level() and not _torch.has_memory_for_each(y):
-        return y.clone(memory_format=torch.contiguous_format)
-    return y
+    if _torch.has_dual_level():
+        outputs = tuple([_torch.with_memory_for_each(y) for y in outputs])
+    return tuple([_torch.fresh(y) for y in outputs]), None if dual else active
 
 
 class _Rules:
