@@ -489,15 +489,20 @@ def test_tangents_of_outputs_whose_elements_share_memory(same, op):
     def run(wrap):
         f = wrap(lambda x: (op(x), op(x.detach()), op(torch.ones_like(x))))
         pullback = lambda x, ct: vjp(lambda x: f(x)[0], x)[1](op(ct))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return (
-                jvp(f, (x,), (x,)),
-                jvp(pullback, (x, x), (x, x)),
-                vmap(lambda x: jvp(f, (x,), (x,)))(PAIR(x)),
-            )
+        results = [
+            jvp(f, (x,), (x,)),
+            jvp(pullback, (x, x), (x, x)),
+            vmap(lambda x: jvp(f, (x,), (x,)))(PAIR(x)),
+        ]
+        with forward_ad.dual_level():
+            primal = forward_ad.make_dual(x.clone().requires_grad_(), x)
+            y = sum(y.sum() for y in f(primal)) * primal
+            (g,) = torch.autograd.grad(y.sum(), primal, create_graph=True)
+            return results, [t.detach() for t in forward_ad.unpack_dual(g)]
 
-    same(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(run)
 
 
 def test_operators_that_choose_a_kernel_by_what_requires_grad(same):
