@@ -22,5 +22,14 @@ from .errors import (
     OutputError as OutputError,
 )
 from .remat import remat as remat
+from .scan import (
+    fori_loop as fori_loop,
+)
+from .scan import (
+    scan as scan,
+)
+from .scan import (
+    while_loop as while_loop,
+)
 
 __version__ = "0.1.0"
