@@ -21,6 +21,7 @@ from .errors import (
 from .errors import (
     OutputError as OutputError,
 )
+from .mixed import inner_grad as inner_grad
 from .remat import remat as remat
 from .scan import (
     fori_loop as fori_loop,
