@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from . import _torch, world
 from .errors import CheckpointError, InputError, describe
+from .offload import Stored, check_place, fetch, store
 from .remat import remat
 from .schedules import Part, Schedule, choose, evaluations, parts, repetitions
 
@@ -40,6 +41,8 @@ def scan(
     reverse: bool = False,
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
+    bytes: int | None = None,
+    offload: str | None = None,
     progress: bool = False,
 ) -> tuple[Any, Any]:
     """Apply f to a carry and to one slice of xs after another, keeping few carries.
@@ -74,6 +77,11 @@ def scan(
     checkpoints : int, optional
         For "binomial". By default the fewest with which no step is run more than three times, about
         √(2n).
+    bytes : int, optional
+        For "binomial", instead of `checkpoints`: as many as fit. What one step saves comes on top.
+    offload : {"host", "disk"}, optional
+        Where the carries are kept: in the memory of the host, if they are on a device; or in files
+        without a name in the directory for temporary files, which go when they are no longer needed.
     progress : bool
         Show a bar of the steps, forward and backward. Needs tqdm.
 
@@ -117,10 +125,11 @@ def scan(
     _check_callable(f, name)
     xs = pytree.tree_map(lambda x: x if x is None else torch.as_tensor(x), xs)
     steps = _steps(xs, length, name)
+    check_place(offload, name)
     if steps == 0:
         return init, _no_ys(f, name, init, xs)
-    schedule = _schedule(checkpoint, checkpoints, steps, name)
-    body = _Body("scan", name, reverse, _progress(progress, name, schedule, steps))
+    schedule = _schedule(checkpoint, checkpoints, bytes, init, steps, name)
+    body = _Body("scan", name, reverse, _progress(progress, name, schedule, steps), offload)
     return _run(f, body, schedule, 0, steps, init, xs)
 
 
@@ -132,6 +141,8 @@ def fori_loop(
     *,
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
+    bytes: int | None = None,
+    offload: str | None = None,
     progress: bool = False,
 ) -> Any:
     """``carry = body(i, carry)`` for i from `lower` up to, and without, `upper`.
@@ -146,11 +157,12 @@ def fori_loop(
     """
     name = f"fori_loop({_name(body)})"
     _check_callable(body, name)
+    check_place(offload, name)
     steps = max(0, upper - lower)
     if steps == 0:
         return init
-    schedule = _schedule(checkpoint, checkpoints, steps, name)
-    loop = _Body("fori", name, False, _progress(progress, name, schedule, steps))
+    schedule = _schedule(checkpoint, checkpoints, bytes, init, steps, name)
+    loop = _Body("fori", name, False, _progress(progress, name, schedule, steps), offload)
     return _run(body, loop, schedule, lower, steps, init, None)[0]
 
 
@@ -161,6 +173,8 @@ def while_loop(
     *,
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
+    bytes: int | None = None,
+    offload: str | None = None,
     max_steps: int | None = None,
     progress: bool = False,
 ) -> Any:
@@ -200,7 +214,8 @@ def while_loop(
     name = f"while_loop({_name(body)})"
     _check_callable(cond, name)
     _check_callable(body, name)
-    loop = _Body("while", name, False, (0, 0))
+    check_place(offload, name)
+    loop = _Body("while", name, False, (0, 0), offload)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _while(cond, body, loop, init, max_steps)[0]
     streams = world.states(world.random_streams(()))
@@ -210,7 +225,7 @@ def while_loop(
     world.set_streams(streams)
     if steps == 0:
         return init
-    schedule = _schedule(checkpoint, checkpoints, steps, name)
+    schedule = _schedule(checkpoint, checkpoints, bytes, init, steps, name)
     loop = loop._replace(progress=_progress(progress, name, schedule, steps))
     carry, _ = _run(body, loop, schedule, 0, steps, init, None)
     if steps != max_steps:
@@ -233,6 +248,7 @@ class _Body(NamedTuple):
     name: str
     reverse: bool
     progress: tuple[int, int]
+    offload: str | None
 
 
 def _run(
@@ -246,8 +262,11 @@ def _run(
     stacks = []
     for part, start, x in zip(cut, starts, _split(xs, cut, body.reverse), strict=True):
         if part.schedule is None:
-            carry, ys = _record(f, body, first + start, part.steps, carry, x)
+            carry, ys = _record(f, body, first + start, part.steps, fetch(carry), x)
         else:
+            # The first carry of a part that is run again is kept already.
+            if body.offload is not None and not isinstance(carry, Stored):
+                carry = store(carry, body.offload)
             carry, ys = _part(f, body, part.schedule, first + start, part.steps, carry, x)
         stacks.append(ys)
     return carry, _concatenate(stacks[::-1] if body.reverse else stacks)
@@ -360,7 +379,7 @@ def _no_ys(f: Callable[..., Any], name: str, init: Any, xs: Any) -> Any:
     x = pytree.tree_map(lambda x: x if x is None else x.new_zeros(x.shape[1:]), xs)
     streams = world.states(world.random_streams(()))
     with torch.no_grad():
-        _, y = _step(f, _Body("scan", name, False, (0, 0)), 0, init, x)
+        _, y = _step(f, _Body("scan", name, False, (0, 0), None), 0, init, x)
     world.set_streams(streams)
     return pytree.tree_map(
         lambda y: y if y is None else torch.as_tensor(y).new_empty((0, *torch.as_tensor(y).shape)), y
@@ -403,7 +422,17 @@ def _steps(xs: Any, length: int | None, name: str) -> int:
     return first[1]
 
 
-def _schedule(checkpoint: Any, checkpoints: int | None, steps: int, name: str) -> Schedule:
+def _schedule(
+    checkpoint: Any, checkpoints: int | None, bytes: int | None, init: Any, steps: int, name: str
+) -> Schedule:
+    if bytes is not None:
+        if checkpoint != "binomial" or checkpoints is not None:
+            raise InputError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
+        leaves = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
+        each = sum(_torch.physical(x)[0].nbytes for x in leaves)
+        checkpoints = steps if each == 0 else min(steps, bytes // each)
+        if checkpoints < 1:
+            raise InputError(f"{name}: one carry takes {each} bytes, and bytes={bytes} is less.")
     schedule = choose(checkpoint, checkpoints, steps, name)
     if schedule.rule == "binomial" and repetitions(steps, schedule.number) > _MAX_REPETITIONS:
         least = schedule.number
