@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _torch, world
-from .errors import CheckpointError, InputError, describe
+from .closure import Closure, may_be_statistics
+from .errors import CheckpointError, InputError, MutationError, describe
 from .offload import Stored, check_place, fetch, store
 from .remat import remat
 from .schedules import Part, Schedule, choose, evaluations, parts, repetitions
@@ -199,6 +200,8 @@ def while_loop(
         `cond` depends on what a `vmap` has batched: the samples would need loops of different lengths.
     CheckpointError
         The second time the loop did not end where it did the first time.
+    MutationError
+        cond or body assigns something outside of itself.
 
     Examples
     --------
@@ -218,11 +221,7 @@ def while_loop(
     loop = _Body("while", name, False, (0, 0), offload)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _while(cond, body, loop, init, max_steps)[0]
-    streams = world.states(world.random_streams(()))
-    # Values alone: nothing that is computed here is looked at by a transform.
-    with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
-        steps = _while(cond, body, loop, init, max_steps)[1]
-    world.set_streams(streams)
+    steps = _count(cond, body, loop, init, max_steps)
     if steps == 0:
         return init
     schedule = _schedule(checkpoint, checkpoints, bytes, init, steps, name)
@@ -322,6 +321,30 @@ def _while(
         carry = new
         steps += 1
     return carry, steps
+
+
+def _count(
+    cond: Callable[..., Any], body: Callable[..., Any], loop: _Body, init: Any, max_steps: int | None
+) -> int:
+    """How many steps the loop has. It will run again, and has to find everything as it was."""
+    closure = Closure((cond, body))
+    streams = world.states(world.random_streams(closure.generators))
+    buffers = [(x, x.clone()) for x in closure.constants if may_be_statistics(x) or x.numel() == 1]
+    # Values alone: nothing that is computed here is looked at by a transform.
+    with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
+        steps = _while(cond, body, loop, init, max_steps)[1]
+        for x, before in buffers:
+            if not torch.equal(x, before):
+                x.copy_(before)
+    closure.settle(loop.name)
+    if not closure.is_pure:
+        raise MutationError(
+            f"{loop.name}: cond or body assigns something outside of itself, or draws from an iterator or "
+            "from random numbers that are not torch's. The loop runs once to count its steps, and a second "
+            "time: put what changes into the carry."
+        )
+    world.set_streams(streams)
+    return steps
 
 
 def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
@@ -502,5 +525,5 @@ def _bar(total: int, name: str) -> Any:
     try:
         tqdm = importlib.import_module("tqdm.auto").tqdm
     except ImportError as error:
-        raise InputError(f"{name}: progress=True needs tqdm: pip install tqdm") from error
+        raise InputError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
     return tqdm(total=total, desc=name)

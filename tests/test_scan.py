@@ -363,18 +363,43 @@ def test_while_loop_stops_at_max_steps_and_at_none():
     assert while_loop(lambda x: True, lambda x: x + 1, x, max_steps=4).tolist() == [5, 5]
 
 
+hidden_calls = []
+
+
 def test_while_loop_that_ends_elsewhere_the_second_time():
-    def f(x):
-        seen = []
-
-        def cond(c):
-            seen.append(None)
-            return c[0] < (5 if len(seen) <= 6 else 7)
-
-        return while_loop(cond, lambda c: (c[0] + 1, torch.sin(c[1])), (0, x))[1]
+    def cond(c):
+        calls = sys.modules[__name__].__dict__["hidden" + "_calls"]  # by a name that no search sees
+        calls.append(None)
+        return c[0] < (5 if len(calls) <= 6 else 7)
 
     with pytest.raises(CheckpointError, match="ended after 5 steps when they were counted"):
-        grad(f)(torch.tensor(1.0))
+        grad(lambda x: while_loop(cond, lambda c: (c[0] + 1, torch.sin(c[1])), (0, x))[1])(torch.tensor(1.0))
+
+
+def test_while_loop_refuses_what_would_not_be_the_same_again():
+    class Counter:
+        n = 0
+
+        def body(self, x):
+            self.n += 1
+            return x * self.n
+
+    seen = []
+    for body in (Counter().body, lambda x: (seen.append(1), x * len(seen))[1]):
+        with pytest.raises(MutationError, match="put what changes into the carry"):
+            grad(lambda x, body=body: while_loop(lambda x: x < 9, body, x))(torch.tensor(1.0))
+
+
+def test_while_loop_updates_the_statistics_of_a_module_once():
+    def run(loop):
+        norm = torch.nn.BatchNorm1d(D).to(F64)
+        body = lambda c: (c[0] + 1, torch.sin(norm(c[1])))
+        x = XS.clone().requires_grad_()
+        _, out = while_loop(lambda c: c[0] < 4, body, (0, x)) if loop else body(body(body(body((0, x)))))
+        (out**3).sum().backward()
+        return x.grad, dict(norm.named_buffers()), [p.grad for p in norm.parameters()]
+
+    assert_same(run(True), run(False))
 
 
 # -- edges ------------------------------------------------------------------------------------------
