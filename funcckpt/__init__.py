@@ -39,6 +39,16 @@ from .errors import (
 from .errors import (
     TransformError as TransformError,
 )
+from .mixed import inner_grad as inner_grad
 from .remat import remat as remat
+from .scan import (
+    fori_loop as fori_loop,
+)
+from .scan import (
+    scan as scan,
+)
+from .scan import (
+    while_loop as while_loop,
+)
 
 __version__ = "0.1.0"
