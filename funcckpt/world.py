@@ -22,7 +22,7 @@ States = list[tuple[torch.Generator, Tensor]]
 
 
 @functools.cache
-def _autocast_devices() -> tuple[str, ...]:
+def autocast_devices() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
@@ -30,7 +30,7 @@ def _autocast_devices() -> tuple[str, ...]:
 def _autocast() -> tuple[Any, ...]:
     return (
         torch.is_autocast_cache_enabled(),
-        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _autocast_devices()],
+        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_devices()],
     )
 
 
@@ -62,7 +62,7 @@ class World:
             if self._autocast != (now := _autocast()):
                 cache = self._autocast[0]
                 for device, state, current in zip(
-                    _autocast_devices(), self._autocast[1:], now[1:], strict=True
+                    autocast_devices(), self._autocast[1:], now[1:], strict=True
                 ):
                     if state != current:
                         enabled, dtype = state
@@ -86,7 +86,7 @@ def own_autocast_cache() -> Iterator[None]:
     A cached cast is a graph node that belongs to whoever asked for it first: found by a checkpoint, it
     would be a captured tensor; left behind by one, it would have lost its gradient.
     """
-    if not any(torch.is_autocast_enabled(device) for device in _autocast_devices()):
+    if not any(torch.is_autocast_enabled(device) for device in autocast_devices()):
         yield
         return
     torch.clear_autocast_cache()
@@ -99,7 +99,7 @@ def own_autocast_cache() -> Iterator[None]:
 def random_streams(explicit: Sequence[torch.Generator]) -> list[torch.Generator]:
     """The generators from which f may draw: those of each device in use, and those it was given."""
     streams = [torch.default_generator]
-    for device in _autocast_devices()[1:]:
+    for device in autocast_devices()[1:]:
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))
