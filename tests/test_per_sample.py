@@ -315,3 +315,13 @@ def test_opacus_with_checkpointed_layers():
     actual = by_opacus(apply_remat(model, Own), x, y, 0.5)
     for name, value in expected.items():
         close(actual[name], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_opacus_does_not_see_through_a_block():
+    """Its hooks on the layers inside run again in the recomputation. It says so; wrap single layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), Remat(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), nn.Flatten())
+    x, y = torch.randint(0, 9, (10, 6)), torch.randint(0, 3, (10,))
+    with pytest.raises(ValueError, match="Per sample gradient is not initialized"):
+        by_opacus(model, x, y, 0.5)
