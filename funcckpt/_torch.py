@@ -60,6 +60,9 @@ try:
         unwrap_if_dead,
     )
 
+    # What keeps the compiler out of a function, and imports it only where it is at work.
+    from torch._compile import _disable_dynamo as disable_dynamo
+
     # torch.func's own bookkeeping, with which ours has to agree: how many jvp levels are open (only
     # the outermost opens a dual level), and which Python frames belong to `torch.func.grad`.
     from torch._functorch import eager_transforms
@@ -377,6 +380,14 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
+_CPU = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """What `torch.get_default_device` says, which takes its time: it is a function mode, if it is set."""
+    return torch.get_default_device() if function_modes() else _CPU
+
+
 def fresh(x: Tensor) -> Tensor:
     """Another tensor with the value of `x`, that no one else holds and no graph knows.
 
@@ -457,8 +468,11 @@ _GRAD_TRANSFORM = getattr(
 ).__code__
 
 
-def is_final_backward(level: int) -> bool:
+def is_final_backward(level: int, thread: int) -> bool:
     """Whether the backward that is running is the last that level `level` will ever see.
+
+    `thread` is the one in which the forward ran. The engine works off what is on a device in threads of
+    its own, below which there is no caller: that one waits there.
 
     `torch.func.grad` runs one backward and leaves its level: what is recorded at that level while
     it runs is dead weight (pytorch#134612). A pullback of `torch.func.vjp`, or a
@@ -466,9 +480,7 @@ def is_final_backward(level: int) -> bool:
     Which of them is running shows only in the frames of the caller: the engine, called by
     `torch.autograd.grad`, called by `_autograd_grad`, called by the transform.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not _ENGINE:
-        frame = frame.f_back
+    frame = _call_of_engine(sys._getframe(2)) or _call_of_engine(sys._current_frames().get(thread))
     callers: list[FrameType | None] = []
     while frame is not None and len(callers) < 3:
         frame = frame.f_back
@@ -481,6 +493,12 @@ def is_final_backward(level: int) -> bool:
         and callers[2].f_code is _GRAD_TRANSFORM
         and callers[2].f_locals.get("level") == level
     )
+
+
+def _call_of_engine(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not _ENGINE:
+        frame = frame.f_back
+    return frame
 
 
 # -- for the hook path -----------------------------------------------------------------------------

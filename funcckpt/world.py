@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,8 +47,17 @@ class World:
         # Tensor.backward runs below the function modes that are active, if any.
         self._modes = [m for m in _torch.function_modes() if not isinstance(m, (Mode, _torch.DeviceContext))]
         self._autocast = _autocast()
-        self._device = torch.get_default_device()
+        self._device = _torch.default_device()
         self._dtype = torch.get_default_dtype()
+
+    def is_here(self) -> bool:
+        """Whether it is as it was."""
+        return (
+            not self._modes
+            and self._autocast == _autocast()
+            and self._device == _torch.default_device()
+            and self._dtype == torch.get_default_dtype()
+        )
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -71,7 +80,7 @@ class World:
                         )
                 stack.callback(torch.set_autocast_cache_enabled, now[0])
                 torch.set_autocast_cache_enabled(cache)
-            if self._device != torch.get_default_device():
+            if self._device != _torch.default_device():
                 stack.enter_context(self._device)
             if self._dtype != (dtype := torch.get_default_dtype()):
                 stack.callback(torch.set_default_dtype, dtype)
@@ -79,16 +88,19 @@ class World:
             yield
 
 
-@contextmanager
-def own_autocast_cache() -> Iterator[None]:
+def own_autocast_cache() -> AbstractContextManager[None]:
     """Casts of a parameter are not shared between the inside of a checkpoint and the outside.
 
     A cached cast is a graph node that belongs to whoever asked for it first: found by a checkpoint, it
     would be a captured tensor; left behind by one, it would have lost its gradient.
     """
-    if not any(torch.is_autocast_enabled(device) for device in autocast_devices()):
-        yield
-        return
+    if any([torch.is_autocast_enabled(device) for device in autocast_devices()]):
+        return _cleared_autocast_cache()
+    return nullcontext()
+
+
+@contextmanager
+def _cleared_autocast_cache() -> Iterator[None]:
     torch.clear_autocast_cache()
     try:
         yield

@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def test_layers_are_read_and_left_as_they_were():
     assert seen == [["vmap", "grad"]]
 
 
-def test_final_backward_of_grad_is_recognised():
+@pytest.mark.parametrize("where", ["here", "in_a_thread_of_the_engine"])
+def test_final_backward_of_grad_is_recognised(where):
     """Without it every cotangent of the last backward stays alive: right, but not lean."""
     seen = []
 
@@ -67,7 +69,16 @@ def test_final_backward_of_grad_is_recognised():
             return ct
 
     # One frame stands between the question and the engine in the library, and none here.
-    is_final = lambda level: (lambda: _torch.is_final_backward(level))()
+    def is_final(level):
+        if where == "here":
+            return (lambda: _torch.is_final_backward(level, threading.get_ident()))()
+        # As on a device: a thread without callers asks, and the one that called the engine waits.
+        caller, answers = threading.get_ident(), []
+        thread = threading.Thread(target=lambda: answers.append(_torch.is_final_backward(level, caller)))
+        thread.start()
+        thread.join()
+        return answers[0]
+
     x = torch.ones(())
     torch.func.grad(Look.apply)(x)
     _, pull = torch.func.vjp(Look.apply, x)

@@ -211,17 +211,19 @@ def _call(
     if use_reentrant:
         _check_reentrant(f, kwargs, context_fn, debug)
     if torch.compiler.is_compiling() or _torch.is_tracing_plain():
-        # Dynamo knows the function, and AOTAutograd what it does.
+        # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
+        # read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
+        given: dict[str, Any] = {} if context_fn is noop_context_fn else {"context_fn": context_fn}
         return (torch_checkpoint.checkpoint if dynamo else _torch.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
             *args,
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
-            context_fn=context_fn,
             determinism_check=determinism_check,
             debug=debug,
             early_stop=early_stop,
+            **given,
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)

@@ -19,7 +19,7 @@ It is written anew for what torch's does not do, and cannot be made to do from o
 * The random streams of all devices are replayed, not those of the CPU and one other kind of device.
 * A module that has other parameters than in the forward, where `functional_call` has put its own back,
   is an error, and not the gradient at those.
-* Running statistics of batch_norm are not updated again.
+* Running statistics of batch_norm, and its count of batches, are not updated again.
 * A call costs less: what does not differ from the forward's world is not entered again.
 """
 
@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .. import _torch, world
@@ -196,8 +197,8 @@ class Region:
         del leaves
         run = _Again(self, key, only)
         statistics = [x for ref in self._statistics if (x := ref()) is not None]
-        before = [x.clone() for x in statistics]
         with (
+            _Unchanged(statistics) if statistics else nullcontext(),
             self._world.replayed(),
             nullcontext() if self._redirected == redirect.is_active() else redirect.active(self._redirected),
             world.streams_at(self._states),
@@ -205,15 +206,9 @@ class Region:
             _torch.without_vmap_mode(),
             torch.enable_grad(),
             saved_tensors_hooks(run.pack, _itself),
+            suppress(_Stop),
         ):
-            try:
-                _torch.without_dynamo(self._run_again)(args, kwargs)
-            except _Stop:
-                pass
-            finally:
-                for x, value in zip(statistics, before, strict=True):
-                    with torch.no_grad(), _torch.version_kept(x):
-                        x.copy_(value)
+            _torch.without_dynamo(self._run_again)(args, kwargs)
         run.check()
 
     def _run_again(self, args: Any, kwargs: dict[str, Any]) -> None:
@@ -229,6 +224,30 @@ class Region:
             f"recomputation: {there}, and {here}. The function has to do the same each time; pass "
             "debug=True to see the operators of both runs."
         )
+
+
+class _Unchanged(TorchFunctionMode):
+    """Puts back what batch_norm updates, without a word to the version counter: its running statistics,
+    and the number of batches, which no autograd node saves.
+    """
+
+    def __init__(self, statistics: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._before = [(x, x.clone()) for x in statistics]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
+            self._before.append((args[0], args[0].clone()))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        with torch.no_grad():
+            for x, value in reversed(self._before):
+                with _torch.version_kept(x):
+                    x.copy_(value)
 
 
 class _Again:

@@ -260,7 +260,7 @@ class _Operation(NamedTuple):
     func: Any
     # Flat arguments: views of what the block has made, tensors that are kept, and other things.
     leaves: list[Any]
-    structure: pytree.TreeSpec
+    structure: pytree.TreeSpec | dict[str, Any]
     # Positions of kept tensors to which it writes.
     copied: list[int]
     # What it makes, with the position among the flat results, and what it writes to.
@@ -276,10 +276,10 @@ class _Operation(NamedTuple):
                     leaves[i] = x.on(bases[x.made])
             for i in self.copied:
                 leaves[i] = leaves[i].clone()
-            args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+            args, kwargs = _unflatten(leaves, self.structure)
             # A vmap of the backward has no say in the random numbers of the forward.
             with _torch.without_vmap_mode():
-                out = pytree.tree_leaves(self.func(*args, **kwargs))
+                out = _results(self.func(*args, **kwargs))
         for made, position in self.makes:
             bases[made] = out[position]
 
@@ -336,11 +336,11 @@ class Recording:
         streams: world.States,
         below: _torch.Hooks | None,
     ) -> None:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = _flatten(args, kwargs)
         storages = {i: _storage(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         given = {s._cdata for s in storages.values() if s is not None}
         makes: list[tuple[_Made, int]] = []
-        for position, y in enumerate(pytree.tree_leaves(out)):
+        for position, y in enumerate(_results(out)):
             if not isinstance(y, Tensor):
                 continue
             self._tensors.append(weakref.ref(y))
@@ -460,6 +460,27 @@ class Recording:
         with torch.no_grad(), _torch.plain():
             for slot in slots:
                 slot.value = slot.view.on(bases[slot.view.made])
+
+
+def _flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec | dict[str, Any]]:
+    """Flat arguments, and what they were. Most operators take tensors one by one, and nothing to flatten."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
+            break
+    else:
+        if not any(isinstance(x, Tensor) for x in kwargs.values()):
+            return list(args), kwargs
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _unflatten(leaves: list[Any], structure: pytree.TreeSpec | dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if isinstance(structure, dict):
+        return leaves, structure
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _results(out: Any) -> list[Any]:
+    return [out] if isinstance(out, Tensor) else pytree.tree_leaves(out)
 
 
 def _remember(storage: torch.UntypedStorage, recording: Recording, made: _Made) -> None:

@@ -834,7 +834,7 @@ def test_running_statistics_are_updated_once():
             nn.Linear(3, 4, dtype=D), nn.BatchNorm1d(4, dtype=D), nn.Tanh(), nn.Linear(4, 4, dtype=D)
         )
         call(model, leaf(8, 3)).square().sum().backward()
-        return [b.clone() for n, b in model[1].named_buffers() if n != "num_batches_tracked"]
+        return list(model.buffers())
 
     assert_same(run(funcckpt.checkpoint), run(lambda f, x: f(x)))
 
@@ -864,3 +864,52 @@ def test_f_that_catches_exceptions():
 
     x = leaf(3)
     assert_same(gradients(f, x, checkpoint=funcckpt.checkpoint), gradients(f, x))
+
+
+def test_torchs_settings_and_types_are_found_beside_it():
+    import funcckpt.eager
+
+    for name in (
+        "DefaultDeviceType",
+        "GraphExecGroup",
+        "noop_context_fn",
+        "set_checkpoint_debug_enabled",
+        "set_checkpoint_early_stop",
+    ):
+        assert getattr(funcckpt.eager, name) is getattr(torch.utils.checkpoint, name)
+    assert issubclass(funcckpt.CheckpointError, CheckpointError)
+
+
+# -- compiled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_compiled_in_one_graph(decorated):
+    def body(x, w, *, scale):
+        return torch.tanh(x @ w).sin() * scale
+
+    curried = funcckpt.checkpoint(preserve_rng_state=False)(body)
+
+    def loss(x, w):
+        if decorated:
+            return curried(x, w, scale=2).sum()
+        return funcckpt.checkpoint(body, x, w, scale=2).sum()
+
+    x, w = leaf(4, 3), leaf(3, 3)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert_same(
+        list(torch.autograd.grad(compiled(x, w), [x, w])),
+        list(torch.autograd.grad(body(x, w, scale=2).sum(), [x, w])),
+    )
+
+
+def test_traced_by_make_fx():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def gradients(x, w):
+        return torch.autograd.grad(funcckpt.checkpoint(chain, x, w).sum(), [x, w])
+
+    x, w = leaf(4, 3), leaf(3, 3)
+    graph = make_fx(gradients)(x, w)
+    assert_same([g.detach() for g in graph(x, w)], list(torch.autograd.grad(chain(x, w).sum(), [x, w])))
+    assert sum("tanh.default" in str(node.target) for node in graph.graph.nodes) >= 5  # forward and again
