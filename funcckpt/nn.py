@@ -234,10 +234,10 @@ class _Held:
 
     def __init__(self, modules: Iterable[nn.Module], check: bool) -> None:
         self._check = check
-        self._now: list[tuple[dict[str, Any], str, Any]] = []
+        self._now: list[tuple[dict[str, Any], str, Tensor]] = []
         self._versions: list[tuple[str, Tensor, int]] = []
-        # Buffers that a forward may update: they start from the same in the recomputation.
-        self._buffers: list[tuple[Tensor, int, Tensor]] = []
+        # Buffers that a forward may update, and what they were: the recomputation is given copies.
+        self._buffers: list[tuple[dict[str, Any], str, Tensor, int, Tensor]] = []
         for part in dict.fromkeys(part for module in modules for part in module.modules()):
             for name, p in part._parameters.items():
                 if p is not None:
@@ -248,11 +248,11 @@ class _Held:
                 if b is not None:
                     self._now.append((part._buffers, name, b))
                     if part.training and not b.is_inference():
-                        self._buffers.append((b, b._version, b.detach().clone()))
+                        self._buffers.append((part._buffers, name, b, b._version, b.detach().clone()))
         self._undo: list[Callable[[], object]] = []
 
     def forward_is_done(self) -> None:
-        self._buffers = [buffer for buffer in self._buffers if buffer[0]._version != buffer[1]]
+        self._buffers = [buffer for buffer in self._buffers if buffer[2]._version != buffer[3]]
 
     def __enter__(self) -> None:
         try:
@@ -270,11 +270,9 @@ class _Held:
 
     def _restore(self) -> None:
         for place, name, x in self._now:
-            other = place.get(name)
             # fully_shard exchanges sharded and whole parameters as it sees fit.
-            if other is not x and _layout(other) == _layout(x):
-                self._undo.append(functools.partial(place.__setitem__, name, other))
-                place[name] = x
+            if name in place and _layout(place[name]) == _layout(x):
+                self._put(place, name, x)
         for name, x, version in self._versions if self._check else ():
             if x._version != version:
                 raise MutationError(
@@ -283,21 +281,18 @@ class _Held:
                     "would start from the changed values. Run the backward before, or, if you know better, "
                     'pass determinism_check="none".'
                 )
-        for x, _, before in self._buffers:
-            self._undo.append(functools.partial(_write, x, x.detach().clone()))
-            with torch.no_grad(), _torch.version_kept(x):
-                x.copy_(before)
+        for place, name, _, _, before in self._buffers:
+            self._put(place, name, before.clone())
+
+    def _put(self, place: dict[str, Any], name: str, x: Tensor) -> None:
+        other = place[name]
+        if other is not x:
+            self._undo.append(functools.partial(place.__setitem__, name, other))
+            place[name] = x
 
     def _put_back(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _write(x: Tensor, value: Tensor) -> None:
-    # Written only where it must be: what the recomputation has saved may be x itself.
-    if not torch.equal(x, value):
-        with torch.no_grad():
-            x.copy_(value)
 
 
 def _layout(x: Any) -> Any:
@@ -340,7 +335,7 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     --------
     >>> from torch import nn
     >>> from funcckpt.nn import apply_remat, remove_remat
-    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 4)
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 4)
     >>> _ = apply_remat(model, nn.TransformerEncoderLayer)
     >>> [type(layer).__name__ for layer in model.layers][:2]
     ['RematTransformerEncoderLayer', 'RematTransformerEncoderLayer']
