@@ -1,5 +1,17 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
+from .eager.checkpoint import checkpoint as checkpoint
+from .eager.patched import install as install
+from .eager.patched import patched as patched
+from .eager.patched import uninstall as uninstall
+from .eager.scope import checkpoint_scope as checkpoint_scope
+from .eager.selective import CheckpointPolicy as CheckpointPolicy
+from .eager.selective import SelectiveCheckpointContext as SelectiveCheckpointContext
+from .eager.selective import (
+    create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
+)
+from .eager.sequential import checkpoint_sequential as checkpoint_sequential
+from .eager.sequential import plan_segments as plan_segments
 from .errors import (
     CheckpointError as CheckpointError,
 )
@@ -19,7 +31,13 @@ from .errors import (
     MutationError as MutationError,
 )
 from .errors import (
+    OptionError as OptionError,
+)
+from .errors import (
     OutputError as OutputError,
+)
+from .errors import (
+    TransformError as TransformError,
 )
 from .mixed import inner_grad as inner_grad
 from .remat import remat as remat

@@ -10,19 +10,23 @@ a release of torch moves one of these names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.utils.checkpoint
 from torch import Tensor
 
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
     # wrapped and unwrapped at one level.
     from torch._C import DispatchKeySet, _dispatch_key_parse, _ExcludeDispatchKeyGuard
+
+    # Whether Dynamo watches the frames of this thread.
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._C._functorch import (  # type: ignore[attr-defined]
         CFunctionalizeInterpreterPtr,
         CGradInterpreterPtr,
@@ -56,6 +60,9 @@ try:
         unwrap_if_dead,
     )
 
+    # What keeps the compiler out of a function, and imports it only where it is at work.
+    from torch._compile import _disable_dynamo as disable_dynamo
+
     # torch.func's own bookkeeping, with which ours has to agree: how many jvp levels are open (only
     # the outermost opens a dual level), and which Python frames belong to `torch.func.grad`.
     from torch._functorch import eager_transforms
@@ -75,6 +82,14 @@ try:
     # The function modes under which f runs, and the one of them that stands for the default device.
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.utils._device import DeviceContext
+
+    # The stack of dispatch modes, from the middle of which one may have to be taken.
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _get_current_dispatch_mode_stack,
+        _pop_mode,
+        _push_mode,
+    )
 except ImportError as error:
     raise ImportError(
         f"funcckpt does not know torch {torch.__version__}: {error}. Install a newer funcckpt, or a "
@@ -365,6 +380,14 @@ def is_tracing() -> bool:
     return get_proxy_mode() is not None
 
 
+_CPU = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """What `torch.get_default_device` says, which takes its time: it is a function mode, if it is set."""
+    return torch.get_default_device() if function_modes() else _CPU
+
+
 def fresh(x: Tensor) -> Tensor:
     """Another tensor with the value of `x`, that no one else holds and no graph knows.
 
@@ -445,8 +468,11 @@ _GRAD_TRANSFORM = getattr(
 ).__code__
 
 
-def is_final_backward(level: int) -> bool:
+def is_final_backward(level: int, thread: int) -> bool:
     """Whether the backward that is running is the last that level `level` will ever see.
+
+    `thread` is the one in which the forward ran. The engine works off what is on a device in threads of
+    its own, below which there is no caller: that one waits there.
 
     `torch.func.grad` runs one backward and leaves its level: what is recorded at that level while
     it runs is dead weight (pytorch#134612). A pullback of `torch.func.vjp`, or a
@@ -454,9 +480,7 @@ def is_final_backward(level: int) -> bool:
     Which of them is running shows only in the frames of the caller: the engine, called by
     `torch.autograd.grad`, called by `_autograd_grad`, called by the transform.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not _ENGINE:
-        frame = frame.f_back
+    frame = _call_of_engine(sys._getframe(2)) or _call_of_engine(sys._current_frames().get(thread))
     callers: list[FrameType | None] = []
     while frame is not None and len(callers) < 3:
         frame = frame.f_back
@@ -469,3 +493,186 @@ def is_final_backward(level: int) -> bool:
         and callers[2].f_code is _GRAD_TRANSFORM
         and callers[2].f_locals.get("level") == level
     )
+
+
+def _call_of_engine(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not _ENGINE:
+        frame = frame.f_back
+    return frame
+
+
+# -- for the hook path -----------------------------------------------------------------------------
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def top_saved_tensors_hooks() -> Hooks | None:
+    """The saved-tensor hooks that are active: public torch can push them, and not look."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+try:
+    # A tensor saved as if by an operator: seen by the hooks that are active, its version checked.
+    from torch._C._autograd import SavedTensor as Saved
+    from torch._C._autograd import _make_saved_tensor
+
+    def save(x: Tensor) -> Saved:
+        return _make_saved_tensor(x, is_output=False)
+
+except ImportError:  # torch 2.11
+
+    class Saved:  # type: ignore[no-redef]
+        """A tensor that a graph node of its own has saved."""
+
+        def __init__(self, x: Tensor) -> None:
+            with torch.enable_grad():
+                # The node lives as long as its output.
+                self._output: Any = _Saving.apply(torch.empty(0, requires_grad=True), x)
+
+        def unpack(self) -> Tensor:
+            (x,) = self._output.grad_fn.saved_tensors
+            return x
+
+    save = Saved  # type: ignore[assignment]
+
+
+class _Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, nothing: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return nothing.clone()
+
+
+def version_kept(x: Tensor) -> Any:
+    """What is written to `x` inside of the context does not count as a change."""
+    return torch.autograd._unsafe_preserve_version_counter(x)  # type: ignore[attr-defined]
+
+
+def backward_id() -> Any:
+    """What tells one backward from another: the group it belongs to, its number, or something unique."""
+    group = torch._C._get_graph_exec_group()
+    if group is not None:
+        return group
+    number = torch._C._current_graph_task_id()
+    return object() if number == -1 else number
+
+
+def is_tracing_plain() -> bool:
+    """Whether `make_fx` records what is done, and no transform is active."""
+    return torch._C._len_torch_dispatch_stack() > 0 and maybe_current_level() is None and is_tracing()
+
+
+def without_dynamo(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, hidden from Dynamo if that watches the frames of this thread."""
+    return f if get_eval_frame_callback() is None else torch.compiler.disable(f)
+
+
+def checkpoint_early_stop() -> bool | None:
+    """What `set_checkpoint_early_stop` has set, which has no getter."""
+    return torch.utils.checkpoint._enable_checkpoint_early_stop
+
+
+def checkpoint_debug_enabled() -> bool | None:
+    """What `set_checkpoint_debug_enabled` has set, which has no getter."""
+    return torch.utils.checkpoint._checkpoint_debug_enabled
+
+
+# What torch.func says when it is entered while a saved-tensor hook is active.
+REFUSES_HOOKS = "support saved tensor hooks"
+
+
+def may_push_hooks() -> bool:
+    """Whether saved-tensor hooks are allowed here; a transform forbids them."""
+    return maybe_current_level() is None and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
+def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """As entering the public context does, without an object for each operator."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
+    """Take hooks off the stack, from under others if need be."""
+    above: list[Hooks] = []
+    while (top := top_saved_tensors_hooks()) is not None:
+        pop_saved_tensors_hooks()
+        if top[0] is pack:
+            break
+        above.append(top)
+    else:
+        # Others, left before us, have taken ours for theirs: theirs is the one that is left over.
+        above = above[1:]
+    for hooks in reversed(above):
+        push_saved_tensors_hooks(*hooks)
+
+
+def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, from under others if need be."""
+    stack = _get_current_dispatch_mode_stack()
+    above = stack[stack.index(mode) + 1 :] if mode in stack else []
+    for _ in above:
+        _pop_mode()
+    mode.__exit__(None, None, None)
+    for other in above:
+        _push_mode(other)
+
+
+def graph_task() -> int:
+    """The number of the backward that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def alias(x: Tensor) -> Tensor:
+    """`x.detach()`, with the version counter of `x` also where operators arrive below autograd."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False), plain():
+        return x.detach()
+
+
+def subclasses_asleep() -> Any:
+    """No `__torch_function__` of a subclass is asked inside."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def plain() -> Any:
+    """No `__torch_function__`, of modes or subclasses, is asked inside."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_torch_checkpoint(hooks: Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of torch's own checkpoint."""
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
+# `torch.utils.checkpoint.checkpoint` is made by `torch._disable_dynamo`, which keeps what it calls in an
+# attribute of the function that it wraps, and makes it in the first call.
+_REDIRECTED = "__dynamo_disable"
+_CHECKPOINT: Any = torch.utils.checkpoint.checkpoint
+_checkpoint_before: Any = None
+
+
+def original_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    """Torch's own checkpoint, whether it is redirected or not."""
+    return (_checkpoint_before or _CHECKPOINT)(*args, **kwargs)
+
+
+def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
+    """Let `torch.utils.checkpoint.checkpoint` call `target`, or what it called before."""
+    global _checkpoint_before
+    wrapped = _CHECKPOINT.__wrapped__
+    if target is None:
+        setattr(wrapped, _REDIRECTED, _checkpoint_before)
+        _checkpoint_before = None
+        return
+    if getattr(wrapped, _REDIRECTED, None) is None:
+        # What it would make in its first call.
+        setattr(wrapped, _REDIRECTED, torch.compiler.disable(wrapped))
+    _checkpoint_before = getattr(wrapped, _REDIRECTED)
+    setattr(wrapped, _REDIRECTED, target)
+
+
+# Operators, as a list of them is checked: aten's, and those that take functions.
+OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch
-from .errors import EscapeError, MutationError, describe
+from .errors import EscapeError, InputError, MutationError, describe
 
 # Values that hold no tensor, told by their type alone.
 _ATOMS = frozenset(
@@ -155,6 +155,7 @@ class Closure:
         }
         self._named: list[_NamedNode] = []
         self._root = self._visit(root, None, "", 0)
+        self._opaque = root if self._root is None else None  # a builtin function
         self._visit_named()
         _spread(self._nodes)
         self._versions = [_version(x) for x in self.constants]
@@ -171,6 +172,8 @@ class Closure:
             node.frozen = _HELD
         if changed:
             _spread(self._nodes)
+        if self._root is None:
+            return self._opaque
         return _Rebuild(self._nodes, mapped, first=False).build(self._root)
 
     @contextmanager
@@ -187,7 +190,7 @@ class Closure:
         """
         rebuild = _Rebuild(self._nodes, mapped, first=True)
         try:
-            yield rebuild.build(self._root)
+            yield self._opaque if self._root is None else rebuild.build(self._root)
         except BaseException:
             # Without remat, what f has assigned before it failed would stay.
             with suppress(EscapeError):
@@ -276,7 +279,9 @@ class Closure:
     def _path(self, node: _Node, *items: Any) -> str:
         parts = [node.label_of(item) for item in items]
         parent: int | None = node.key
-        while parent is not None and self._nodes[parent].parent != self._root:
+        while parent is not None and not (
+            self._nodes[parent].parent == self._root and self._nodes[parent].label.startswith("item ")
+        ):
             parts.append(self._nodes[parent].label)
             parent = self._nodes[parent].parent
         return " of ".join([part for part in parts if part])
@@ -305,6 +310,11 @@ class Closure:
         if isinstance(value, Tensor) and _torch.is_left_over(value):
             return None
         node: _Node
+        if isinstance(value, _UNINITIALIZED):
+            raise InputError(
+                f"remat of a lazy module: its {label or 'parameter'} has no shape yet. Call the module once "
+                "without remat first."
+            )
         if isinstance(value, Tensor):
             node = _TensorNode(value, parent, label)
             node.needed = is_tracked(value)
@@ -782,6 +792,18 @@ class _MethodNode(_FrozenNode):
         return types.MethodType(rebuild.item(self, "function"), rebuild.item(self, "self"))
 
 
+class _CompiledNode(_FrozenNode):
+    """A module that `torch.compile` has wrapped: recomputed as it was written."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {"": value._orig_mod}
+
+    def allocate(self, rebuild: _Rebuild) -> Any:
+        return rebuild.item(self, "")
+
+
 class _TensorMethodNode(_FrozenNode):
     """A bound method of a tensor, which is no Python function."""
 
@@ -1202,6 +1224,7 @@ _CONTAINERS = (dict, list, tuple, deque)
 _Cached = type(functools.lru_cache(lambda: None))
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "vars", "__dict__", "__slots__", "attrgetter", "asdict", "copy")
 _EVERYTHING = "*"
+_UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
 _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
 _MAKES_INSTANCES = ("__new__", "__init__", "__post_init__")
@@ -1288,11 +1311,13 @@ class _Rebuild:
 
 def _spread(nodes: Mapping[int, _Node]) -> None:
     """What refers to something that is rebuilt has to be rebuilt."""
+    pending = [node for node in nodes.values() if node.needed or node.frozen]
+    if not pending:
+        return
     referrers: dict[int, list[_Node]] = defaultdict(list)
     for node in nodes.values():
         for child in node.children.values():
             referrers[child].append(node)
-    pending = [node for node in nodes.values() if node.needed or node.frozen]
     while pending:
         node = pending.pop()
         for referrer in referrers[node.key]:
@@ -1327,6 +1352,8 @@ def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if isinstance(value, functools.partial):
         return _PartialNode
     if isinstance(value, nn.Module):
+        if kind.__name__ == "OptimizedModule" and hasattr(value, "_orig_mod"):
+            return _CompiledNode
         return None if isinstance(value, torch.jit.ScriptModule) else _ModuleNode
     if kind in (dict, OrderedDict, defaultdict):
         return _DictNode

@@ -15,6 +15,7 @@ level and call, and with what that route cannot express:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -249,6 +250,7 @@ class _Node:
         ctx.program = program
         ctx.home = home
         ctx.level = level
+        ctx.thread = threading.get_ident()
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(
             *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
@@ -273,7 +275,7 @@ class _Node:
             interpreter is not None
             and interpreter.level() == ctx.level
             and not _torch.is_dead_tensor_wrapper(arguments[0])
-            and _torch.is_final_backward(ctx.level)
+            and _torch.is_final_backward(ctx.level, ctx.thread)
         ):
             # Nobody can differentiate at this level any more: what it would record is dead weight.
             level = ctx.level

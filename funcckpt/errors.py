@@ -7,6 +7,7 @@ under which it happened, and the way out.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 __all__ = [
     "CheckpointError",
@@ -15,7 +16,9 @@ __all__ = [
     "FuncckptError",
     "InputError",
     "MutationError",
+    "OptionError",
     "OutputError",
+    "TransformError",
 ]
 
 
@@ -28,7 +31,7 @@ class FuncckptError(RuntimeError):
     """Base of all errors that funcckpt raises itself."""
 
 
-class CheckpointError(FuncckptError):
+class CheckpointError(FuncckptError, _TorchCheckpointError):
     """A recomputation gave something else than the forward did."""
 
 
@@ -48,5 +51,13 @@ class InputError(FuncckptError, TypeError):
     """f, an argument or an option is of a kind that cannot be checkpointed."""
 
 
+class OptionError(InputError, ValueError):
+    """An option has a value that it cannot have, or that cannot be honoured where it is used."""
+
+
 class OutputError(FuncckptError, TypeError):
     """f returned tensors inside of an object that is no pytree node."""
+
+
+class TransformError(FuncckptError):
+    """What was asked for needs saved-tensor hooks, which `torch.func` transforms refuse."""

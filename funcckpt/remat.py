@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -186,6 +186,8 @@ def _positions_and_names(
     f: Callable[..., Any], name: str, positions: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[frozenset[int], frozenset[str]]:
     """Each parameter by position and by name, as far as the signature tells: a call may use both."""
+    if not positions and not names:
+        return frozenset(), frozenset()
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):  # a builtin
@@ -238,6 +240,8 @@ class _Checkpointed:
         self._made_of = f, name, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _call_uncompiled(*self._made_of, args, kwargs)
         return _call(*self._made_of, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -293,6 +297,11 @@ def _call(
         return call(hidden).run_under_transforms()
 
 
+# The compiler breaks its graph here: it can see through neither the search for what f captured, nor
+# what becomes of functorch's levels.
+_call_uncompiled = _torch.disable_dynamo(_call)
+
+
 class _Arguments:
     """Arguments as flat tensors and all the rest."""
 
@@ -307,9 +316,9 @@ class _Arguments:
             if key in kwargs:
                 self.static[key], kwargs = kwargs[key], {**kwargs, key: None}
         # Most calls have tensors and numbers for arguments: no tree to take apart.
-        self._is_flat = all([isinstance(x, _LEAVES) for x in (*positional, *kwargs.values())])
+        self.is_flat = all([isinstance(x, _LEAVES) for x in (*positional, *kwargs.values())])
         leaves: list[Any]
-        if self._is_flat:
+        if self.is_flat:
             leaves, self._keys = [*positional, *kwargs.values()], tuple(kwargs)
         else:
             leaves, self._structure = pytree.tree_flatten((positional, kwargs))
@@ -326,7 +335,7 @@ class _Arguments:
         for i in self.positions:
             leaves[i] = None
         self.others = leaves
-        for i, leaf in enumerate(() if self._is_flat else leaves):
+        for i, leaf in enumerate(() if self.is_flat else leaves):
             if hasattr(type(leaf), "__next__"):
                 raise InputError(
                     f"remat({name}): {self._where_leaf(i)} is an iterator ({type(leaf).__name__}). The "
@@ -349,14 +358,14 @@ class _Arguments:
         return args, kwargs
 
     def _assemble(self, leaves: list[Any]) -> Any:
-        if not self._is_flat:
+        if not self.is_flat:
             return pytree.tree_unflatten(leaves, self._structure)
         count = len(leaves) - len(self._keys)
         return leaves[:count], dict(zip(self._keys, leaves[count:], strict=True))
 
     def content(self, args: Any, kwargs: Any) -> tuple[list[Any], Any] | None:
         """What is in the containers that f is given, to be handed to `check_unchanged`."""
-        return None if self._is_flat else pytree.tree_flatten((args, kwargs))
+        return None if self.is_flat else pytree.tree_flatten((args, kwargs))
 
     def check_unchanged(
         self, name: str, before: tuple[list[Any], Any] | None, args: Any, kwargs: Any
@@ -396,7 +405,11 @@ class _Outputs:
             leaves, self.structure = pytree.tree_flatten(out)
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         everything = [leaves[i] for i in self.positions]
-        self.looks = [(x.dtype, tuple(x.shape), x.device) for x in everything]
+        # A nested tensor with strides has no shape that one may ask for.
+        self.looks = [
+            (x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device)
+            for x in everything
+        ]
         # Each tensor is an input, which is handed back as it is, or an output, once.
         outputs: dict[int, Tensor] = {}
         self._sources: list[tuple[bool, int]] = []
@@ -484,7 +497,10 @@ class _Call(Leaf):
         self._name = name
         self._options = options
         self._arguments = arguments
-        self._closure = Closure((f, arguments.others, arguments.static))
+        # Arguments that hold nothing need no search.
+        others = None if arguments.is_flat else arguments.others
+        self._arguments_are_plain = not others and not arguments.static
+        self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         given = {id(x): net.stand_in(x) for x in arguments.tensors}
         captured = {id(x): net.stand_in(x) for x in (*self._closure.tensors, *hidden) if id(x) not in given}
@@ -526,6 +542,7 @@ class _Call(Leaf):
         arguments = self._arguments.tensors
         captured = self._captured
         versions = self.versions(arguments)
+        hooks = [len(x._backward_hooks or ()) for x in captured]
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
         inner = [
@@ -537,6 +554,12 @@ class _Call(Leaf):
         if not any(y.requires_grad for y in outputs):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
         self.check_versions(versions, arguments)
+        for x, before in zip(captured, hooks, strict=True):
+            if len(x._backward_hooks or ()) > before:
+                raise MutationError(
+                    f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
+                    f"({describe(x)}), and would do so again in the recomputation. Register it outside."
+                )
         self._settle(outputs)
         used = self._find_captured(outputs, inner, first_node)
         leaves = [weakref.ref(x) for x in inner if x.requires_grad]
@@ -569,7 +592,7 @@ class _Call(Leaf):
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
         inputs = (*self._arguments.tensors, *self._captured)
-        f, others, static = self._closure.rebuild({self._originals[id(x)]: x for x in inputs})
+        f, others, static = self._parts(self._closure.rebuild({self._originals[id(x)]: x for x in inputs}))
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
@@ -650,6 +673,8 @@ class _Call(Leaf):
             node, number = edge
             if edge in known:
                 used[edge] = known[edge]
+            elif number == _LEAF and _is_private(node, outputs):
+                continue  # made inside, for an inner optimisation
             elif number == _LEAF or node._sequence_nr() < first_node:
                 if searched:
                     raise self._not_found(edge, outputs)
@@ -670,10 +695,7 @@ class _Call(Leaf):
             dtype = str(node._input_metadata[number].dtype).removeprefix("torch.")
             what = f"{dtype}{shape}, the result of {node.name()}"
         else:
-            for y in outputs:
-                for leaf in _leaves(y):
-                    if id(leaf) == node:
-                        what = f"a leaf, {describe(leaf)}"
+            what = f"a leaf, {describe(_leaf(node, outputs))}"
         return ClosureError(
             f"remat({self._name}) uses a tensor that requires grad and that it was not given ({what}), "
             "in a way that could not be traced. Pass it as an argument, so that it gets its gradient."
@@ -694,9 +716,10 @@ class _Call(Leaf):
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         with (
-            self._closure.rebuilt_once(mapped, self._name) as (f, others, static),
+            self._closure.rebuilt_once(mapped, self._name) as rebuilt,
             self._replacing(mapped) as replacing,
         ):
+            f, others, static = self._parts(rebuilt)
             outputs = self._run_first(f, inputs[: self._arguments.arity], others, static, inputs)
         if replacing is not None:
             self._met = replacing.met
@@ -719,13 +742,14 @@ class _Call(Leaf):
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         mapped = dict(zip(self._ids, inputs, strict=True))
-        f, others, static = self._closure.rebuild(mapped)
+        f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
         del others, static, inputs, mapped
         with ExitStack() as stack:
             replacing = stack.enter_context(replacer)
-            stack.enter_context(self._world.replayed())
+            if not self._world.is_here():
+                stack.enter_context(self._world.replayed())
             stack.enter_context(world.own_autocast_cache())
             if self.random and self._options.preserve_rng_state and self._states is not None:
                 stack.enter_context(world.streams_at(self._states))
@@ -742,6 +766,13 @@ class _Call(Leaf):
         if self._options.determinism_check != "none":
             self._compare(again)
         return again.take_as(self._outputs)
+
+    def _parts(self, rebuilt: Any) -> tuple[Callable[..., Any], list[Any], dict[int | str, Any]]:
+        """f and its arguments that are no tensors, out of what the closure has rebuilt."""
+        if self._arguments_are_plain:
+            return rebuilt, self._arguments.others, {}
+        f, others, static = rebuilt
+        return f, others or self._arguments.others, static or {}
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
         replaced = {key: mapped[key] for key in self._replaced}
@@ -874,16 +905,30 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def _leaves(y: Tensor) -> Iterator[Tensor]:
-    """The leaves to which the graph of `y` leads."""
-    pending, seen = [y.grad_fn], set()
-    if y.grad_fn is None:
-        yield y
+def _leaf(key: int, outputs: Sequence[Tensor]) -> Tensor:
+    """The leaf with an id, among those to which the graphs of the outputs lead."""
+    pending, seen = [y.grad_fn for y in outputs], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (variable := _variable(node)) is not None:
-            yield variable
+        if (variable := _variable(node)) is not None and id(variable) == key:
+            return variable
         pending.extend([n for n, _ in node.next_functions])
+    return next(y for y in outputs if id(y) == key)
+
+
+def _is_private(key: int, outputs: Sequence[Tensor]) -> bool:
+    """Whether nothing but the graph refers to a leaf, so that nobody can ask for its gradient."""
+    leaf = _leaf(key, outputs)
+    return sys.getrefcount(leaf) <= _references_of_private_leaf()
+
+
+@functools.cache
+def _references_of_private_leaf() -> int:
+    """How many there are to a leaf that one local variable holds, and the graph."""
+    with torch.enable_grad():
+        y = torch.zeros((), requires_grad=True).sin()
+    leaf = _variable(y.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+    return sys.getrefcount(leaf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ States = list[tuple[torch.Generator, Tensor]]
 
 
 @functools.cache
-def _autocast_devices() -> tuple[str, ...]:
+def autocast_devices() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
@@ -30,7 +30,7 @@ def _autocast_devices() -> tuple[str, ...]:
 def _autocast() -> tuple[Any, ...]:
     return (
         torch.is_autocast_cache_enabled(),
-        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _autocast_devices()],
+        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_devices()],
     )
 
 
@@ -47,8 +47,17 @@ class World:
         # Tensor.backward runs below the function modes that are active, if any.
         self._modes = [m for m in _torch.function_modes() if not isinstance(m, (Mode, _torch.DeviceContext))]
         self._autocast = _autocast()
-        self._device = torch.get_default_device()
+        self._device = _torch.default_device()
         self._dtype = torch.get_default_dtype()
+
+    def is_here(self) -> bool:
+        """Whether it is as it was."""
+        return (
+            not self._modes
+            and self._autocast == _autocast()
+            and self._device == _torch.default_device()
+            and self._dtype == torch.get_default_dtype()
+        )
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -62,7 +71,7 @@ class World:
             if self._autocast != (now := _autocast()):
                 cache = self._autocast[0]
                 for device, state, current in zip(
-                    _autocast_devices(), self._autocast[1:], now[1:], strict=True
+                    autocast_devices(), self._autocast[1:], now[1:], strict=True
                 ):
                     if state != current:
                         enabled, dtype = state
@@ -71,7 +80,7 @@ class World:
                         )
                 stack.callback(torch.set_autocast_cache_enabled, now[0])
                 torch.set_autocast_cache_enabled(cache)
-            if self._device != torch.get_default_device():
+            if self._device != _torch.default_device():
                 stack.enter_context(self._device)
             if self._dtype != (dtype := torch.get_default_dtype()):
                 stack.callback(torch.set_default_dtype, dtype)
@@ -79,16 +88,19 @@ class World:
             yield
 
 
-@contextmanager
-def own_autocast_cache() -> Iterator[None]:
+def own_autocast_cache() -> AbstractContextManager[None]:
     """Casts of a parameter are not shared between the inside of a checkpoint and the outside.
 
     A cached cast is a graph node that belongs to whoever asked for it first: found by a checkpoint, it
     would be a captured tensor; left behind by one, it would have lost its gradient.
     """
-    if not any(torch.is_autocast_enabled(device) for device in _autocast_devices()):
-        yield
-        return
+    if any([torch.is_autocast_enabled(device) for device in autocast_devices()]):
+        return _cleared_autocast_cache()
+    return nullcontext()
+
+
+@contextmanager
+def _cleared_autocast_cache() -> Iterator[None]:
     torch.clear_autocast_cache()
     try:
         yield
@@ -99,7 +111,7 @@ def own_autocast_cache() -> Iterator[None]:
 def random_streams(explicit: Sequence[torch.Generator]) -> list[torch.Generator]:
     """The generators from which f may draw: those of each device in use, and those it was given."""
     streams = [torch.default_generator]
-    for device in _autocast_devices()[1:]:
+    for device in autocast_devices()[1:]:
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))

@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def test_layers_are_read_and_left_as_they_were():
     assert seen == [["vmap", "grad"]]
 
 
-def test_final_backward_of_grad_is_recognised():
+@pytest.mark.parametrize("where", ["here", "in_a_thread_of_the_engine"])
+def test_final_backward_of_grad_is_recognised(where):
     """Without it every cotangent of the last backward stays alive: right, but not lean."""
     seen = []
 
@@ -67,7 +69,16 @@ def test_final_backward_of_grad_is_recognised():
             return ct
 
     # One frame stands between the question and the engine in the library, and none here.
-    is_final = lambda level: (lambda: _torch.is_final_backward(level))()
+    def is_final(level):
+        if where == "here":
+            return (lambda: _torch.is_final_backward(level, threading.get_ident()))()
+        # As on a device: a thread without callers asks, and the one that called the engine waits.
+        caller, answers = threading.get_ident(), []
+        thread = threading.Thread(target=lambda: answers.append(_torch.is_final_backward(level, caller)))
+        thread.start()
+        thread.join()
+        return answers[0]
+
     x = torch.ones(())
     torch.func.grad(Look.apply)(x)
     _, pull = torch.func.vjp(Look.apply, x)
@@ -110,6 +121,93 @@ def test_once_differentiable_leaves_a_node_that_has_this_name():
         names.add(node.name())
         pending.extend(n for n, _ in node.next_functions if n is not None)
     assert "torch::autograd::Error" in names
+
+
+def test_what_the_hook_path_touches():
+    from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+    assert _torch.top_saved_tensors_hooks() is None and _torch.may_push_hooks()
+    first, second = (lambda x: x), (lambda x: x)
+    with saved_tensors_hooks(first, first):
+        assert _torch.top_saved_tensors_hooks() == (first, first)
+        with saved_tensors_hooks(second, second):
+            _torch.remove_saved_tensors_hooks(first)
+            assert _torch.top_saved_tensors_hooks() == (second, second)
+            _torch.push_saved_tensors_hooks(first, first)
+    _torch.pop_saved_tensors_hooks() if _torch.top_saved_tensors_hooks() else None
+    assert _torch.top_saved_tensors_hooks() is None
+    with disable_saved_tensors_hooks("not now"):
+        assert not _torch.may_push_hooks()
+    with pytest.raises(RuntimeError, match=_torch.REFUSES_HOOKS), saved_tensors_hooks(first, first):
+        torch.func.grad(torch.sin)(torch.ones(()))
+
+
+def test_a_tensor_is_saved_as_by_an_operator():
+    x = torch.ones(3, requires_grad=True) * 2
+    saved = _torch.save(x)
+    assert saved.unpack().grad_fn is x.grad_fn
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.unpack()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+        _torch.save(x)
+    assert len(seen) == 1
+
+
+def test_backwards_are_told_apart():
+    keys = []
+    x = torch.ones(3, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda g: keys.append((_torch.backward_id(), _torch.graph_task())))
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+    with torch.utils.checkpoint.GraphExecGroup() as group:
+        y.sum().backward()
+    assert keys[0] != keys[1] and all(key == task != -1 for key, task in keys[:2])
+    assert keys[2][0] is group
+    assert _torch.graph_task() == -1 and _torch.backward_id() != _torch.backward_id()
+
+
+def test_settings_of_torchs_checkpoint_are_read():
+    from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+    assert _torch.checkpoint_early_stop() is None and _torch.checkpoint_debug_enabled() is None
+    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
+        assert _torch.checkpoint_early_stop() is False and _torch.checkpoint_debug_enabled() is True
+
+
+def test_an_alias_shares_the_version_and_no_graph():
+    x = torch.ones(3, requires_grad=True) * 2
+    y = _torch.alias(x)
+    assert y.grad_fn is None and not y.requires_grad and y.data_ptr() == x.data_ptr()
+    x.mul_(2)
+    assert y._version == x._version == 1
+    with _torch.version_kept(x), torch.no_grad():
+        x.mul_(2)
+    assert x._version == 1
+
+
+def test_torchs_checkpoint_is_known_by_its_hooks():
+    found = []
+    look = lambda x: (found.append(_torch.is_torch_checkpoint(_torch.top_saved_tensors_hooks())), x.sin())[1]
+    torch.utils.checkpoint.checkpoint(
+        look, torch.ones(3, requires_grad=True), use_reentrant=False
+    ).sum().backward()
+    assert found == [True, True]
+
+
+def test_torchs_checkpoint_is_redirected_and_put_back():
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(3)
+    _torch.redirect_checkpoint(lambda *args, **kwargs: "ours")
+    try:
+        assert checkpoint(torch.sin, x, use_reentrant=False) == "ours"
+        assert torch.equal(_torch.original_checkpoint(torch.sin, x, use_reentrant=False), x.sin())
+    finally:
+        _torch.redirect_checkpoint(None)
+    assert torch.equal(checkpoint(torch.sin, x, use_reentrant=False), x.sin())
 
 
 def test_a_missing_name_is_said_at_import():

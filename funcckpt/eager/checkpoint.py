@@ -1,0 +1,435 @@
+"""`checkpoint`: the call of `torch.utils.checkpoint.checkpoint`, wherever it stands.
+
+In plain eager code the work is done by saved-tensor hooks (`region`). Under a `torch.func` transform,
+in plain forward mode, and where f itself uses a transform that refuses such hooks, it is done by
+`remat`. While a compiler or `make_fx` traces plain eager code, it is done by torch's own checkpoint,
+which they know.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import noop_context_fn
+
+from .. import _torch
+from ..errors import CheckpointError, InputError, OptionError, describe
+from ..remat import remat
+from . import redirect
+from .debug import logged
+from .region import Contexts, Region, is_of_checkpoint
+from .selective import Forward, Recompute
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CHECKS = ("default", "none")
+
+
+@overload
+def checkpoint(
+    function: Callable[..., R],
+    *args: Any,
+    use_reentrant: bool | None = ...,
+    preserve_rng_state: bool = ...,
+    context_fn: Callable[[], Contexts] = ...,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    respect_saved_tensors_hooks: bool | None = ...,
+    **kwargs: Any,
+) -> R: ...
+
+
+@overload
+def checkpoint(
+    function: None = None,
+    *,
+    use_reentrant: bool | None = ...,
+    preserve_rng_state: bool = ...,
+    context_fn: Callable[[], Contexts] = ...,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    respect_saved_tensors_hooks: bool | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def checkpoint(
+    function: Any = None,
+    *args: Any,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call a function, keep its inputs, and compute the rest again when the backward needs it.
+
+    The signature is that of `torch.utils.checkpoint.checkpoint`, and so are results and options, in
+    plain eager code and under any `torch.func` transform.
+
+    Parameters
+    ----------
+    function : callable
+        What to call. Without it, a decorator of functions and methods is returned:
+        ``checkpoint(**options)(f)``. A function alone that cannot be called without arguments is
+        decorated as well: ``@checkpoint``.
+    *args, **kwargs
+        What to call it with; tensors of any shape, anything else, and any nesting of them.
+    use_reentrant : bool or None
+        False and None are the same. True is the variant that torch gives up, and accepted where the
+        result is the same.
+    preserve_rng_state : bool
+        Draw in the recomputation the random numbers of the forward.
+    context_fn : callable
+        Gives two context managers, for the forward and for the recomputation; see
+        :func:`create_selective_checkpoint_contexts`, which is for plain eager code only.
+    determinism_check : {"default", "none"}
+        Compare shapes, dtypes and devices of the recomputation with those of the forward, and look
+        for tensors that were changed in place between the two; or not.
+    debug : bool
+        Errors about the recomputation list the operators of both runs.
+    early_stop : bool
+        Stop the recomputation when all that is needed is there. The functional path skips what is
+        not needed in any case.
+    respect_saved_tensors_hooks : bool or None
+        Whether what a selective checkpoint saves goes through the hooks (`save_on_cpu`, for one) that
+        are active around the call. None is False.
+
+    Returns
+    -------
+    Any
+        What the function returned; or a decorator.
+
+    Raises
+    ------
+    OptionError
+        An option has a value that it cannot have, or that cannot be honoured here.
+    MutationError
+        A tensor that the function uses was changed in place before the recomputation.
+    torch.utils.checkpoint.CheckpointError
+        The recomputation saved other tensors than the forward. `funcckpt.CheckpointError` is one.
+
+    Notes
+    -----
+    When f uses a transform that refuses hooks, that shows when f is run: it is then started anew, with
+    the random streams put back, and is known from then on if it is a module or a function. Such an f
+    should not count its calls.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from funcckpt import checkpoint
+    >>> x = torch.zeros(3, requires_grad=True)
+    >>> checkpoint(torch.sin, x).sum().backward()
+    >>> x.grad
+    tensor([1., 1., 1.])
+    >>> torch.func.vmap(torch.func.grad(lambda x: checkpoint(torch.sin, x)))(torch.zeros(3))
+    tensor([1., 1., 1.])
+    >>> @checkpoint(preserve_rng_state=False)
+    ... def f(x, debug):
+    ...     return x * debug
+    >>> f(torch.ones(2), debug=3)
+    tensor([3., 3.])
+    """
+    options = (
+        use_reentrant,
+        preserve_rng_state,
+        context_fn,
+        determinism_check,
+        debug,
+        early_stop,
+        respect_saved_tensors_hooks,
+    )
+    if function is None:
+        if args or kwargs:
+            raise OptionError(
+                f"checkpoint: {', '.join(kwargs) or 'arguments'} without a function to call. Write "
+                "checkpoint(f, *args, **kwargs), or checkpoint(**options)(f)(*args, **kwargs)."
+            )
+        return lambda f: _decorated(f, options)
+    if not args and not kwargs and not _can_be_called(function):
+        return _decorated(function, options)
+    return _call(function, args, kwargs, *options)
+
+
+def _decorated(f: Callable[..., Any], options: tuple[Any, ...]) -> Callable[..., Any]:
+    if not callable(f):
+        raise InputError(f"checkpoint(**options) decorates a callable, not {type(f).__name__}.")
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return _call(f, args, kwargs, *options)
+
+    # A module's __dict__ is its state, not an annotation.
+    if isinstance(f, nn.Module):
+        return functools.update_wrapper(checkpointed, f.forward, updated=())
+    return functools.update_wrapper(checkpointed, f)
+
+
+def _can_be_called(f: Any) -> bool:
+    """Whether f takes no arguments, as far as its signature tells."""
+    try:
+        inspect.signature(f.forward if isinstance(f, nn.Module) else f).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a builtin
+        pass
+    return True
+
+
+def _call(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool | None,
+    preserve_rng_state: bool,
+    context_fn: Callable[[], Contexts],
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+) -> Any:
+    if determinism_check not in _CHECKS:
+        raise OptionError(
+            f"{_title(f)}: determinism_check should be one of {list(_CHECKS)}, but got {determinism_check!r}."
+        )
+    if use_reentrant:
+        _check_reentrant(f, kwargs, context_fn, debug)
+    if torch.compiler.is_compiling() or _torch.is_tracing_plain():
+        # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
+        # read, not even at its default.
+        dynamo = torch.compiler.is_dynamo_compiling()
+        given: dict[str, Any] = {} if context_fn is noop_context_fn else {"context_fn": context_fn}
+        return (torch_checkpoint.checkpoint if dynamo else _torch.original_checkpoint)(
+            functools.partial(f, **kwargs) if kwargs else f,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            **given,
+        )
+    if not torch.is_grad_enabled():
+        return f(*args, **kwargs)
+    enabled = _torch.checkpoint_debug_enabled()
+    if enabled is not None:
+        debug = enabled
+    if debug and context_fn is not noop_context_fn:
+        raise OptionError(f"{_title(f)}: debug=True is incompatible with non-default context_fn.")
+    if _torch.maybe_current_level() is not None or _torch.in_dual_level() or _is_known(f):
+        return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
+
+    stop = _torch.checkpoint_early_stop()
+    contexts: Any = None
+    log = None
+    if debug:
+        contexts, log = logged()
+    elif context_fn is not noop_context_fn:
+        contexts = context_fn()
+        _look_after_hooks(f, contexts[0], bool(respect_saved_tensors_hooks))
+    region = Region(
+        f,
+        args,
+        kwargs,
+        name=_title(f),
+        preserve_rng_state=preserve_rng_state,
+        check=determinism_check != "none",
+        early_stop=early_stop if stop is None else stop,
+        contexts=contexts,
+        log=log,
+    )
+    try:
+        out = _torch.without_dynamo(region.run)(args, kwargs)
+    except RuntimeError as error:
+        # With hooks of the caller active, the functional path would be refused as well.
+        if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
+            raise
+        region.restore_streams()
+    else:
+        if use_reentrant:
+            _check_reentrant_result(f, args, out)
+        return out
+    _remember(f)
+    return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
+
+
+def _title(f: Callable[..., Any]) -> str:
+    return f"checkpoint({getattr(f, '__qualname__', None) or type(f).__qualname__})"
+
+
+# -- use_reentrant=True -------------------------------------------------------------------------
+
+
+def _check_reentrant(f: Any, kwargs: dict[str, Any], context_fn: Any, debug: bool) -> None:
+    if kwargs:
+        raise OptionError(
+            f"{_title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
+            "torch takes none: pass use_reentrant=False."
+        )
+    if context_fn is not noop_context_fn or debug:
+        raise OptionError(
+            f"{_title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+        )
+
+
+def _check_reentrant_result(f: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Torch's reentrant variant gives no gradient at all if no argument requires one."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        return
+    if any(isinstance(y, Tensor) and y.requires_grad for y in pytree.tree_leaves(out)):
+        raise OptionError(
+            f"{_title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
+            "to the parameters that the function uses, or to tensors inside of containers. Pass "
+            "use_reentrant=False, which gives it."
+        )
+
+
+def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
+    """Tell a selective forward whether what it saves goes through the hooks of the caller, and those."""
+    if isinstance(forward, Forward):
+        forward.respect_saved_tensors_hooks = respect
+        hooks = _torch.top_saved_tensors_hooks()
+        forward.hooks = None if is_of_checkpoint(hooks) else hooks
+    elif is_selective(forward):
+        if respect:
+            raise OptionError(
+                f"{_title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
+                "funcckpt.create_selective_checkpoint_contexts."
+            )
+        # Torch 2.15 would warn of ours, which it takes for the caller's.
+        forward.respect_saved_tensors_hooks = False
+
+
+# -- the functional path ------------------------------------------------------------------------
+
+# Functions and modules that were seen to use a transform that refuses hooks.
+_known_functions: weakref.WeakSet[CodeType | FunctionType] = weakref.WeakSet()
+_known_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _is_known(f: Any) -> bool:
+    if not _known_functions and not _known_modules:
+        return False
+    f = _innermost(f)
+    if isinstance(f, nn.Module):
+        return f in _known_modules
+    return isinstance(f, FunctionType) and (f.__code__ in _known_functions or f in _known_functions)
+
+
+def _remember(f: Any) -> None:
+    f = _innermost(f)
+    if isinstance(f, nn.Module):
+        _known_modules.add(f)
+    elif isinstance(f, FunctionType):
+        # Closures share their code, and may call quite different things.
+        _known_functions.add(f if f.__closure__ else f.__code__)
+
+
+def _innermost(f: Any) -> Any:
+    while isinstance(f, functools.partial):
+        f = f.func
+    if isinstance(f, MethodType):
+        f = f.__self__ if isinstance(f.__self__, nn.Module) else f.__func__
+    return f
+
+
+def _functional(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool,
+    context_fn: Callable[[], Contexts],
+    determinism_check: str,
+    debug: bool,
+) -> Any:
+    g = f
+    if redirect.is_active():
+        g = _redirected(f)
+    if debug:
+        g = _debugged(g)
+    elif context_fn is not noop_context_fn:
+        g = _in_contexts(g, *context_fn())
+    return remat(g, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)(
+        *args, **kwargs
+    )
+
+
+def _redirected(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, with the checkpoints inside of it as in the forward, whenever it is run."""
+
+    @functools.wraps(f, updated=())
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        with redirect.active(True):
+            return f(*args, **kwargs)
+
+    return redirected
+
+
+def _in_contexts(
+    f: Callable[..., Any], forward: AbstractContextManager[Any], recompute: AbstractContextManager[Any]
+) -> Callable[..., Any]:
+    for context in (forward, recompute):
+        if is_selective(context):
+            raise OptionError(
+                f"{_title(f)}: selective checkpointing (context_fn) matches the operators of the "
+                "recomputation with those of the forward one by one, which cannot be done under torch.func "
+                "transforms or in forward mode, where the two differ. Leave context_fn out there: the "
+                "gradients are the same."
+            )
+    # A namespace, since remat gives a recomputation the values that other variables had in the call.
+    run = SimpleNamespace(first=True)
+
+    @functools.wraps(f, updated=())
+    def in_contexts(*args: Any, **kwargs: Any) -> Any:
+        with forward if run.first else recompute:
+            out = f(*args, **kwargs)
+        run.first = False
+        return out
+
+    return in_contexts
+
+
+def is_selective(context: Any) -> bool:
+    """Whether a context belongs to `create_selective_checkpoint_contexts`, ours or torch's."""
+    theirs = isinstance(context, TorchDispatchMode) and type(context).__module__ == torch_checkpoint.__name__
+    return theirs or isinstance(context, (Forward, Recompute))
+
+
+def _debugged(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f with the operators of its runs recorded, and listed if a recomputation differs."""
+    (forward, recompute), listed = logged()
+    run = SimpleNamespace(looks=None)
+
+    @functools.wraps(f, updated=())
+    def debugged(*args: Any, **kwargs: Any) -> Any:
+        with forward if run.looks is None else recompute:
+            out = f(*args, **kwargs)
+        looks = [
+            (describe(y), str(y.device)) if isinstance(y, Tensor) else None for y in pytree.tree_leaves(out)
+        ]
+        if run.looks is None:
+            run.looks = looks
+        elif run.looks != looks:
+            raise CheckpointError(
+                f"{_title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
+                f"has to do the same each time.\n\n{listed()}"
+            )
+        return out
+
+    return debugged

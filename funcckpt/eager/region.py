@@ -1,0 +1,354 @@
+"""One checkpointed region of plain eager code: what is kept of it, and how it is computed again.
+
+The algorithm is that of torch's non-reentrant checkpoint: while f runs in the forward, a saved-tensor
+hook puts a *slot* into the graph in place of each tensor that autograd saves. The first slot that is
+read in a backward runs f again, and the n-th tensor saved then goes to the n-th slot; the run stops
+when the last slot has its tensor. A tensor is given away when its slot is read, and dies with its slot
+otherwise.
+
+Regions nest: the slots of an inner region are its own affair, and its inputs are tensors saved in the
+outer one. So what is read from an inner region runs the outer region first, once.
+
+It is written anew for what torch's does not do, and cannot be made to do from outside:
+
+* Captured tensors that were changed in place between the forward and the recomputation (a parameter
+  that an optimizer has stepped), and saved tensors that the recomputation itself has overwritten, are
+  noticed, where torch gives a wrong gradient without a word.
+* Tensors inside of containers and in keyword arguments are inputs like all others: they are looked
+  after by autograd's version check, and an outer region does not keep them.
+* The random streams of all devices are replayed, not those of the CPU and one other kind of device.
+* A module that has other parameters than in the forward, where `functional_call` has put its own back,
+  is an error, and not the gradient at those.
+* Running statistics of batch_norm, and its count of batches, are not updated again.
+* A call costs less: what does not differ from the forward's world is not entered again.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .. import _torch, world
+from ..closure import may_be_statistics
+from ..errors import CheckpointError, MutationError, describe
+from . import redirect
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_SIMPLE = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
+
+
+class Slot:
+    """What the graph keeps in place of a tensor: a place for it, for each backward that needs it."""
+
+    __slots__ = ("__weakref__", "values")
+
+    def __init__(self) -> None:
+        # By backward: the tensor and its version, or None once it was read.
+        self.values: dict[Any, tuple[Tensor, int] | None] = {}
+
+
+class Look(NamedTuple):
+    """How a saved tensor looked in the forward."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    version: int
+    # What it is or is a view of, if that is a parameter.
+    parameter: weakref.ref[Tensor] | None
+
+
+class _Stop(BaseException):
+    """All slots have their tensor. No exception that f could mean to catch."""
+
+
+class Region:
+    """A call of f, from its forward to its last recomputation."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        preserve_rng_state: bool,
+        check: bool,
+        early_stop: bool,
+        contexts: Contexts | None,
+        log: Callable[[], str] | None,
+    ) -> None:
+        self._f = f
+        self._name = name
+        self._check = check
+        self._early_stop = early_stop
+        self._contexts = contexts
+        self._log = log
+        self._structure = None
+        leaves: Any = args
+        if kwargs or not all(type(x) in _SIMPLE for x in args):
+            leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
+        self._world = world.World()
+        self._redirected = redirect.is_active()
+        self._streams = world.random_streams(()) if preserve_rng_state else []
+        self._states = world.states(self._streams)
+        self._slots: list[weakref.ref[Slot]] = []
+        self._looks: list[Look] = []
+        self._statistics: list[weakref.ref[Tensor]] = []
+        self._complete = False
+        # The recomputation that was run for each backward.
+        self._done: set[Any] = set()
+        self._lock = threading.RLock()
+
+    # -- the forward --------------------------------------------------------------------------------
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with saved_tensors_hooks(self._pack, self._unpack):
+            if self._contexts is None:
+                out = self._f(*args, **kwargs)
+            else:
+                out = missing = object()
+                with self._contexts[0]:
+                    out = self._f(*args, **kwargs)
+                if out is missing:
+                    raise CheckpointError(
+                        f"{self._name}: the forward context provided by context_fn suppressed an exception "
+                        "of the function, which therefore has no result. Let it pass."
+                    )
+        self._complete = True
+        if self._streams and len(world.random_streams(())) != len(self._streams):
+            raise CheckpointError(
+                f"{self._name}: a device was initialized in the forward, so that the state of its random "
+                "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
+            )
+        return out
+
+    def restore_streams(self) -> None:
+        for stream, state in self._states:
+            stream.set_state(state)
+
+    def _pack(self, x: Tensor) -> Slot:
+        slot = Slot()
+        self._slots.append(weakref.ref(slot))
+        if self._check:
+            self._looks.append(_look(x))
+        if may_be_statistics(x) and not x._is_view() and not x.is_inference():
+            self._statistics.append(weakref.ref(x))
+        return slot
+
+    def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
+        key = _torch.backward_id()
+        try:
+            with self._lock:
+                if key not in self._done:
+                    self._recompute(key)
+                    self._done.add(key)
+                elif again and slot.values.get(key) is None:
+                    self._recompute(key, only=slot)
+        except CheckpointError as error:
+            if self._log is None:
+                raise
+            raise CheckpointError(f"{error}\n\n{self._log()}") from error
+        if key not in slot.values:
+            raise self._differ(f"{len(self._slots)} tensors", "fewer")
+        value = slot.values[key]
+        if value is None:
+            raise CheckpointError(
+                f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. A "
+                "backward that reads ctx.saved_tensors has to do so only once"
+                + (
+                    ". Performing two backward calls that overlap (that need the same saved tensor) is not "
+                    "allowed under one GraphExecGroup."
+                    if isinstance(key, torch.utils.checkpoint.GraphExecGroup)
+                    else "."
+                )
+            )
+        slot.values[key] = None
+        x, version = value
+        if _version(x) != version:
+            raise MutationError(
+                f"{self._name}: the function saves a tensor ({describe(x)}) for the backward, and changes "
+                "it in place afterwards. Work on a copy (x.clone())."
+            )
+        return x
+
+    # -- the recomputation --------------------------------------------------------------------------
+
+    def unpack_again(self, slot: Slot) -> Tensor:
+        """A slot that may be read more than once in a backward."""
+        return self._unpack(slot, again=True)
+
+    def _recompute(self, key: Any, only: Slot | None = None) -> None:
+        leaves = [x.unpack() if isinstance(x, _torch.Saved) else x for x in self._inputs]
+        args, kwargs = leaves, {}
+        if self._structure is not None:
+            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        del leaves
+        run = _Again(self, key, only)
+        statistics = [x for ref in self._statistics if (x := ref()) is not None]
+        with (
+            _Unchanged(statistics) if statistics else nullcontext(),
+            self._world.replayed(),
+            nullcontext() if self._redirected == redirect.is_active() else redirect.active(self._redirected),
+            world.streams_at(self._states),
+            # Random numbers are those of the forward, of which a vmap of the backward has no say.
+            _torch.without_vmap_mode(),
+            torch.enable_grad(),
+            saved_tensors_hooks(run.pack, _itself),
+            suppress(_Stop),
+        ):
+            _torch.without_dynamo(self._run_again)(args, kwargs)
+        run.check()
+
+    def _run_again(self, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._contexts is None:
+            self._f(*args, **kwargs)
+        else:
+            with self._contexts[1]:
+                self._f(*args, **kwargs)
+
+    def _differ(self, there: str, here: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._name}: A different number of tensors was saved during the original forward and "
+            f"recomputation: {there}, and {here}. The function has to do the same each time; pass "
+            "debug=True to see the operators of both runs."
+        )
+
+
+class _Unchanged(TorchFunctionMode):
+    """Puts back what batch_norm updates, without a word to the version counter: its running statistics,
+    and the number of batches, which no autograd node saves.
+    """
+
+    def __init__(self, statistics: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._before = [(x, x.clone()) for x in statistics]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
+            self._before.append((args[0], args[0].clone()))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        with torch.no_grad():
+            for x, value in reversed(self._before):
+                with _torch.version_kept(x):
+                    x.copy_(value)
+
+
+class _Again:
+    """One recomputation: what is saved goes to the slots of the forward."""
+
+    def __init__(self, region: Region, key: Any, only: Slot | None) -> None:
+        self._only = only
+        self._region = region
+        self._key = key
+        self._count = 0
+        self._more = False
+        self._different: list[str] = []
+
+    def pack(self, x: Tensor) -> Tensor:
+        region, i = self._region, self._count
+        self._count += 1
+        original, x = x, _torch.alias(x) if x.requires_grad else x
+        if i >= len(region._slots):
+            if region._complete:
+                raise CheckpointError(
+                    f"{region._name}: trying to save more tensors during recomputation than during the "
+                    f"original forward pass ({len(region._slots)}). The function has to do the same each "
+                    "time; pass debug=True to see the operators of both runs."
+                )
+            self._more = True  # the forward asks for a backward of its own part, and goes on
+            return x
+        slot = region._slots[i]()
+        # None if someone has run a backward that needs it no more.
+        if slot is not None and self._only in (None, slot):
+            slot.values[self._key] = x, _version(x)
+            if region._check:
+                self._compare(i, original)
+        if region._early_stop and self._count == len(region._slots):
+            raise _Stop
+        return x
+
+    def _compare(self, i: int, x: Tensor) -> None:
+        here, there = self._region._looks[i], _look(x)
+        if here[:3] != there[:3]:
+            self._different.append(
+                f"tensor at position {i}:\nsaved metadata: {here}\nrecomputed metadata: {there}"
+            )
+            return
+        parameter = _parameter(x)
+        if parameter is not None and (here.parameter is None or here.parameter() is not parameter):
+            raise CheckpointError(
+                f"{self._region._name}: the recomputation finds another parameter ({describe(parameter)}) "
+                "than the forward used; torch.func.functional_call, for one, puts the module's own back when "
+                "it returns. Use funcckpt.remat, which takes those of the call, or pass the parameters as "
+                "arguments of the function."
+            )
+        if here.version != there.version:
+            raise MutationError(
+                f"{self._region._name}: a tensor that it uses ({describe(x)}) was changed in place since the "
+                "forward, like a parameter by an optimizer: the recomputation would start from the changed "
+                "values. Run the backward before, or change a copy (x.clone()). If the function itself "
+                'does so, and you know better, pass determinism_check="none".'
+            )
+
+    def check(self) -> None:
+        region = self._region
+        if self._more:
+            return
+        if self._count != len(region._slots):
+            raise region._differ(
+                f"{len(region._slots)} tensors saved during forward", f"{self._count} during recomputation"
+            )
+        if self._different:
+            raise CheckpointError(
+                f"{region._name}: Recomputed values for the following tensors have different metadata than "
+                "during the forward pass. The function has to do the same each time; pass debug=True to see "
+                "the operators of both runs.\n" + "\n".join(self._different)
+            )
+
+
+def readable_again(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """An unpack hook, or what reads the same more than once if it is one of a region."""
+    region = getattr(unpack, "__self__", None)
+    return region.unpack_again if isinstance(region, Region) else unpack
+
+
+def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
+    owner = getattr(hooks[0], "__self__", None) if hooks else None
+    return isinstance(owner, (Region, _Again)) or _torch.is_torch_checkpoint(hooks)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _look(x: Tensor) -> Look:
+    parameter = _parameter(x)
+    ref = None if parameter is None else weakref.ref(parameter)
+    return Look(x.shape, x.dtype, x.device, _version(x), ref)
+
+
+def _parameter(x: Tensor) -> Tensor | None:
+    base = x._base if x._is_view() else x
+    return base if type(base) is torch.nn.Parameter else None

@@ -1,0 +1,633 @@
+"""`checkpoint_scope`: what is made in a block of code is not kept for the backward, wherever it is used.
+
+`checkpoint` says what to run again; a scope says what not to keep. The difference is in who uses it:
+in ``with checkpoint_scope(): x = a + b`` and then ``y = x * c``, it is the product that wants x, after
+the block and out of reach of any hook that was active in it. (RETURNN's `gradient_checkpoint_scope`
+had the idea first, and another answer.) Four parts:
+
+* **What was made.** In the block a dispatch mode sees every operator below autograd, and records those
+  that make a new storage or write to one that the block has made: with plain values for arguments, no
+  graph, and the random state before those that draw. Autocast and default devices have done their work
+  above, so that nothing of the world but random streams has to be replayed.
+* **What is saved.** A saved-tensor hook looks up the storage of what autograd wants to save. If the
+  block has made it, the graph gets a slot that says which part of which storage; by storage, views and
+  detached aliases and the insides of composite operators are recognised as well as results. Anything
+  else is kept as it is, with the version check that autograd would have made.
+* **Who saves it.** The hook is active in the block. Hooks cannot be left active behind it: they are a
+  stack, on which the next one to leave would take off ours, and torch.func refuses to run under any. So
+  at the end of the block the tensors themselves are told: their class becomes `ScopedTensor`, whose
+  `__torch_function__` runs any operator that is given one of them under the hook. Nothing global is
+  patched; it works in every thread; it ends with the tensors.
+* **The recomputation.** The first slot that is read replays, in order, the operators that any slot still
+  waits for, and no others; each storage is dropped after its last use there, and each slot gives its
+  tensor away when it is read. What a backward did not ask for is there for the next.
+
+What is kept: what the block reads from outside, once each, and the random states. That includes what an
+earlier scope has made, so that a scope around each layer of a chain keeps the results of the layers, as
+`checkpoint` does, and not nothing at the price of having everything at once in the end. A scope inside
+of another one belongs to it. An `autograd.Function` that is given a tensor of the scope after the block
+keeps it: no operator is called on it that could tell.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from .. import _torch, world
+from ..closure import may_be_statistics
+from ..errors import MutationError, TransformError, describe
+from .region import is_of_checkpoint, readable_again
+
+_REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse{}. Use \
+remat there, with the block as a function: instead of
+    with checkpoint_scope():
+        x = a + b
+write
+    x = remat(lambda a, b: a + b)(a, b)"""
+
+
+class checkpoint_scope:
+    """Do not keep for the backward what is made in this block; recompute it when it is needed.
+
+    Tensors that are made in the block, of any shape, are not stored by the graph, wherever they are used
+    later, also after the block. They are recomputed once, in order, when the first of them is needed in
+    a backward, and freed as they are used. What the block reads from outside is kept.
+
+    Scopes may be nested, left in any order, and alive side by side; other saved-tensor hooks may be
+    entered and left in between, and a `checkpoint` may stand inside of a scope or around it. Gradients
+    are those without it.
+
+    Raises
+    ------
+    TransformError
+        A `torch.func` transform is active around the block, or used inside of it: use `remat`.
+    MutationError
+        In the backward: a tensor that the block has read, or one that the block had made and saved,
+        was changed in place afterwards.
+
+    Notes
+    -----
+    Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor` that is
+    saved and copied as a `torch.Tensor`. Until the first backward is done, a tensor of the block that is
+    alive keeps alive what the block has read; from then on it is a tensor like others. What an
+    `autograd.Function` is given directly, after the block, it keeps.
+
+    Examples
+    --------
+    Weight noise: neither the noise nor the noisy weight is kept.
+
+    >>> import torch
+    >>> from funcckpt import checkpoint_scope
+    >>> w, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    >>> with checkpoint_scope():
+    ...     noisy = w + 0.1 * torch.randn_like(w)
+    >>> (x @ noisy).sum().backward()
+    >>> torch.allclose(x.grad[0], noisy.sum(1))
+    True
+    """
+
+    def __enter__(self) -> checkpoint_scope:
+        if _torch.maybe_current_level() is not None:
+            kinds = ", ".join(layer.kind for layer in _torch.active_layers())
+            raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
+        _here.enter(self)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _here.leave(self)
+        if isinstance(error, RuntimeError) and _torch.REFUSES_HOOKS in str(error):
+            raise TransformError(_REFUSED.format(" to run inside of")) from error
+
+
+class _Frame:
+    """The open scopes of a thread, outside of a backward or in one, and what they have active."""
+
+    def __init__(self) -> None:
+        # A recomputation, or anything else that a backward runs in the middle of the block, is not of the
+        # block, and has a frame of its own if it opens scopes.
+        self.task = _torch.graph_task()
+        self.open: list[checkpoint_scope] = []
+        self.recording = Recording()
+        self.hooks = _Hooks(_torch.top_saved_tensors_hooks())
+        self.mode = _Recorder(self)
+
+    def start(self) -> None:
+        self.hooks.push()
+        self.mode.__enter__()
+
+    def stop(self) -> None:
+        _torch.remove_dispatch_mode(self.mode)
+        _torch.remove_saved_tensors_hooks(self.hooks.pack)
+        del self.mode  # which refers to the frame
+
+
+class _Here(threading.local):
+    """The frames of this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+    def current(self) -> _Frame | None:
+        if self.frames and self.frames[-1].task == _torch.graph_task():
+            return self.frames[-1]
+        return None
+
+    def enter(self, scope: checkpoint_scope) -> None:
+        frame = self.current()
+        if frame is None:
+            frame = _Frame()
+            frame.start()
+            self.frames.append(frame)
+        frame.open.append(scope)
+
+    def leave(self, scope: checkpoint_scope) -> None:
+        frame = next(frame for frame in reversed(self.frames) if scope in frame.open)
+        first = frame.open[0] is scope
+        frame.open.remove(scope)
+        if not first:
+            return
+        recording = frame.recording
+        if frame.open:
+            frame.recording = Recording()
+        else:
+            self.frames.remove(frame)
+            frame.stop()
+        recording.close()
+
+
+_here = _Here()
+
+
+# -- what was made ------------------------------------------------------------------------------------
+
+
+class _Made:
+    """A storage that a block has made."""
+
+    __slots__ = ("version", "writes")
+
+    def __init__(self) -> None:
+        # How often the block has written to it.
+        self.writes = 0
+        # The version of its tensors at the end of the block.
+        self.version: int | None = None
+
+
+class _Entry(NamedTuple):
+    storage: weakref.ref[torch.UntypedStorage]
+    recording: Recording
+    made: _Made
+
+
+# By the address of the storage.
+_entries: dict[int, _Entry] = {}
+
+
+def _find(x: Tensor) -> _Entry | None:
+    storage = _storage(x)
+    return None if storage is None else _entries.get(storage._cdata)
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage | None:
+    """The storage of `x`, if `x` is no more than a window on it."""
+    if x.layout is not torch.strided or x.is_conj() or x.is_neg() or type(x) not in _PLAIN:
+        return None
+    try:
+        return x.untyped_storage()
+    except NotImplementedError:  # an opaque tensor
+        return None
+
+
+class View(NamedTuple):
+    """A part of a storage that a block has made."""
+
+    made: _Made
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    @classmethod
+    def of(cls, made: _Made, x: Tensor) -> View:
+        return cls(made, x.dtype, x.size(), x.stride(), x.storage_offset())
+
+    def on(self, base: Tensor) -> Tensor:
+        if base.dtype == self.dtype:
+            return base.as_strided(self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class _Kept:
+    """A tensor that is kept: by the hooks that were active below ours, or as it is."""
+
+    __slots__ = ("_packed", "_unpack", "_version")
+
+    def __init__(self, x: Tensor, below: _torch.Hooks | None) -> None:
+        self._version: int | None = None
+        if below is None:
+            self._packed, self._unpack = _torch.alias(x), None
+            if not x.is_inference():
+                self._version = x._version
+        else:
+            self._packed, self._unpack = below[0](x), readable_again(below[1])
+
+    def unpack(self) -> Tensor:
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        x: Tensor = self._packed
+        if self._version is not None and x._version != self._version:
+            raise MutationError(
+                f"one of the variables needed for gradient computation ({describe(x)}), which "
+                "checkpoint_scope keeps, has been modified by an inplace operation. Change a copy "
+                "(x.clone())."
+            )
+        return x
+
+
+class _Operation(NamedTuple):
+    """An operator of the block, as it can be run again."""
+
+    func: Any
+    # Flat arguments: views of what the block has made, tensors that are kept, and other things.
+    leaves: list[Any]
+    structure: pytree.TreeSpec | dict[str, Any]
+    # Positions of kept tensors to which it writes.
+    copied: list[int]
+    # What it makes, with the position among the flat results, and what it writes to.
+    makes: list[tuple[_Made, int]]
+    writes: list[_Made]
+    streams: world.States
+
+    def run(self, bases: dict[_Made, Tensor], kept: dict[_Kept, Tensor]) -> None:
+        leaves = [kept[x] if isinstance(x, _Kept) else x for x in self.leaves]
+        with torch.no_grad(), _torch.plain(), _no_autocast(), world.streams_at(self.streams):
+            for i, x in enumerate(self.leaves):
+                if isinstance(x, View):
+                    leaves[i] = x.on(bases[x.made])
+            for i in self.copied:
+                leaves[i] = leaves[i].clone()
+            args, kwargs = _unflatten(leaves, self.structure)
+            # A vmap of the backward has no say in the random numbers of the forward.
+            with _torch.without_vmap_mode():
+                out = _results(self.func(*args, **kwargs))
+        for made, position in self.makes:
+            bases[made] = out[position]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, frame: _Frame) -> None:
+        super().__init__()
+        self._frame = frame
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the subclass acts first; its inner tensors come by here
+        frame = self._frame
+        if _here.current() is not frame:
+            return func(*args, **kwargs)
+        streams: world.States = []
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+            streams = world.states(world.random_streams(explicit))
+        out = func(*args, **kwargs)
+        frame.recording.add(func, args, kwargs, out, streams, frame.hooks.below)
+        return out
+
+
+class Recording:
+    """The operators of a block."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._kept: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Kept]] = {}
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._made: list[int] = []
+        self._slots: set[weakref.ref[Slot]] = set()
+        self._lock = threading.RLock()
+        owner = weakref.ref(self)
+
+        def died(ref: weakref.ref[Slot]) -> None:
+            if (recording := owner()) is not None:
+                recording._forget(ref)
+
+        self._died = died
+        # The last backward that has replayed.
+        self._replayed: Any = None
+
+    def add(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        out: Any,
+        streams: world.States,
+        below: _torch.Hooks | None,
+    ) -> None:
+        leaves, structure = _flatten(args, kwargs)
+        storages = {i: _storage(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        given = {s._cdata for s in storages.values() if s is not None}
+        makes: list[tuple[_Made, int]] = []
+        for position, y in enumerate(_results(out)):
+            if not isinstance(y, Tensor):
+                continue
+            self._tensors.append(weakref.ref(y))
+            storage = _storage(y)
+            if storage is None or storage._cdata in given or storage._cdata in _entries:
+                continue
+            made = _Made()
+            _remember(storage, self, made)
+            self._made.append(storage._cdata)
+            makes.append((made, position))
+        written = list(_written(func, args, kwargs)) if func._schema.is_mutable else []
+        entries = {i: self._own(s) for i, s in storages.items()}
+        writes = {
+            entry.made: None
+            for i, entry in entries.items()
+            if entry is not None and any(leaves[i] is x for x in written)
+        }
+        if not makes and not writes:
+            return
+        statistics = "batch_norm" in func.name()
+        copied = [
+            i
+            for i, entry in entries.items()
+            if entry is None
+            and (any(leaves[i] is x for x in written) or (statistics and may_be_statistics(leaves[i])))
+        ]
+        for i, entry in entries.items():
+            leaves[i] = self.keep(leaves[i], below) if entry is None else View.of(entry.made, leaves[i])
+        for made in writes:
+            made.writes += 1
+        self._operations.append(_Operation(func, leaves, structure, copied, makes, list(writes), streams))
+
+    def _own(self, storage: torch.UntypedStorage | None) -> _Entry | None:
+        entry = None if storage is None else _entries.get(storage._cdata)
+        return entry if entry is not None and entry.recording is self else None
+
+    def keep(self, x: Tensor, below: _torch.Hooks | None) -> _Kept:
+        key = id(x), -1 if x.is_inference() else x._version
+        known = self._kept.get(key)
+        if known is not None and known[0]() is x:
+            return known[1]
+        kept = _Kept(x, below)
+        self._kept[key] = weakref.ref(x), kept
+        return kept
+
+    def close(self) -> None:
+        """The end of the block: its tensors are told."""
+        self._kept.clear()
+        for ref in self._tensors:
+            x = ref()
+            if x is not None and type(x) is Tensor:
+                entry = _find(x)
+                if entry is not None and entry.recording is self:
+                    entry.made.version = None if x.is_inference() else x._version
+                    x.__class__ = ScopedTensor
+        self._tensors.clear()
+
+    # -- the recomputation -------------------------------------------------------------------------
+
+    def slot(self, view: View) -> Slot:
+        slot = Slot(self, view)
+        self._slots.add(weakref.ref(slot, self._died))
+        return slot
+
+    def _forget(self, ref: weakref.ref[Slot]) -> None:
+        self._slots.discard(ref)
+        if not self._slots and self._replayed is not None:
+            # The graph was used and is gone. A tensor of the block may be alive: it shall not keep alive
+            # what the block has read, which an earlier block may have made, and so on.
+            for key in self._made:
+                entry = _entries.get(key)
+                if entry is not None and entry.recording is self:
+                    del _entries[key]
+
+    def unpack(self, slot: Slot) -> Tensor:
+        with self._lock:
+            if slot.value is None:
+                key = _torch.backward_id()
+                again = key == self._replayed
+                slots = [slot] if again else [s for ref in [*self._slots] if (s := ref()) is not None]
+                self._replay([s for s in slots if s.value is None])
+                self._replayed = key
+            x, slot.value = slot.value, None
+        assert x is not None
+        if slot.writes != slot.view.made.writes:
+            raise MutationError(
+                f"one of the variables needed for gradient computation ({describe(x)}) has been modified by "
+                "an inplace operation in its checkpoint_scope. Change a copy (x.clone())."
+            )
+        return x
+
+    def _replay(self, slots: Sequence[Slot]) -> None:
+        wanted = {slot.view.made for slot in slots}
+        needed: set[_Made | _Kept] = set(wanted)
+        operations: list[tuple[_Operation, list[_Made | _Kept]]] = []
+        for operation in reversed(self._operations):
+            makes = [made for made, _ in operation.makes]
+            if needed.isdisjoint(makes) and needed.isdisjoint(operation.writes):
+                continue
+            uses: set[_Made | _Kept] = {x for x in operation.leaves if isinstance(x, _Kept)}
+            uses.update(makes, [x.made for x in operation.leaves if isinstance(x, View)])
+            # Seen from the end: the first to use something is the last.
+            operations.append((operation, [x for x in uses - wanted if x not in needed]))
+            needed |= uses
+        bases: dict[_Made, Tensor] = {}
+        kept: dict[_Kept, Tensor] = {}
+        for operation, last in reversed(operations):
+            for x in operation.leaves:
+                if isinstance(x, _Kept) and x not in kept:
+                    kept[x] = x.unpack()  # others may have to recompute it, in a world of their own
+            operation.run(bases, kept)
+            for used in last:
+                if isinstance(used, _Kept):
+                    del kept[used]
+                else:
+                    del bases[used]
+        with torch.no_grad(), _torch.plain():
+            for slot in slots:
+                slot.value = slot.view.on(bases[slot.view.made])
+
+
+def _flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec | dict[str, Any]]:
+    """Flat arguments, and what they were. Most operators take tensors one by one, and nothing to flatten."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
+            break
+    else:
+        if not any(isinstance(x, Tensor) for x in kwargs.values()):
+            return list(args), kwargs
+    return pytree.tree_flatten((args, kwargs))
+
+
+def _unflatten(leaves: list[Any], structure: pytree.TreeSpec | dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if isinstance(structure, dict):
+        return leaves, structure
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _results(out: Any) -> list[Any]:
+    return [out] if isinstance(out, Tensor) else pytree.tree_leaves(out)
+
+
+def _remember(storage: torch.UntypedStorage, recording: Recording, made: _Made) -> None:
+    key = storage._cdata
+
+    def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
+        if key in _entries and _entries[key].storage is ref:
+            del _entries[key]
+
+    _entries[key] = _Entry(weakref.ref(storage, forget), recording, made)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors to which an operator writes, as its schema says."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name, args[i] if i < len(args) else None)
+        yield from (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Casts were recorded as operators."""
+    enabled = [device for device in world.autocast_devices() if torch.is_autocast_enabled(device)]
+    for device in enabled:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in enabled:
+            torch.set_autocast_enabled(device, True)
+
+
+# -- what is saved ----------------------------------------------------------------------------------
+
+
+class Slot:
+    """What the graph keeps in place of a tensor that a block has made."""
+
+    __slots__ = ("__weakref__", "recording", "value", "view", "writes")
+
+    def __init__(self, recording: Recording, view: View) -> None:
+        self.recording = recording
+        self.view = view
+        self.writes = view.made.writes
+        self.value: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        return self.recording.unpack(self)
+
+
+class _Hooks:
+    """A pair of saved-tensor hooks that knows what blocks have made."""
+
+    __slots__ = ("below", "pack")
+
+    def __init__(self, below: _torch.Hooks | None) -> None:
+        self.below = below
+
+        def pack(x: Tensor) -> Slot | _Kept:
+            entry = _find(x)
+            frame = _here.current()
+            if entry is not None and frame is not None and entry.recording is not frame.recording:
+                # The block keeps it in any case.
+                return _Kept(x, below) if below else frame.recording.keep(x, below)
+            if entry is not None:
+                made = entry.made
+                # Written to after the block: no recomputation gives that value.
+                if made.version is None or made.version == x._version:
+                    return entry.recording.slot(View.of(made, x))
+            return _Kept(x, below)
+
+        self.pack = pack
+
+    def push(self) -> None:
+        _torch.push_saved_tensors_hooks(self.pack, _unpack)
+
+
+def _unpack(packed: Slot | _Kept) -> Tensor:
+    return packed.unpack()
+
+
+# -- who saves it -----------------------------------------------------------------------------------
+
+_NEVER_SAVE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+
+
+class ScopedTensor(Tensor):
+    """A tensor that was made in a `checkpoint_scope`, after the end of the block."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEVER_SAVE or not all(t in _KNOWN for t in types):
+            # Code of others is run, which should find plain tensors.
+            with _unscoped((args, kwargs)):
+                return func(*args, **kwargs)
+        with _torch.subclasses_asleep():
+            below = _torch.top_saved_tensors_hooks()
+            if (
+                torch.is_grad_enabled()
+                and _here.current() is None
+                and _torch.may_push_hooks()
+                # A checkpoint keeps nothing, and counts what is saved: in its recomputation what it was
+                # given is a plain tensor.
+                and not is_of_checkpoint(below)
+            ):
+                hooks = _Hooks(below)
+                hooks.push()
+                try:
+                    out = func(*args, **kwargs)
+                finally:
+                    _torch.pop_saved_tensors_hooks()
+            else:
+                out = func(*args, **kwargs)
+            for y in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
+                if type(y) is Tensor and _find(y) is not None:
+                    y.__class__ = cls
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _torch.subclasses_asleep():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        with _torch.subclasses_asleep():
+            copied = (
+                self.as_subclass(Tensor).__deepcopy__(memo) if self.is_leaf else super().__deepcopy__(memo)
+            )
+        memo[id(self)] = copied
+        return copied
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, ScopedTensor}
+_KNOWN = {Tensor, torch.nn.Parameter, ScopedTensor, torch.nn.Buffer}
+
+
+@contextmanager
+def _unscoped(tree: Any) -> Iterator[None]:
+    scoped = [x for x in pytree.tree_leaves(tree) if type(x) is ScopedTensor]
+    for x in scoped:
+        x.__class__ = Tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for x in scoped:
+            x.__class__ = ScopedTensor

@@ -1,0 +1,265 @@
+"""Selective checkpointing: which operators of a region are not run again.
+
+A policy looks at every operator of the forward, below autograd. What it says to save is kept beside the
+graph, and handed out in the recomputation in place of running the operator; the n-th call of an operator
+there is the n-th of the forward. The names, the enum and the order of arguments are torch's. Ours is
+written anew for `MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD`, which torch 2.13 to 2.15 have as names and
+treat as "recompute": here the bytes leave the device, while the forward goes on, and come back when the
+recomputation reaches the operator.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+
+from .. import _torch
+from ..errors import CheckpointError, InputError, MutationError, OptionError, describe
+
+__all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
+
+Policy = Callable[..., CheckpointPolicy | bool]
+
+_SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+_HAS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Policy | Sequence[Any], allow_cache_entry_mutation: bool = False
+) -> tuple[Any, Any]:
+    """Contexts for a checkpoint in which some operators are not recomputed.
+
+    Parameters
+    ----------
+    policy_fn_or_list : callable or list of operators
+        ``policy(ctx, op, *args, **kwargs)`` is called after each operator of the forward, and returns a
+        `CheckpointPolicy`: save the result, offload it to the CPU, or recompute it; ``ctx.op_output`` is
+        the result. Or a list of operators (overloads, such as ``torch.ops.aten.mm.default``) to save.
+        MUST and PREFER are the same in eager mode.
+    allow_cache_entry_mutation : bool
+        Do not mind that a saved result was changed in place.
+
+    Returns
+    -------
+    tuple of two context managers
+        For the forward and for one recomputation: a region can be gone through backward once.
+
+    Raises
+    ------
+    InputError, OptionError
+        The argument is neither a policy nor a list of overloads.
+    CheckpointError
+        In the backward: the recomputation calls other operators than the forward did, or comes twice.
+    MutationError
+        In the backward: a saved result was changed in place.
+
+    Examples
+    --------
+    >>> import functools, torch
+    >>> from funcckpt import checkpoint, create_selective_checkpoint_contexts
+    >>> context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    >>> x = torch.ones(2, 2, requires_grad=True)
+    >>> checkpoint(lambda x: torch.tanh(x @ x).sum(), x, context_fn=context_fn).backward()
+    >>> x.grad.shape
+    torch.Size([2, 2])
+    """
+    if torch.compiler.is_compiling():  # which reads torch's off the graph
+        return torch_checkpoint.create_selective_checkpoint_contexts(
+            policy_fn_or_list, allow_cache_entry_mutation
+        )
+    results: Results = defaultdict(list)
+    forward = Forward(_policy(policy_fn_or_list), results)
+    return forward, Recompute(results, allow_cache_entry_mutation)
+
+
+def _policy(policy_fn_or_list: Any) -> Policy:
+    if callable(policy_fn_or_list):
+        return policy_fn_or_list
+    if not isinstance(policy_fn_or_list, (list, tuple, set, frozenset)):
+        raise InputError(
+            "policy_fn_or_list must be either a function or a list of ops, not "
+            f"{type(policy_fn_or_list).__name__}."
+        )
+    for op in policy_fn_or_list:
+        if not isinstance(op, _torch.OPERATORS):
+            hint = f": write {op}.default, or another of its overloads" if hasattr(op, "default") else ""
+            raise OptionError(f"Expected op in `op_list` to be an OpOverload but got: {op}{hint}.")
+    saved = frozenset(policy_fn_or_list)
+    return lambda ctx, op, *args, **kwargs: op in saved
+
+
+# -- results that are kept -------------------------------------------------------------------------
+
+# By operator, in the order of the calls: the result with its tensors kept, or one of the marks.
+Results = dict[Any, list[Any]]
+_RECOMPUTE = object()
+_CONSUMED = object()
+
+
+class Kept:
+    """A tensor that is kept where it is, or where the hooks of the caller put it."""
+
+    def __init__(self, x: Tensor, hooks: _torch.Hooks | None) -> None:
+        x = _torch.alias(x)
+        self._packed: Any = x if hooks is None else hooks[0](x)
+        self._unpack = None if hooks is None else hooks[1]
+        self._version = x._version
+
+    def get(self, allow_mutation: bool) -> Tensor:
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        x: Tensor = self._packed
+        if not allow_mutation and x._version != self._version:
+            raise MutationError(
+                f"Tensor cached during selective activation checkpoint has been mutated ({describe(x)}). "
+                "Change a copy (x.clone()), or pass allow_cache_entry_mutation=True if you know better."
+            )
+        return x
+
+
+class Offloaded:
+    """A tensor of an accelerator, kept in the memory of the host.
+
+    The copy there is made by a stream of its own, into pinned memory, while the forward goes on; the copy
+    back by the stream that needs it.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        x = x.detach()
+        self._device = x.device
+        self._done: Any = None
+        self._host = torch.empty_strided(
+            x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=_can_pin(x)
+        )
+        if not self._host.is_pinned():
+            self._host.copy_(x)
+            return
+        side = _side_stream(x.device)
+        side.wait_stream(torch.accelerator.current_stream(x.device))
+        with side:
+            self._host.copy_(x, non_blocking=True)
+            self._done = side.record_event()
+        # Its memory is not given to another tensor before the copy is made.
+        x.record_stream(side)
+
+    def get(self, allow_mutation: bool) -> Tensor:
+        if self._done is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._done)
+        x = torch.empty_strided(
+            self._host.size(), self._host.stride(), dtype=self._host.dtype, device=self._device
+        )
+        return x.copy_(self._host, non_blocking=self._done is not None)
+
+
+def is_far(x: Tensor) -> bool:
+    """Whether offloading moves `x`: whether it is not in the memory of the host already."""
+    return x.device.type not in ("cpu", "meta") and x.layout is torch.strided
+
+
+def _can_pin(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.Stream(device)
+    return _side_streams[device]
+
+
+# -- the two modes ------------------------------------------------------------------------------------
+
+
+class Forward(TorchDispatchMode):
+    """Asks the policy, and keeps what it says."""
+
+    respect_saved_tensors_hooks: bool | None = None
+    # The hooks that are active around the checkpoint.
+    hooks: _torch.Hooks | None = None
+
+    def __init__(self, policy: Policy, results: Results) -> None:
+        super().__init__()
+        self._policy = policy
+        self._results = results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in SAC_IGNORED_OPS:
+            return out
+        more = {"op_output": out} if _HAS_OUTPUT else {}
+        context = SelectiveCheckpointContext(is_recompute=False, **more)
+        if not _HAS_OUTPUT:
+            context.op_output = out
+        policy = self._policy(context, func, *args, **kwargs)
+        result: Any = _RECOMPUTE
+        if policy is True or policy in _SAVE or policy in _OFFLOAD:
+            hooks = self.hooks if self.respect_saved_tensors_hooks else None
+            far = policy in _OFFLOAD
+
+            def keep(x: Tensor) -> Kept | Offloaded:
+                return Offloaded(x) if far and is_far(x) else Kept(x, hooks)
+
+            result = pytree.tree_map_only(Tensor, keep, out)
+        self._results[func].append(result)
+        return out
+
+
+class Recompute(TorchDispatchMode):
+    """Hands out what was kept."""
+
+    def __init__(self, results: Results, allow_mutation: bool) -> None:
+        super().__init__()
+        self._results = results
+        self._allow_mutation = allow_mutation
+        self._calls: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        i = self._calls[func]
+        self._calls[func] += 1
+        results = self._results.get(func, [])
+        if i >= len(results):
+            raise CheckpointError(
+                f"{func} (call {i}) encountered during backward but not found in storage: the forward has "
+                f"called it {len(results)} times. The function has to do the same each time."
+            )
+        if results[i] is _RECOMPUTE:
+            return func(*args, **kwargs)
+        if results[i] is _CONSUMED:
+            raise CheckpointError(
+                "Trying to backward an extra time. You are only allowed to backward once on any region "
+                "computed under selective activation checkpoint."
+            )
+        kept, results[i] = results[i], _CONSUMED
+        return pytree.tree_map_only((Kept, Offloaded), lambda x: x.get(self._allow_mutation), kept)

@@ -1,0 +1,915 @@
+"""checkpoint in plain eager code: what torch's own does, and then what it does not."""
+
+import functools
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Counter, Storages, assert_same
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointError,
+    GraphExecGroup,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+import funcckpt
+from funcckpt.errors import MutationError, OptionError
+
+from .implementations import both, gradients
+
+D = torch.float64
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=D, requires_grad=True)
+
+
+def chain(x, w):
+    for _ in range(3):
+        x = torch.tanh(x @ w)
+    return x
+
+
+@both
+def test_gradients_are_those_without(checkpoint):
+    x, w = leaf(4, 3), leaf(3, 3)
+    assert_same(gradients(chain, x, w, checkpoint=checkpoint), gradients(chain, x, w))
+
+
+@both
+def test_only_the_inputs_are_kept(checkpoint):
+    x, w = leaf(64, 32), leaf(32, 32)
+    with Storages().known(x, w) as storages:
+        y = checkpoint(chain, x, w)
+        assert storages.live == y.nbytes
+        plain = chain(x, w)
+        assert storages.live >= y.nbytes + 3 * plain.nbytes
+
+
+@both
+def test_module_method_partial_and_lambda(checkpoint):
+    layer = nn.Linear(3, 3, dtype=D)
+    x = leaf(2, 3)
+    expected = torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
+    for f in (layer, layer.forward, functools.partial(F.linear, weight=layer.weight, bias=layer.bias)):
+        assert_same(torch.autograd.grad(checkpoint(f, x).sum(), [x, *layer.parameters()]), expected)
+    assert_same(torch.autograd.grad(checkpoint(lambda: layer(x)).sum(), [x, *layer.parameters()]), expected)
+
+
+@both
+def test_keyword_and_nested_arguments(checkpoint):
+    def f(pair, *, scale, more):
+        a, b = pair
+        return (a * b["w"] * scale).sin() * more[0]
+
+    def run(call):
+        torch.manual_seed(1)
+        a, w, scale, m = leaf(3), leaf(3), leaf(3), leaf(3)
+        y = call(f, (a, {"w": w}), scale=scale, more=[m, "no tensor"])
+        y.sum().backward()
+        return [y.detach(), a.grad, w.grad, scale.grad, m.grad]
+
+    assert_same(run(checkpoint), run(lambda f, *args, **kwargs: f(*args, **kwargs)))
+
+
+@both
+def test_nested_and_no_tensor_outputs(checkpoint):
+    x = leaf(3)
+    out = checkpoint(lambda x: {"y": (x.sin(), None), "n": 3}, x)
+    assert out["n"] == 3 and out["y"][1] is None
+    out["y"][0].sum().backward()
+    assert_same(x.grad, x.detach().cos())
+
+
+@both
+def test_no_input_that_requires_grad(checkpoint):
+    w = leaf(3)
+    checkpoint(lambda x: (x * w).sin(), torch.ones(3, dtype=D)).sum().backward()
+    assert_same(w.grad, w.detach().cos())
+    assert not checkpoint(torch.sin, torch.ones(3)).requires_grad
+
+
+@both
+def test_detached_and_no_grad_parts(checkpoint):
+    def f(x):
+        with torch.no_grad():
+            scale = x.norm()
+        return (x * scale).sin() + x.detach() * x
+
+    x = leaf(3)
+    assert_same(gradients(f, x, checkpoint=checkpoint), gradients(f, x))
+
+
+@both
+def test_without_grad_mode_f_is_just_called(checkpoint):
+    f = Counter(torch.sin)
+    with torch.no_grad():
+        assert not checkpoint(f, leaf(2)).requires_grad
+    assert f.calls == 1
+
+
+@both
+def test_inner_backward_in_the_region(checkpoint):
+    def f(x):
+        y = x.sin()
+        z = y.cos() * x
+        (g,) = torch.autograd.grad(z.sum(), x, retain_graph=True, create_graph=True)
+        return g * z
+
+    x = leaf(3)
+    for early_stop in (True, False):
+        assert_same(gradients(f, x, checkpoint=checkpoint, early_stop=early_stop), gradients(f, x))
+
+
+@both
+def test_inner_backward_that_frees_its_graph(checkpoint):
+    def f(x):
+        y = x.sin()
+        (g,) = torch.autograd.grad(y.cos().sum(), x)
+        return x.cos() * g
+
+    x = leaf(3)
+    for early_stop in (True, False):
+        assert_same(gradients(f, x, checkpoint=checkpoint, early_stop=early_stop), gradients(f, x))
+
+
+@both
+def test_double_backward(checkpoint):
+    def second(call):
+        x = torch.linspace(0, 1, 3, dtype=D, requires_grad=True)
+        (g,) = torch.autograd.grad(call(lambda x: (x.sin() ** 3).sum(), x), x, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), x)[0]
+
+    assert_same(second(checkpoint), second(lambda f, x: f(x)))
+    x = leaf(3, 3)
+    assert torch.autograd.gradcheck(lambda x: checkpoint(chain, x, x), x)
+    assert torch.autograd.gradgradcheck(lambda x: checkpoint(chain, x, x), x)
+
+
+@both
+def test_several_backwards_recompute_each_time(checkpoint):
+    f = Counter(chain)
+    x, w = leaf(4, 3), leaf(3, 3)
+    y = checkpoint(f, x, w).sum()
+    once = torch.autograd.grad(y, [x, w], retain_graph=True)
+    assert f.calls == 2
+    assert_same(torch.autograd.grad(y, [x, w], retain_graph=True), once)
+    assert f.calls == 3
+
+
+@both
+def test_retain_graph_keeps_no_recomputed_tensors(checkpoint):
+    x, w = leaf(64, 32), leaf(32, 32)
+    with Storages().known(x, w) as storages:
+        y = checkpoint(chain, x, w)
+        before = storages.live
+        y.backward(torch.ones_like(y), retain_graph=True)
+        x.grad = w.grad = None
+        gc.collect()
+        assert storages.live == before
+
+
+@both
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_recomputed_tensors_are_freed_as_they_are_used(checkpoint, retain_graph):
+    x = leaf(64)
+    made, alive = [], []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, i):
+            ctx.i = i
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            alive.append((ctx.i, sum(ref() is not None for ref in made)))
+            return g, None
+
+    def f(x):
+        for i in range(4):
+            x = Look.apply(x, i)
+            made.append(weakref.ref(x.untyped_storage()))
+            x = x.sin()
+        return x
+
+    y = checkpoint(f, x)
+    made.clear()
+    y.sum().backward(retain_graph=retain_graph)
+    assert len(made) == 4 and alive == [(3, 3), (2, 2), (1, 1), (0, 0)]
+
+
+@both
+def test_peak_of_a_chain_of_checkpoints(checkpoint):
+    x = leaf(64)
+    n, scalars = x.nbytes, 16
+
+    def block(x):
+        return x.sin().sin().sin().sin()
+
+    def peak(call):
+        with Storages().known(x) as storages:
+            y = x
+            for _ in range(8):
+                y = call(block, y)
+            y.sum().backward()
+        x.grad = None
+        return storages.peak
+
+    assert peak(lambda f, x: f(x)) == 34 * n + scalars
+    assert peak(checkpoint) <= 14 * n + scalars  # eight inputs, the inside of one, gradients
+
+
+@both
+def test_threads_side_by_side(checkpoint):
+    errors = []
+
+    def work(seed):
+        try:
+            for _ in range(5):
+                x, w = leaf(4, 3), leaf(3, 3)
+                assert_same(gradients(chain, x, w, checkpoint=checkpoint), gradients(chain, x, w))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+
+
+@both
+def test_partial_backward(checkpoint):
+    def f(x):
+        return x.sin().exp(), x.cos().exp()
+
+    x = leaf(3)
+    a, b = checkpoint(f, x)
+    (ga,) = torch.autograd.grad(a.sum(), x, retain_graph=True)
+    (gb,) = torch.autograd.grad(b.sum(), x)
+    assert_same(ga, (x.cos() * x.sin().exp()).detach())
+    assert_same(gb, (-x.sin() * x.cos().exp()).detach())
+
+
+@both
+def test_half_of_the_graph_is_dropped(checkpoint):
+    x = leaf(3)
+    a, b = checkpoint(lambda x: (x.sin().exp(), x.cos().exp()), x)
+    del b
+    a.sum().backward()
+    assert_same(x.grad, (x.cos() * x.sin().exp()).detach())
+
+
+class Nested:
+    def __init__(self, checkpoint, depth):
+        self.counts = [0] * depth
+        self.checkpoint = checkpoint
+
+    def f(self, x, level=0):
+        self.counts[level] += 1
+        x = x.sin()
+        if level + 1 < len(self.counts):
+            x = self.checkpoint(self.f, x, level + 1)
+        return x.sin()
+
+
+@both
+def test_nested_recomputes_only_what_is_asked_for(checkpoint):
+    x = leaf(3)
+    nested = Nested(checkpoint, 3)
+    checkpoint(nested.f, x).sum().backward()
+    # The last tensor is saved by the outermost; to read what the inner ones have saved, each of them
+    # is run in each recomputation around it, and once more on its own behalf.
+    assert nested.counts == [2, 3, 4]
+    plain = Nested(lambda f, *args: f(*args), 3)
+    assert_same(x.grad, torch.autograd.grad(plain.f(x).sum(), x)[0])
+
+
+@both
+def test_nested_inputs_are_not_kept(checkpoint):
+    x = leaf(64)
+
+    def inner(h):
+        return h.sin().sin()
+
+    def outer(x):
+        return checkpoint(inner, checkpoint(inner, x.exp()).exp())
+
+    with Storages().known(x) as storages:
+        y = checkpoint(outer, x)
+        assert storages.live == y.nbytes
+
+
+@both
+def test_early_stop(checkpoint):
+    after = Counter(lambda x: x + 1)
+
+    def f(x):
+        return after(x.sin())
+
+    def calls(**options):
+        after.reset()
+        checkpoint(f, leaf(3), **options).sum().backward()
+        return after.calls
+
+    assert calls() == 1
+    assert calls(early_stop=False) == 2
+    with set_checkpoint_early_stop(False):
+        assert calls() == 2
+        assert calls(early_stop=True) == 2
+    with set_checkpoint_early_stop(True):
+        assert calls(early_stop=False) == 1
+
+
+@both
+def test_random_numbers_are_the_same(checkpoint):
+    def f(x):
+        return F.dropout(x, 0.5) * torch.rand_like(x)
+
+    def run(call):
+        torch.manual_seed(3)
+        x = torch.ones(64, dtype=D, requires_grad=True)
+        y = call(f, x)
+        after = torch.rand(3)
+        y.sum().backward()
+        return y.detach(), x.grad, after, torch.rand(3)
+
+    assert_same(run(checkpoint), run(lambda f, x: f(x)))
+
+
+@both
+def test_preserve_rng_state_false_draws_anew(checkpoint):
+    torch.manual_seed(0)
+    x = torch.ones(64, dtype=D, requires_grad=True)
+    y = checkpoint(lambda x: x * torch.rand_like(x), x, preserve_rng_state=False)
+    y.sum().backward()
+    assert not torch.equal(y.detach(), x.grad)
+
+
+@both
+def test_autocast(checkpoint):
+    def run(call):
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, requires_grad=True)
+        layer = nn.Linear(4, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(layer, x)
+        y.float().sum().backward()  # outside of autocast
+        return y.detach(), x.grad, layer.weight.grad
+
+    for a, e in zip(run(checkpoint), run(lambda f, x: f(x))):
+        assert a.dtype == e.dtype and torch.equal(a, e)
+
+
+@both
+def test_default_device(checkpoint):
+    def f(x):
+        return x.cpu() * torch.ones(()).cpu(), torch.empty(0).device.type
+
+    seen = []
+
+    def g(x):
+        seen.append(torch.empty(0).device.type)
+        return (x * x).sin()
+
+    x = torch.ones(3, requires_grad=True)
+    with torch.device("meta"):
+        y = checkpoint(g, x)
+    y.sum().backward()
+    assert seen == ["meta", "meta"]
+
+
+@both
+def test_batch_norm_gradients(checkpoint):
+    def run(call):
+        torch.manual_seed(0)
+        layer = nn.BatchNorm1d(3, dtype=D)
+        x = leaf(8, 3)
+        call(layer, x).square().sum().backward()
+        return x.grad, layer.weight.grad
+
+    assert_same(run(checkpoint), run(lambda f, x: f(x)))
+
+
+@both
+def test_saved_tensor_read_twice_is_an_error(checkpoint):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.exp())
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            (b,) = ctx.saved_tensors
+            return g * (a + b) / 2
+
+    with pytest.raises(CheckpointError, match="already unpacked once"):
+        checkpoint(Twice.apply, leaf(3)).sum().backward()
+
+
+@both
+def test_custom_function_and_its_hooks(checkpoint):
+    calls = []
+    x = leaf(3)
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return 2 * x * g
+
+    def f(x):
+        y = Double.apply(x.sin())
+        y.register_hook(lambda g: calls.append(1))
+        return y
+
+    checkpoint(f, x).sum().backward()
+    assert_same(x.grad, (2 * x.sin() * x.cos()).detach())
+    assert calls == [1]
+
+
+@both
+def test_leaf_hooks_run_once(checkpoint):
+    calls = []
+    w = leaf(3)
+    w.register_hook(lambda g: calls.append(1))
+    w.register_post_accumulate_grad_hook(lambda w: calls.append(2))
+    checkpoint(lambda x: x * w, leaf(3)).sum().backward()
+    assert calls == [1, 2]
+
+
+@both
+def test_another_number_of_saved_tensors_is_an_error(checkpoint):
+    state = {"first": True}
+
+    def fewer(x):
+        first, state["first"] = state["first"], False
+        return x.sin().sin() if first else x.sin()
+
+    with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+        checkpoint(fewer, leaf(3), early_stop=False).sum().backward()
+
+
+@both
+def test_more_saved_tensors_are_an_error_without_early_stop(checkpoint):
+    state = {"first": True}
+
+    def more(x):
+        first, state["first"] = state["first"], False
+        return x.sin() if first else x.sin().sin()
+
+    with pytest.raises(CheckpointError, match="trying to save more tensors during recomputation"):
+        checkpoint(more, leaf(3), early_stop=False).sum().backward()
+
+
+@both
+def test_other_shapes_are_an_error(checkpoint):
+    state = {"first": True}
+
+    def f(x):
+        first, state["first"] = state["first"], False
+        return (x if first else x[:2]).sin().sum()
+
+    with pytest.raises(CheckpointError, match="have different metadata"):
+        checkpoint(f, leaf(3)).backward()
+    state["first"] = True
+    with pytest.raises(RuntimeError) as error:
+        checkpoint(f, leaf(3), determinism_check="none").backward()
+    assert not isinstance(error.value, CheckpointError)
+
+
+@both
+def test_debug_lists_the_operators_of_both_runs(checkpoint):
+    state = {"first": True}
+
+    def f(x):
+        first, state["first"] = state["first"], False
+        return x.sin().exp() if first else x.cos()[:2].exp()
+
+    def listed():
+        state["first"] = True
+        with pytest.raises(CheckpointError) as error:
+            checkpoint(f, leaf(3), debug=True).sum().backward()
+        return str(error.value)
+
+    text = listed()
+    forward, recompute = text.split("Operations executed during recomputation")
+    assert "aten.sin.default" in forward.split("Operations executed during the original forward")[1]
+    assert "aten.cos.default" in recompute and "aten.sin.default" not in recompute
+    with set_checkpoint_debug_enabled(False):
+        assert "aten.sin.default" not in listed()
+    with pytest.raises(ValueError, match="debug=True is incompatible with non-default context_fn"):
+        checkpoint(f, leaf(3), debug=True, context_fn=lambda: (None, None))
+
+
+@both
+def test_unknown_determinism_check(checkpoint):
+    with pytest.raises(ValueError, match="determinism_check should be one of"):
+        checkpoint(torch.sin, leaf(3), determinism_check="sometimes")
+
+
+class Noting:
+    def __init__(self, notes, name, suppress=False):
+        self.notes, self.name, self.suppress = notes, name, suppress
+
+    def __enter__(self):
+        self.notes.append(self.name)
+
+    def __exit__(self, kind, error, trace):
+        return self.suppress and kind is ValueError
+
+
+@both
+def test_context_fn(checkpoint):
+    notes = []
+    y = checkpoint(
+        torch.sin, leaf(3), context_fn=lambda: (Noting(notes, "forward"), Noting(notes, "recompute"))
+    )
+    assert notes == ["forward"]
+    y.sum().backward()
+    assert notes == ["forward", "recompute"]
+
+
+def test_context_that_suppresses_an_exception():
+    checkpoint = funcckpt.checkpoint  # torch 2.11's leaves its hooks behind
+
+    def fails(x):
+        raise ValueError("of f")
+
+    with pytest.raises(RuntimeError, match="suppressed an exception"):
+        checkpoint(fails, leaf(3), context_fn=lambda: (Noting([], "", suppress=True), Noting([], "")))
+    with pytest.raises(ValueError, match="of f"):
+        checkpoint(fails, leaf(3))
+    assert_same(
+        gradients(torch.sin, torch.ones(2, requires_grad=True), checkpoint=checkpoint)[0], torch.ones(2).sin()
+    )
+
+
+@both
+def test_graph_exec_group(checkpoint):
+    f = Counter(lambda x: (x.sin().exp(), x.cos().exp()))
+    x = leaf(3)
+    a, b = checkpoint(f, x)
+    with GraphExecGroup():
+        (ga,) = torch.autograd.grad(a.sum(), x, retain_graph=True)
+        (gb,) = torch.autograd.grad(b.sum(), x, retain_graph=True)
+        assert f.calls == 2
+        with pytest.raises(CheckpointError, match="overlap"):
+            torch.autograd.grad(b.sum(), x)
+    assert_same(ga + gb, (x.cos() * x.sin().exp() - x.sin() * x.cos().exp()).detach())
+    with pytest.raises(RuntimeError, match="cannot be nested"), GraphExecGroup(), GraphExecGroup():
+        pass
+
+
+@both
+def test_nothing_is_left_behind(checkpoint):
+    x = leaf(3)
+    h = x * 2
+    ref = weakref.ref(h)
+    y = checkpoint(lambda a, b: (a * b).sin(), x, h)
+    del h
+    assert ref() is not None
+    y.sum().backward()
+    assert ref() is None
+
+
+@both
+def test_dropped_before_the_backward(checkpoint):
+    h = leaf(3) * 2
+    ref = weakref.ref(h)
+    y = checkpoint(lambda a: a.sin(), h)
+    del h, y
+    assert ref() is None
+
+
+@both
+def test_backward_in_another_thread(checkpoint):
+    x, w = leaf(4, 3), leaf(3, 3)
+    y = checkpoint(chain, x, w).sum()
+    thread = threading.Thread(target=y.backward)
+    thread.start()
+    thread.join()
+    assert_same([x.grad, w.grad], gradients(chain, x, w)[1:])
+
+
+@both
+def test_under_save_on_cpu(checkpoint):
+    x, w = leaf(4, 3), leaf(3, 3)
+    with torch.autograd.graph.save_on_cpu():
+        y = checkpoint(chain, x, w)
+    y.sum().backward()
+    assert_same([x.grad, w.grad], gradients(chain, x, w)[1:])
+
+
+@both
+def test_save_on_cpu_inside(checkpoint):
+    def f(x, w):
+        with torch.autograd.graph.save_on_cpu():
+            x = chain(x, w)
+        return chain(x, w)
+
+    x, w = leaf(4, 3), leaf(3, 3)
+    assert_same(gradients(f, x, w, checkpoint=checkpoint), gradients(f, x, w))
+
+
+@both
+def test_changed_input_is_autograds_error(checkpoint):
+    x = torch.ones(3, dtype=D)
+    w = leaf(3)
+    y = checkpoint(lambda x: (x * w).sin(), x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@both
+def test_graph_hooks_see_each_gradient_once(checkpoint):
+    seen = []
+    x = leaf(3)
+    y = checkpoint(lambda x: x.sin().exp(), x)
+    y.register_hook(lambda g: seen.append(g))
+    x.register_hook(lambda g: seen.append(g))
+    y.sum().backward()
+    assert len(seen) == 2
+
+
+@both
+def test_batched_gradients(checkpoint):
+    x, w = leaf(4, 3), leaf(3, 3)
+
+    def rows(call):
+        y = call(chain, x, w)
+        eye = torch.eye(y.numel(), dtype=D).reshape(-1, *y.shape)
+        return torch.autograd.grad(y, [x, w], eye, is_grads_batched=True)
+
+    assert_same(rows(checkpoint), rows(lambda f, *xs: f(*xs)))
+
+
+@both
+def test_function_that_stores_its_intermediates(checkpoint):
+    kept = []
+
+    def f(x):
+        y = x.sin()
+        kept.append(y)
+        return y.exp()
+
+    x = leaf(3)
+    y = checkpoint(f, x)
+    (g,) = torch.autograd.grad((y.sum() + kept[0].sum()), x)
+    assert_same(g, (x.cos() * x.sin().exp() + x.cos()).detach())
+
+
+# -- the curried form, which torch has from 2.14 on ----------------------------------------------
+
+
+def test_curried():
+    f = Counter(lambda x, debug, use_reentrant: x.sin() * debug * use_reentrant)
+    g = funcckpt.checkpoint(early_stop=False, use_reentrant=False)(f)
+    x = leaf(3)
+    g(x, debug=2, use_reentrant=3).sum().backward()
+    assert_same(x.grad, 6 * x.detach().cos())
+    assert f.calls == 2
+    g = funcckpt.checkpoint()(torch.sin)
+    assert_same(torch.autograd.grad(g(x).sum(), x)[0], x.detach().cos())
+
+
+def test_decorator_of_functions_and_methods():
+    @funcckpt.checkpoint
+    def f(x):
+        """Words."""
+        return x.sin()
+
+    class Model:
+        scale = 2.0
+
+        @funcckpt.checkpoint(preserve_rng_state=False)
+        def forward(self, x):
+            return x.sin() * self.scale
+
+        @funcckpt.checkpoint
+        def bare(self, x):
+            return x.sin() * self.scale
+
+    assert f.__doc__ == "Words." and f.__name__ == "f"
+    x = leaf(3)
+    assert_same(torch.autograd.grad(f(x).sum(), x)[0], x.detach().cos())
+    for method in (Model().forward, Model().bare):
+        assert_same(torch.autograd.grad(method(x).sum(), x)[0], 2 * x.detach().cos())
+
+
+def test_decorated_module():
+    layer = nn.Linear(3, 3, dtype=D)
+    x = leaf(2, 3)
+    y = funcckpt.checkpoint()(layer)(x)
+    assert_same(torch.autograd.grad(y.sum(), layer.weight), torch.autograd.grad(layer(x).sum(), layer.weight))
+
+
+def test_a_function_without_arguments_is_called():
+    w = leaf(3)
+    funcckpt.checkpoint(lambda: w.sin()).sum().backward()
+    assert_same(w.grad, w.detach().cos())
+
+
+def test_what_is_no_function():
+    with pytest.raises(OptionError, match="lr"):
+        funcckpt.checkpoint(lr=3)
+    with pytest.raises(funcckpt.InputError):
+        funcckpt.checkpoint()(3)
+
+
+# -- use_reentrant=True ----------------------------------------------------------------------------
+
+
+def test_reentrant_is_accepted_where_the_result_is_the_same():
+    x, w = leaf(4, 3), leaf(3, 3)
+    ours = gradients(chain, x, w, checkpoint=funcckpt.checkpoint, use_reentrant=True)
+    both = gradients(chain, x, w, checkpoint=torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    assert_same(ours, both)
+    assert_same(gradients(chain, x, w, checkpoint=funcckpt.checkpoint, use_reentrant=None), ours)
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    assert not funcckpt.checkpoint(frozen, torch.ones(1, 3), use_reentrant=True).requires_grad
+
+
+def test_reentrant_is_refused_where_torch_would_give_no_gradient():
+    with pytest.raises(OptionError, match=r"use_reentrant=False"):
+        funcckpt.checkpoint(nn.Linear(3, 3), torch.ones(1, 3), use_reentrant=True)
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: scale"):
+        funcckpt.checkpoint(torch.sin, leaf(3), use_reentrant=True, scale=2)
+    with pytest.raises(ValueError, match="context_fn"):
+        funcckpt.checkpoint(torch.sin, leaf(3), use_reentrant=True, debug=True)
+
+
+# -- what torch's checkpoint gets wrong without a word --------------------------------------------
+
+
+def test_a_parameter_that_was_stepped_before_the_backward():
+    layer = nn.Linear(3, 3, dtype=D)
+    y = funcckpt.checkpoint(lambda x: layer(x).sin(), leaf(2, 3))
+    torch.optim.SGD(layer.parameters(), lr=1.0)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(MutationError, match=r"float64\[3, 3\].*in place"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda p: p.detach().clone().requires_grad_(), lambda p: nn.Parameter(p.detach() + 1), lambda p: p * 2],
+)
+@pytest.mark.parametrize("rows", [(), (2,), (2, 5)])
+def test_functional_call_has_put_the_parameters_back(wrap, rows):
+    """Torch's checkpoint gives the gradient at the module's own parameters."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=D)
+
+        def forward(self, x):
+            return funcckpt.checkpoint(lambda x: self.linear(x).sin(), x)
+
+    block, x = Block(), leaf(*rows, 3)
+    parameters = {k: wrap(p) for k, p in block.named_parameters()}
+    y = torch.func.functional_call(block, parameters, (x,))
+    with pytest.raises(CheckpointError, match=r"functional_call.*remat"):
+        y.sum().backward()
+    y = torch.func.functional_call(block, dict(block.named_parameters()), (x,))
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(block.linear(x).sin().sum(), x))
+
+
+@pytest.mark.parametrize("how", ["list", "keyword"])
+def test_a_tensor_inside_of_an_argument_that_was_changed(how):
+    w, x = leaf(3), torch.ones(3, dtype=D)
+    if how == "list":
+        y = funcckpt.checkpoint(lambda xs: (xs[0] * w).sin(), [x])
+    else:
+        y = funcckpt.checkpoint(lambda *, x: (x * w).sin(), x=x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_saved_tensor_that_f_overwrites():
+    def f(x):
+        y = x.sin()
+        z = y * y
+        y.mul_(2)
+        return z.exp()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        f(leaf(3)).sum().backward()
+    with pytest.raises(MutationError, match=r"x\.clone\(\)"):
+        funcckpt.checkpoint(f, leaf(3)).sum().backward()
+
+
+def test_in_place_operations_that_are_right():
+    def f(x):
+        y = x.sin()
+        y.mul_(2).add_(x)
+        return F.relu(y, inplace=True).exp()
+
+    x = leaf(3)
+    assert_same(gradients(f, x, checkpoint=funcckpt.checkpoint), gradients(f, x))
+
+
+def test_running_statistics_are_updated_once():
+    def run(call):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(3, 4, dtype=D), nn.BatchNorm1d(4, dtype=D), nn.Tanh(), nn.Linear(4, 4, dtype=D)
+        )
+        call(model, leaf(8, 3)).square().sum().backward()
+        return list(model.buffers())
+
+    assert_same(run(funcckpt.checkpoint), run(lambda f, x: f(x)))
+
+
+def test_nested_keyword_inputs_are_not_kept():
+    x = leaf(64)
+
+    def inner(*, h):
+        return h.sin().sin()
+
+    def outer(x):
+        return funcckpt.checkpoint(inner, h=funcckpt.checkpoint(inner, h=x.exp()).exp())
+
+    with Storages().known(x) as storages:
+        y = funcckpt.checkpoint(outer, x)
+        assert storages.live == y.nbytes
+
+
+def test_f_that_catches_exceptions():
+    def f(x):
+        y = x.sin()
+        try:
+            y = y.exp()
+        except Exception:
+            y = y * 0
+        return y
+
+    x = leaf(3)
+    assert_same(gradients(f, x, checkpoint=funcckpt.checkpoint), gradients(f, x))
+
+
+def test_torchs_settings_and_types_are_found_beside_it():
+    import funcckpt.eager
+
+    for name in (
+        "DefaultDeviceType",
+        "GraphExecGroup",
+        "noop_context_fn",
+        "set_checkpoint_debug_enabled",
+        "set_checkpoint_early_stop",
+    ):
+        assert getattr(funcckpt.eager, name) is getattr(torch.utils.checkpoint, name)
+    assert issubclass(funcckpt.CheckpointError, CheckpointError)
+
+
+# -- compiled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_compiled_in_one_graph(decorated):
+    def body(x, w, *, scale):
+        return torch.tanh(x @ w).sin() * scale
+
+    curried = funcckpt.checkpoint(preserve_rng_state=False)(body)
+
+    def loss(x, w):
+        if decorated:
+            return curried(x, w, scale=2).sum()
+        return funcckpt.checkpoint(body, x, w, scale=2).sum()
+
+    x, w = leaf(4, 3), leaf(3, 3)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert_same(
+        list(torch.autograd.grad(compiled(x, w), [x, w])),
+        list(torch.autograd.grad(body(x, w, scale=2).sum(), [x, w])),
+    )
+
+
+def test_traced_by_make_fx():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def gradients(x, w):
+        return torch.autograd.grad(funcckpt.checkpoint(chain, x, w).sum(), [x, w])
+
+    x, w = leaf(4, 3), leaf(3, 3)
+    graph = make_fx(gradients)(x, w)
+    assert_same([g.detach() for g in graph(x, w)], list(torch.autograd.grad(chain(x, w).sum(), [x, w])))
+    assert sum("tanh.default" in str(node.target) for node in graph.graph.nodes) >= 5  # forward and again

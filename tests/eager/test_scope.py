@@ -1,0 +1,1004 @@
+"""checkpoint_scope: gradients, what is kept, what is recomputed when, and who else is around."""
+
+import copy
+import gc
+import io
+import random
+import threading
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Counter, Storages, assert_same
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcckpt import checkpoint, checkpoint_scope, remat
+from funcckpt.eager import scope as scope_module
+from funcckpt.errors import MutationError, TransformError
+
+from .implementations import both
+
+D = torch.float64
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=D, requires_grad=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    gc.collect()
+    assert not scope_module._here.frames
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert not scope_module._entries
+
+
+class Ops(TorchDispatchMode):
+    """The names of the operators that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def dead(*xs):
+    """What tells whether the storages of tensors are gone."""
+    refs = [weakref.ref(x.untyped_storage()) for x in xs]
+    return lambda: [ref() is None for ref in refs]
+
+
+def same(f, *shapes, backward=None):
+    """f(scope, *leaves), with a scope and without: value, gradients, and where the random stream ends."""
+
+    def run(scope):
+        torch.manual_seed(1)
+        leaves = [leaf(*shape) for shape in shapes]
+        y = f(scope, *leaves)
+        after = torch.rand(2)
+        gradients = torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+        return y.detach().clone(), gradients, after, torch.rand(2)
+
+    assert_same(run(checkpoint_scope), run(nullcontext))
+
+
+# -- gradients --------------------------------------------------------------------------------------
+
+
+def test_used_after_the_block():
+    def f(scope, a, b, c):
+        with scope():
+            x = a + b
+        return x * c
+
+    same(f, (3,), (3,), (3,))
+
+
+def test_composite_operators_views_and_modules():
+    torch.manual_seed(0)
+    norm, linear, conv = nn.LayerNorm(4), nn.Linear(4, 4), nn.Conv1d(2, 3, 3)
+    for m in (norm, linear, conv):
+        m.double()
+
+    def f(scope, a, q):
+        with scope():
+            x = F.gelu(norm(linear(a)))
+            y = F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]
+            z = conv(q).relu().flatten()
+            u, v = y.chunk(2, dim=-1)
+        w = u.t() @ v
+        return torch.cat([w.reshape(-1).softmax(0), z.square(), y.view(-1).exp(), u.exp().flatten()])
+
+    same(f, (6, 4), (2, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_conjugate_and_real_views(dtype):
+    def f(scope, a, b):
+        with scope():
+            x = torch.complex(a, b).exp()
+            y = x.conj()
+        return (torch.view_as_real(x * y.sin()).square() + y.imag[:, None].exp()).sum() + x.real.exp().sum()
+
+    same(f, (3,), (3,))
+
+
+def test_random_numbers():
+    def f(scope, a):
+        with scope():
+            x = F.dropout(a, 0.5) * torch.rand_like(a)
+        between = torch.rand(3, dtype=D)
+        with scope():
+            y = x + torch.randn(64, dtype=D)
+            z = F.dropout(y.exp(), 0.3)
+        return (x * y * z).sin() * between.sum()
+
+    same(f, (64,))
+
+
+def test_a_generator_of_ones_own():
+    def f(scope, a):
+        generator = torch.Generator().manual_seed(3)
+        with scope():
+            x = a * torch.rand(8, dtype=D, generator=generator)
+        return x.exp() * torch.rand(8, dtype=D, generator=generator)
+
+    same(f, (8,))
+
+
+def test_autocast():
+    def run(scope):
+        torch.manual_seed(0)
+        a, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16), scope():
+            x = (a @ w).exp()
+        y = (x * x.float()).sum()
+        return y.detach(), *torch.autograd.grad(y, [a, w])
+
+    for a, e in zip(run(checkpoint_scope), run(nullcontext)):
+        assert torch.equal(a, e)
+
+
+def test_backward_under_autocast():
+    a = torch.randn(4, 4, requires_grad=True)
+    with checkpoint_scope():
+        x = a @ a
+    y = x.exp()
+    with torch.autocast("cpu", torch.bfloat16):
+        (g,) = torch.autograd.grad(y.sum(), a)
+    (expected,) = torch.autograd.grad((a @ a).exp().sum(), a)
+    torch.testing.assert_close(g, expected, rtol=1e-2, atol=1e-1)
+    assert g.dtype == torch.float32
+
+
+def test_no_grad_and_factories_inside():
+    def f(scope, a):
+        with scope():
+            with torch.no_grad():
+                scale = a.norm() + torch.arange(3, dtype=D) + torch.tensor([1.0, 2.0, 3.0], dtype=D)
+            x = a * scale
+        return x.exp() + scale * x
+
+    same(f, (3,))
+
+
+def test_double_backward():
+    def second(scope):
+        x = torch.linspace(0, 1, 3, dtype=D, requires_grad=True)
+        with scope():
+            y = x.sin() ** 3
+        (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), x)[0]
+
+    assert_same(second(checkpoint_scope), second(nullcontext))
+
+    def f(x):
+        with checkpoint_scope():
+            y = x.sin() * x
+        return y.exp() * x
+
+    assert torch.autograd.gradcheck(f, leaf(3)) and torch.autograd.gradgradcheck(f, leaf(3))
+
+
+def test_several_backwards_and_partial_ones():
+    a = leaf(3)
+    with checkpoint_scope():
+        x, y = a.sin(), a.cos()
+    u, v = x.exp(), y.exp()
+    for _ in range(2):
+        (g,) = torch.autograd.grad(u.sum(), a, retain_graph=True)
+        assert_same(g, (a.cos() * a.sin().exp()).detach())
+    (g,) = torch.autograd.grad(v.sum(), a)
+    assert_same(g, (-a.sin() * a.cos().exp()).detach())
+
+
+def test_custom_functions_inside():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x * x
+            ctx.save_for_backward(x, y)
+            return y * x
+
+        @staticmethod
+        def backward(ctx, g):
+            x, y = ctx.saved_tensors
+            x, y = ctx.saved_tensors  # may be read twice
+            return g * (2 * y + x * x)
+
+    def f(scope, a):
+        with scope():
+            x = Cube.apply(a.sin())
+        return Cube.apply(x).exp() + x * x
+
+    same(f, (3,))
+    a = leaf(64)
+    with checkpoint_scope():
+        x = Cube.apply(a.sin())
+    gone = dead(x)
+    y = x.sum()
+    with Ops() as ops:
+        del x
+        assert gone() == [True]
+        y.backward()
+    assert "sin" in ops.names
+
+
+def test_f_of_scope_in_every_thread():
+    a, c = leaf(3), leaf(3)
+    results = {}
+
+    def work(name):
+        b = (a * name).detach().requires_grad_()
+        with checkpoint_scope():
+            x = b.sin()
+        y = x * c
+        results[name] = torch.autograd.grad(y.sum(), b)[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i in range(4):
+        assert_same(results[i], (c * (a * i).cos()).detach())
+
+
+def test_made_in_one_thread_used_in_another():
+    a, c = leaf(64), leaf(64)
+    with checkpoint_scope():
+        x = a.sin()
+    gone = dead(x)
+    made = [x]
+    del x
+
+    def work():
+        made[0] = made[0] * c
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert gone() == [True]
+    thread = threading.Thread(target=made[0].sum().backward)
+    thread.start()
+    thread.join()
+    assert_same([a.grad, c.grad], [(a.cos() * c).detach(), a.sin().detach()])
+
+
+# -- what is kept -----------------------------------------------------------------------------------
+
+
+def test_what_is_made_is_not_kept():
+    a, b, c = leaf(64), leaf(64), leaf(64)
+    with checkpoint_scope():
+        x = a + b
+        z = x.exp()
+    gone = dead(x, z)
+    y = x * c + z.view(8, 8).t().reshape(-1).sin()
+    del x, z
+    assert gone() == [True, True]
+    y.sum().backward()
+    assert_same(c.grad, (a + b).detach())
+
+
+def test_live_bytes_exactly():
+    a, c = leaf(64), leaf(64)
+    n = a.nbytes
+    with Storages().known(a, c) as storages:
+        with checkpoint_scope():
+            x = a.sin()
+            z = x.exp()
+        assert storages.live == 2 * n
+        y = x * z
+        del x, z
+        assert storages.live == n  # y
+        loss = (y * c).sum()
+        del y
+        assert storages.live == n + 8  # y, kept for the gradient of c, and the loss
+        loss.backward()
+        assert storages.live == 2 * n + 8  # the gradients and the loss
+
+
+def test_parts_of_a_chain_keep_their_inputs_only():
+    x0 = leaf(64)
+
+    def run(scope, depth):
+        with Storages().known(x0) as storages:
+            x = x0
+            for _ in range(depth):
+                with scope():
+                    x = x.sin().sin().sin().sin()
+            held = storages.live
+            x.sum().backward()
+        x0.grad = None
+        return held, storages.peak
+
+    n, loss = x0.nbytes, 16  # and its gradient
+    assert run(nullcontext, 8) == (32 * n, 34 * n + loss)
+    assert run(checkpoint_scope, 8) == (8 * n, 13 * n + loss)  # eight, the inside of one, and two
+
+
+def test_recomputed_once_in_order_when_the_first_is_needed():
+    a = leaf(3)
+    with checkpoint_scope():
+        x = a.sin()
+        y = x.exp()
+        z = y.tanh()
+        unused = z.cos()
+    loss = (x * y * z).sum()
+    del x, y, z, unused
+    with Ops() as ops:
+        loss.backward()
+    recomputed = [name for name in ops.names if name in ("sin", "exp", "tanh", "cos")]
+    # `cos` twice: in the backward of sin; the one in the block is wanted by nobody.
+    assert recomputed == ["sin", "exp", "tanh", "cos"]
+
+
+def test_freed_as_they_are_used():
+    a = leaf(64)
+    with checkpoint_scope():
+        xs = [a.sin(), a.cos(), a.erf()]
+    recomputed, alive = [], []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, i):
+            ctx.i = i
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            alive.append((ctx.i, sum(ref() is not None for ref in recomputed)))
+            return g, None
+
+    class Births(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in ("sin", "cos", "erf") and len(recomputed) < 3:
+                recomputed.append(weakref.ref(out.untyped_storage()))
+            return out
+
+    y = a
+    for i, x in enumerate(xs):
+        y = Look.apply(y, i).mul(x)
+    del x, xs
+    with Births():
+        y.sum().backward()
+    # Those of the last product are needed first; what has been used is gone at the next step.
+    assert len(recomputed) == 3 and alive == [(2, 2), (1, 1), (0, 0)]
+
+
+def test_leftovers_of_a_partial_backward_serve_the_next():
+    a = leaf(3)
+    with checkpoint_scope():
+        x, y = a.sin(), a.cos()
+    u, v = x.exp() * x, y.exp() * y
+    del x, y
+    torch.autograd.grad(u.sum(), a)
+    with Ops() as ops:
+        torch.autograd.grad(v.sum(), a)
+    assert "cos" not in ops.names  # was recomputed with the other one
+
+
+def test_only_what_is_waited_for_is_recomputed():
+    a = leaf(3)
+    with checkpoint_scope():
+        x, y = a.sin(), a.erf()
+    u, v = x.square(), y.square()
+    del v, x, y
+    with Ops() as ops:
+        u.sum().backward()
+    assert "sin" in ops.names and ops.names.count("erf") == 0
+
+
+def test_nothing_is_left_when_the_graph_dies():
+    a = leaf(3)
+    inner = a * 2
+    ref = weakref.ref(inner)
+    with checkpoint_scope():
+        x = inner.sin()
+    y = x * x
+    del inner, x
+    assert scope_module._entries == {}
+    y.sum().backward()
+    del y
+    assert ref() is None
+
+
+def test_dropped_without_a_backward():
+    a = leaf(3)
+    kept = a * 2
+    gone = dead(kept)
+    with checkpoint_scope():
+        x = kept.sin()
+    y = x.exp()
+    del kept
+    assert gone() == [False]
+    del x, y
+    assert gone() == [True]
+
+
+# -- nesting, order, and hooks of others -------------------------------------------------------------
+
+
+def test_nested():
+    def f(scope, a, b):
+        with scope():
+            x = a.sin()
+            with scope():
+                y = (x * b).exp()
+            z = y * x
+        return z * y + x * b
+
+    same(f, (3,), (3,))
+    a, b = leaf(64), leaf(64)
+    with checkpoint_scope():
+        x = a.sin()
+        with checkpoint_scope():
+            y = (x * b).exp()
+        z = y * x
+    gone = dead(x, y, z)
+    w = z * y + x * b
+    del x, y, z
+    assert gone() == [True] * 3
+    w.sum().backward()
+
+
+def test_left_in_another_order_than_entered():
+    a, b = leaf(64), leaf(64)
+    first, second = checkpoint_scope(), checkpoint_scope()
+    first.__enter__()
+    x = a.sin()
+    second.__enter__()
+    y = x * b
+    first.__exit__(None, None, None)
+    z = y.exp() * x
+    second.__exit__(None, None, None)
+    w = z.sin() * y * x
+    gone = dead(z, y, x)
+    del x, y, z
+    assert gone()[0] and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    w.sum().backward()
+    x, y = (a.sin()), (a.sin() * b)
+    z = y.exp() * x
+    assert_same([a.grad, b.grad], list(torch.autograd.grad((z.sin() * y * x).sum(), [a, b])))
+
+
+def test_several_alive_at_once():
+    def f(scope, a, b):
+        with scope():
+            x = a.sin()
+        with scope():
+            y = b.exp()
+        with scope():
+            z = x * y
+        u = z.exp() * x
+        with scope():
+            v = u * z
+        return v * y * u
+
+    same(f, (3,), (3,))
+
+
+def test_hooks_of_others_entered_before_and_left_within():
+    a, c = leaf(3), leaf(3)
+    offload, scope = save_on_cpu(), checkpoint_scope()
+    offload.__enter__()
+    scope.__enter__()
+    x = a.sin()
+    offload.__exit__(None, None, None)
+    y = x.exp()
+    scope.__exit__(None, None, None)
+    z = y * c
+    z.sum().backward()
+    assert_same(a.grad, (a.sin().exp() * a.cos() * c).detach())
+
+
+def test_hooks_of_others_entered_within_and_left_after():
+    a, c = leaf(3), leaf(3)
+    offload, scope = save_on_cpu(), checkpoint_scope()
+    scope.__enter__()
+    x = a.sin()
+    offload.__enter__()
+    y = x.exp()
+    scope.__exit__(None, None, None)
+    z = y * c
+    offload.__exit__(None, None, None)
+    z.sum().backward()
+    assert_same(a.grad, (a.sin().exp() * a.cos() * c).detach())
+
+
+def test_dispatch_modes_left_in_another_order():
+    a = leaf(3)
+    mode, scope = Ops(), checkpoint_scope()
+    scope.__enter__()
+    mode.__enter__()
+    x = a.sin()
+    scope.__exit__(None, None, None)
+    y = x.exp()
+    mode.__exit__(None, None, None)
+    assert [name for name in mode.names if name != "detach"] == ["sin", "exp"]
+    y.sum().backward()
+    assert_same(a.grad, (a.cos() * a.sin().exp()).detach())
+
+
+def test_hooks_of_others_around_the_use():
+    packed = []
+
+    def pack(x):
+        packed.append(x)
+        return x
+
+    a, c = leaf(64), leaf(64)
+    with checkpoint_scope():
+        x = a.sin()
+    gone = dead(x)
+    with saved_tensors_hooks(pack, lambda x: x):
+        y = x * c
+    del x
+    assert gone() == [True]
+    assert [p.data_ptr() for p in packed] == [c.data_ptr()]  # theirs gets what we do not know
+    y.sum().backward()
+    assert_same(c.grad, a.sin().detach())
+
+
+def test_save_on_cpu_around_and_inside():
+    def f(scope, a, c):
+        with save_on_cpu():
+            with scope():
+                x = a.sin()
+                with save_on_cpu():
+                    y = (x * c).exp()
+            z = x * y * c
+        return z * x
+
+    same(f, (3,), (3,))
+
+
+def test_hooks_left_inside_of_a_hook():
+    """pytorch#130734: what is active when a hook runs must survive being left there."""
+    a, c = leaf(3), leaf(3)
+    scope = checkpoint_scope()
+
+    def pack(x):
+        if scope_module._here.frames:
+            scope.__exit__(None, None, None)
+        return x
+
+    scope.__enter__()
+    x = a.sin()
+    with saved_tensors_hooks(pack, lambda x: x):
+        y = x * c
+    z = y * x
+    z.sum().backward()
+    assert_same(a.grad, (2 * a.sin() * a.cos() * c).detach())
+
+
+def test_checkpoint_inside():
+    def f(scope, a, c):
+        with scope():
+            x = checkpoint(lambda a: F.dropout(a.sin(), 0.5).exp(), a.tanh())
+        return x * c
+
+    same(f, (16,), (16,))
+    a = leaf(64)
+    with checkpoint_scope():
+        h = a.tanh()
+        x = checkpoint(lambda a: a.sin().exp(), h)
+    gone = dead(h, x)
+    y = x.square()
+    del h, x
+    assert gone() == [True, True]
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_scope_inside_of_a_checkpoint(early_stop):
+    def f(scope, a, c):
+        def body(a, c):
+            h = a.tanh()
+            with scope():
+                x = F.dropout(h.sin(), 0.5)
+                y = x.exp()
+            return (y * c).exp() * x
+
+        if scope is nullcontext:
+            return body(a, c)
+        return checkpoint(body, a, c, early_stop=early_stop)
+
+    same(f, (16,), (16,))
+
+
+@both
+def test_checkpoint_of_what_was_made(checkpoint):
+    def f(scope, a, c):
+        with scope():
+            x = a.sin()
+            y = x * c
+        z = x * y if scope is nullcontext else checkpoint(lambda x, y: (x * y).tanh().sin() * x, x, y)
+        return z.exp() if scope is not nullcontext else ((x * y).tanh().sin() * x).exp()
+
+    same(f, (3,), (3,))
+
+
+def test_what_a_scope_inside_of_a_checkpoint_reads_twice():
+    calls = Counter(torch.tanh)
+
+    def body(a, c):
+        h = calls(a)
+        with checkpoint_scope():
+            x = h.sin() * c
+            y = h.cos() * c
+        return x * y * h
+
+    a, c = leaf(3), leaf(3)
+    actual = torch.autograd.grad(checkpoint(body, a, c).sum(), [a, c])
+    assert calls.calls == 2
+    assert_same(actual, torch.autograd.grad(body(a, c).sum(), [a, c]))
+
+
+def test_scope_inside_of_a_checkpoint_keeps_nothing():
+    a = leaf(64)
+
+    def body(a):
+        with checkpoint_scope():
+            x = a.tanh().exp()
+        return x.sin()
+
+    def two(a):
+        return body(body(a).exp())
+
+    with Storages().known(a) as storages:
+        y = checkpoint(two, a)
+        assert storages.live == y.nbytes
+        y.sum().backward()
+    assert_same(a.grad, torch.autograd.grad(two(a).sum(), a)[0])
+
+
+def test_scope_in_remat():
+    def body(a):
+        with checkpoint_scope():
+            x = a.tanh().exp()
+        return x.sin()
+
+    a = leaf(3)
+    assert_same(torch.autograd.grad(remat(body)(a).sum(), a), torch.autograd.grad(body(a).sum(), a))
+
+
+def test_backward_inside_of_the_block():
+    def f(scope, a):
+        with scope():
+            x = a.sin()
+            (g,) = torch.autograd.grad((x * x).sum(), a, create_graph=True)
+            y = g * x
+        return y.exp()
+
+    same(f, (3,))
+
+
+def test_garbage_collection_in_the_middle():
+    a, c = leaf(3), leaf(3)
+    with checkpoint_scope():
+        x = a.sin()
+    y = x * c
+
+    def collect(g):
+        gc.collect()
+
+    y.register_hook(collect)
+    cycle = [x]
+    cycle.append(cycle)
+    del x, cycle
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+    y.sum().backward()
+    assert_same(c.grad, a.sin().detach())
+
+
+# -- exceptions and changes in place ------------------------------------------------------------------
+
+
+def test_exceptions_inside_of_the_block():
+    a, c = leaf(3), leaf(3)
+    with pytest.raises(ValueError, match="mine"), checkpoint_scope():
+        x = a.sin()
+        raise ValueError("mine")
+    (x * c).sum().backward()
+    assert_same(c.grad, a.sin().detach())
+
+
+def test_in_place_inside_of_the_block():
+    def f(scope, a, b):
+        with scope():
+            x = a.sin()
+            x.mul_(2).add_(b)
+            y = F.relu(x, inplace=True)
+            buffer = torch.empty(4, 3, dtype=D)
+            buffer.fill_(0)
+            buffer[1] = y
+            buffer[2:].copy_(y * b)
+        return buffer.exp() * y
+
+    same(f, (3,), (3,))
+
+
+def test_overwritten_after_it_was_saved():
+    a = leaf(3)
+    with checkpoint_scope():
+        x = a.sin()
+        y = x * x
+        x.mul_(2)
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_changed_after_the_block():
+    a, c = leaf(3), leaf(3)
+    with checkpoint_scope():
+        x = a.sin()
+    before = x * c
+    x.mul_(2)
+    after = x * c
+    ga, gc_ = torch.autograd.grad(after.sum(), [a, c])
+    assert_same([ga, gc_], [(2 * a.cos() * c).detach(), (2 * a.sin()).detach()])
+    # Plain autograd refuses this one; the value at the time of saving is recomputed.
+    assert_same(torch.autograd.grad(before.sum(), c)[0], a.sin().detach())
+
+
+def test_an_input_that_was_changed():
+    base, c = torch.ones(3, dtype=D), leaf(3)
+    with checkpoint_scope():
+        x = base.sin()
+    y = x * c
+    base.mul_(2)
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_is_kept_has_its_version_checked():
+    a, c = leaf(3), torch.ones(3, dtype=D)
+    with checkpoint_scope():
+        x = a.sin()
+        y = x * c
+    c.mul_(2)
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_writes_to_what_comes_from_outside_happen_once():
+    counter = torch.zeros(3, dtype=D)
+
+    a = leaf(3)
+    with checkpoint_scope():
+        counter.add_(1)
+        x = (a * counter).sin()
+    x.exp().sum().backward()
+    assert torch.equal(counter, torch.ones(3, dtype=D))
+    assert_same(a.grad, (a.cos() * a.sin().exp()).detach())
+
+
+def test_batch_norm_updates_once():
+    def run(scope):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3).double()
+        a = leaf(8, 3)
+        with scope():
+            x = norm(a)
+        (x * a).exp().sum().backward()
+        return a.grad, norm.weight.grad, *norm.buffers()
+
+    assert_same(run(checkpoint_scope), run(nullcontext))
+
+
+# -- transforms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd])
+def test_under_transforms(transform):
+    def f(a):
+        with checkpoint_scope():
+            x = a.sin()
+        return x.sum()
+
+    with pytest.raises(TransformError, match=r"remat\(lambda a, b: a \+ b\)"):
+        transform(f)(torch.ones(3))
+
+
+def test_transforms_inside_of_the_block():
+    with pytest.raises(TransformError, match=r"remat\(lambda a, b: a \+ b\)"), checkpoint_scope():
+        torch.func.grad(torch.sin)(torch.ones(()))
+
+
+def test_transforms_of_what_was_made():
+    a = leaf(3)
+    with checkpoint_scope():
+        x = a.sin()
+    g = torch.func.grad(lambda w: (w * x).sum())(torch.ones(3, dtype=D))
+    assert_same(g.detach(), a.sin().detach())
+    y = torch.func.vmap(lambda x: x * x)(x)
+    assert_same(torch.autograd.grad(y.sum(), a)[0], (2 * a.sin() * a.cos()).detach())
+
+
+def test_forward_mode():
+    from torch.autograd import forward_ad
+
+    with forward_ad.dual_level():
+        a = forward_ad.make_dual(torch.ones(3, dtype=D), torch.ones(3, dtype=D))
+        with checkpoint_scope():
+            x = a.sin()
+        y = forward_ad.unpack_dual(x * x)
+        assert_same(y.tangent, (2 * torch.ones(3, dtype=D).sin() * torch.ones(3, dtype=D).cos()))
+
+
+# -- the tensors ----------------------------------------------------------------------------------------
+
+
+def test_they_are_tensors_like_others():
+    a = leaf(3)
+    with checkpoint_scope():
+        x = a.sin()
+        plain = x.detach()
+    assert isinstance(x, torch.Tensor)
+    assert type(x + 1) is torch.Tensor
+    assert type(copy.deepcopy(plain)) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), plain)
+    assert type(nn.Parameter(plain)) is not None and torch.equal(nn.Parameter(plain), plain)
+    assert "0.84" in repr(torch.ones(()).sin()) and "grad_fn" in repr(x)
+    x.retain_grad()
+    x.sum().backward()
+    assert_same(x.grad, torch.ones(3, dtype=D))
+
+
+def test_hooks_on_them():
+    a = leaf(3)
+    seen = []
+    with checkpoint_scope():
+        x = a.sin()
+    x.register_hook(lambda g: seen.append(type(g)))
+    loss = (x * x).sum()
+    loss.backward()
+    assert seen == [torch.Tensor]
+
+
+def test_loss_made_inside():
+    a = leaf(3)
+    with checkpoint_scope():
+        loss = (a.sin() * a).sum()
+    loss.backward()
+    assert_same(a.grad, (a.cos() * a + a.sin()).detach())
+
+
+def test_without_grad_mode():
+    a = leaf(3)
+    with torch.no_grad(), checkpoint_scope():
+        x = a.sin()
+    assert_same((x * x).detach(), (a.sin() ** 2).detach())
+    with torch.inference_mode(), checkpoint_scope():
+        x = a.sin() * 2
+    assert_same(x.clone(), (a.sin() * 2).detach())
+
+
+def test_sparse_tensors_are_kept():
+    a = leaf(3)
+    with checkpoint_scope():
+        s = torch.diag(a.sin()).to_sparse()
+        y = torch.sparse.mm(s, torch.ones(3, 2, dtype=D))
+    (y * y).sum().backward()
+    assert_same(a.grad, (4 * a.sin() * a.cos()).detach())
+
+
+def test_batched_gradients_with_dropout():
+    a = leaf(16)
+
+    def f(scope):
+        torch.manual_seed(0)
+        with scope():
+            x = F.dropout(a, 0.5).exp()
+        y = x * x
+        return torch.autograd.grad(y, a, torch.eye(16, dtype=D), is_grads_batched=True)[0]
+
+    assert_same(f(checkpoint_scope), f(nullcontext))
+
+
+# -- random programs ------------------------------------------------------------------------------------
+
+
+def copying():
+    """Hooks as `save_on_cpu` has on a GPU; on a CPU it keeps the tensor itself, in a cycle (torch 2.13)."""
+    return saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
+
+
+def random_program(seed, scope, call, leaves):
+    """A few dozen random steps; every choice is drawn before it is known who runs them."""
+    draw = random.Random(seed)
+    alive, opened = list(leaves), []
+    try:
+        take_steps(draw, scope, call, leaves, alive, opened)
+    finally:  # a checkpoint around it may stop early
+        while opened:
+            opened.pop().__exit__(None, None, None)
+    return sum(x.tanh().sum() for x in alive)
+
+
+def take_steps(draw, scope, call, leaves, alive, opened):
+    for _ in range(30):
+        x, y = draw.choice(alive), draw.choice(alive)
+        step = draw.randrange(13)
+        if step == 0:
+            opened.append(scope())
+            opened[-1].__enter__()
+        elif step == 1 and opened:
+            opened.pop(draw.randrange(len(opened))).__exit__(None, None, None)
+        elif step == 2:
+            alive.append(x * y.sin())
+        elif step == 3:
+            alive.append((x @ y.t()).tanh() @ y)
+        elif step == 4:
+            alive.append(F.dropout(x, 0.3).exp().clamp(max=2))
+        elif step == 5:
+            alive.append(x.t().reshape(4, 4).softmax(0))
+        elif step == 6:
+            alive.append(call(lambda x, y: (x * y).tanh().sin(), x, y))
+        elif step == 7:
+            z = x.clone()
+            z[1:].mul_(2)
+            z.add_(y)
+            alive.append(z)
+        elif step == 8:
+            with copying():
+                alive.append((x.exp() + y).tanh())
+        elif step == 9:
+            alive.append(F.layer_norm(x, (4,)) + torch.rand_like(y))
+        elif step == 10 and len(alive) > 3:
+            del alive[draw.randrange(len(alive))]
+        elif step == 11:
+            alive.append(torch.cat([x[:2], y[2:]]).square().tanh())
+        elif step == 12:
+            (g,) = torch.autograd.grad(
+                x.sum(), leaves[0], retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            alive.append(x * g.detach().tanh())
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_programs(seed):
+    def run(scope, call):
+        torch.manual_seed(seed)
+        leaves = [leaf(4, 4) for _ in range(2)]
+        loss = random_program(seed, scope, call, leaves)
+        first = torch.autograd.grad(
+            loss, leaves, retain_graph=True, materialize_grads=True, allow_unused=True
+        )
+        again = torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
+        return loss.detach(), first, again, torch.rand(2)
+
+    plain = run(nullcontext, lambda f, *args: f(*args))
+    assert_same(run(checkpoint_scope, checkpoint), plain)
+    assert_same(run(checkpoint_scope, lambda f, *args: f(*args)), plain)
+    assert_same(run(nullcontext, checkpoint), plain)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_programs_inside_of_a_checkpoint(seed):
+    def run(scope, call, outer):
+        torch.manual_seed(seed)
+        leaves = [leaf(4, 4) for _ in range(2)]
+        loss = outer(lambda a, b: random_program(seed, scope, call, [a, b]), *leaves)
+        return loss.detach(), torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
+
+    just = lambda f, *args: f(*args)
+    assert_same(run(checkpoint_scope, checkpoint, checkpoint), run(nullcontext, just, just))
+    whole = lambda *args: checkpoint(*args, early_stop=False)
+    assert_same(run(checkpoint_scope, whole, whole), run(nullcontext, just, just))

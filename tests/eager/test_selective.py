@@ -1,0 +1,302 @@
+"""Selective checkpointing: what is saved, offloaded and recomputed."""
+
+import functools
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Storages, assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+import funcckpt
+from funcckpt import checkpoint
+from funcckpt.eager import selective
+from funcckpt.errors import CheckpointError, MutationError, OptionError
+
+D = torch.float64
+mm, sin, dropout = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.sin.default,
+    torch.ops.aten.native_dropout.default,
+)
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=D, requires_grad=True)
+
+
+def theirs(policy, **options):
+    return functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy, **options)
+
+
+def ours(policy, **options):
+    return functools.partial(funcckpt.create_selective_checkpoint_contexts, policy, **options)
+
+
+def torch_checkpoint(f, *args, **options):
+    return torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False, **options)
+
+
+combinations = pytest.mark.parametrize(
+    ("call", "contexts"),
+    [(torch_checkpoint, theirs), (checkpoint, theirs), (checkpoint, ours), (torch_checkpoint, ours)],
+    ids=["torch", "torch-contexts", "ours", "torch-checkpoint"],
+)
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def f(x, w):
+    return torch.sigmoid((x @ w).sin() @ w) * x
+
+
+def run(call, x, w, f=f, **options):
+    x, w = [t.detach().clone().requires_grad_() for t in (x, w)]
+    y = call(f, x, w, **options) if call else f(x, w)
+    with Ops() as ops:
+        y.sum().backward()
+    return [y.detach(), x.grad, w.grad], ops.count
+
+
+@combinations
+@pytest.mark.parametrize("saved", [[], [mm], [sin], [mm, sin]])
+def test_list_of_operators(call, contexts, saved):
+    x, w = leaf(3, 3), leaf(3, 3)
+    plain, without = run(None, x, w)
+    actual, ops = run(call, x, w, context_fn=contexts(saved))
+    assert_same(actual, plain)
+    # The second sigmoid's input is not needed, so the second mm is recomputed if it is not saved.
+    assert ops[mm] - without[mm] == (0 if mm in saved else 2)
+    assert ops[sin] - without[sin] == (0 if sin in saved else 1)
+
+
+@combinations
+def test_policy_function(call, contexts):
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        seen.append((op, ctx.is_recompute))
+        return CheckpointPolicy.PREFER_SAVE if op is mm else CheckpointPolicy.MUST_RECOMPUTE
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    actual, ops = run(call, x, w, context_fn=contexts(policy))
+    assert_same(actual, run(None, x, w)[0])
+    if contexts is ours:  # torch 2.11 asks in the recomputation again
+        assert sum(op is mm for op, _ in seen) == 2
+    assert (mm, False) in seen
+    assert ops[sin] == 1 + run(None, x, w)[1][sin]
+
+
+def test_policy_sees_the_output_and_may_answer_by_a_boolean():
+    outputs = []
+
+    def policy(ctx, op, *args, **kwargs):
+        outputs.append(ctx.op_output)
+        return op is mm
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    _, ops = run(checkpoint, x, w, context_fn=ours(policy))
+    assert any(isinstance(o, torch.Tensor) and torch.equal(o, (x @ w).detach()) for o in outputs)
+    assert ops[mm] == run(None, x, w)[1][mm]
+
+
+def test_bytes_that_are_kept():
+    x, w = leaf(32, 32), leaf(32, 32)
+    n = x.nbytes
+    for saved, kept in (([], 0), ([mm], 2), ([mm, sin], 3)):
+        with Storages().known(x, w) as storages:
+            y = checkpoint(f, x, w, context_fn=ours(saved))
+            assert storages.live == n * (1 + kept)
+            y.sum().backward()
+            del y
+        x.grad = w.grad = None
+
+
+@combinations
+def test_random_operators_that_are_saved(call, contexts):
+    def f(x, w):
+        return F.dropout(x @ w, 0.5).sin() * torch.rand_like(x)
+
+    def seeded(call, **options):
+        torch.manual_seed(5)
+        x = torch.ones(8, 8, dtype=D)
+        return run(call, x, x, f=f, **options)[0]
+
+    saved = [torch.ops.aten.rand_like.default, mm]
+    assert_same(seeded(call, context_fn=contexts(saved)), seeded(None))
+
+
+@combinations
+def test_several_outputs(call, contexts):
+    def f(x, w):
+        values, _ = torch.sort(x @ w)
+        return values.sin()
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    actual, _ = run(call, x, w, f=f, context_fn=contexts([torch.ops.aten.sort.default]))
+    assert_same(actual, run(None, x, w, f=f)[0])
+
+
+@combinations
+def test_mutation_of_what_is_saved(call, contexts):
+    def f(x, w):
+        y = (x @ w).sin()
+        z = y.exp()
+        y.mul_(2)
+        return z * x
+
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        run(call, leaf(3, 3), leaf(3, 3), f=f, context_fn=contexts([sin]))
+    run(call, leaf(3, 3), leaf(3, 3), f=f, context_fn=contexts([sin], allow_cache_entry_mutation=True))
+
+
+@combinations
+def test_only_one_backward(call, contexts):
+    x, w = leaf(3, 3), leaf(3, 3)
+    y = call(f, x, w, context_fn=contexts([mm])).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"Trying to backward an extra time|only allowed to backward once"):
+        y.backward()
+
+
+@pytest.mark.parametrize("call", [checkpoint, torch_checkpoint])
+def test_other_operators_in_the_recomputation(call):
+    state = {"first": True}
+
+    def f(x, w):
+        first, state["first"] = state["first"], False
+        return ((x @ w).sin() if first else (x @ w).cos()).exp()
+
+    with pytest.raises(RuntimeError, match=r"cos.*encountered during backward"):
+        run(call, leaf(3, 3), leaf(3, 3), f=f, context_fn=ours([mm]))
+
+
+def test_what_is_no_policy():
+    create = funcckpt.create_selective_checkpoint_contexts
+    with pytest.raises(OptionError, match=r"OpOverload.*aten.mm.default"):
+        create([torch.ops.aten.mm])
+    with pytest.raises(TypeError, match="either a function or a list of ops"):
+        create(3)
+    assert issubclass(OptionError, ValueError) and issubclass(MutationError, RuntimeError)
+    assert issubclass(CheckpointError, torch.utils.checkpoint.CheckpointError)
+
+
+def test_nested():
+    inner = lambda x, w: checkpoint(f, x.sin(), w, context_fn=ours([mm])).exp()
+    plain = lambda x, w: f(x.sin(), w).exp()
+    x, w = leaf(3, 3), leaf(3, 3)
+    assert_same(run(checkpoint, x, w, f=inner)[0], run(None, x, w, f=plain)[0])
+
+
+def test_dropped_when_the_graph_is():
+    x, w = leaf(3, 3), leaf(3, 3)
+    refs = []
+
+    def policy(ctx, op, *args, **kwargs):
+        if op is mm:
+            refs.append(weakref.ref(ctx.op_output.untyped_storage()))
+        return op is mm
+
+    y = checkpoint(f, x, w, context_fn=ours(policy))
+    assert [r() is not None for r in refs] == [True, True]
+    del y
+    assert [r() for r in refs] == [None, None]
+
+
+# -- offload ------------------------------------------------------------------------------------------
+
+
+def offload(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_CPU_OFFLOAD if op is mm else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_offloaded_bytes_leave_and_come_back(monkeypatch):
+    """With a stand-in for the question whether a tensor is on an accelerator."""
+    moved = []
+    monkeypatch.setattr(selective, "is_far", lambda x: moved.append(weakref.ref(x.untyped_storage())) or True)
+    x, w = leaf(32, 32), leaf(32, 32)
+    plain, without = run(None, x, w)
+    y = checkpoint(f, x, w, context_fn=ours(offload))
+    assert len(moved) == 2 and all(ref() is None for ref in moved)  # the originals are gone
+    with Ops() as ops:
+        actual = torch.autograd.grad(y.sum(), [x, w])
+    assert_same(list(actual), plain[1:])
+    assert ops.count[mm] == without[mm]
+
+
+def test_on_a_cpu_offloading_is_saving():
+    x, w = leaf(32, 32), leaf(32, 32)
+    actual, ops = run(checkpoint, x, w, context_fn=ours(offload))
+    plain, without = run(None, x, w)
+    assert_same(actual, plain)
+    assert ops[mm] == without[mm]
+
+
+def test_offloaded_views_keep_their_strides(monkeypatch):
+    monkeypatch.setattr(selective, "is_far", lambda x: True)
+    x = torch.randn(3, 4, dtype=D).t()
+    back = selective.Offloaded(x).get(False)
+    assert torch.equal(back, x) and back.stride() == x.stride() and back.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves bytes off a GPU")
+def test_offload_on_a_gpu():
+    x, w = [torch.randn(1024, 1024, device="cuda", requires_grad=True) for _ in range(2)]
+    sizes = {}
+    for name, policy in (("save", [mm]), ("offload", offload)):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = checkpoint(f, x, w, context_fn=ours(policy))
+        torch.cuda.synchronize()
+        sizes[name] = torch.cuda.memory_allocated() - before
+        gradients = torch.autograd.grad(y.sum(), [x, w])
+        for a, e in zip(gradients, torch.autograd.grad(f(x, w).sum(), [x, w])):
+            torch.testing.assert_close(a, e)
+        del y, gradients
+    assert sizes["save"] - sizes["offload"] == 2 * x.nbytes
+
+
+# -- hooks of the caller ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("respect", [True, False, None])
+def test_hooks_of_the_caller(respect):
+    packed = []
+
+    def pack(x):
+        packed.append(x.shape)
+        return x.clone()
+
+    x, w = leaf(3, 5), leaf(5, 5)
+    g = lambda x, w: (x @ w).sin() * x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = checkpoint(g, x, w, context_fn=ours([mm]), respect_saved_tensors_hooks=respect)
+    assert len(packed) == (3 if respect else 2)  # the arguments, and the product
+    assert_same(list(torch.autograd.grad(y.sum(), [x, w])), list(torch.autograd.grad(g(x, w).sum(), [x, w])))
+
+
+def test_contexts_of_torchs_cannot_respect_them():
+    with pytest.raises(OptionError, match="funcckpt"):
+        checkpoint(f, leaf(3, 3), leaf(3, 3), context_fn=theirs([mm]), respect_saved_tensors_hooks=True)
+
+
+def test_compiled():
+    def loss(x, w):
+        return checkpoint(f, x, w, context_fn=ours([mm])).sum()
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    compiled = torch.compile(loss, backend="aot_eager")
+    assert_same(
+        list(torch.autograd.grad(compiled(x, w), [x, w])), list(torch.autograd.grad(f(x, w).sum(), [x, w]))
+    )

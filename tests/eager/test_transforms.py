@@ -1,0 +1,274 @@
+"""checkpoint under transforms, around them, and in forward mode: the functional path."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Counter, assert_same
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
+
+import funcckpt
+from funcckpt import checkpoint
+from funcckpt.errors import OptionError
+
+from .implementations import gradients
+
+D = torch.float64
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=D, requires_grad=True)
+
+
+def chain(x, w):
+    for _ in range(2):
+        x = torch.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        grad,
+        hessian,
+        jacrev,
+        jacfwd,
+        lambda f: vmap(grad(f), (0, None)),
+        lambda f: lambda x, w: jvp(lambda x: f(x, w), (x,), (x.cos(),)),
+        lambda f: vmap(hessian(f), (0, None)),
+    ],
+    ids=["grad", "hessian", "jacrev", "jacfwd", "per_sample", "jvp", "per_sample_hessian"],
+)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_transforms(transform, use_reentrant):
+    x, w = torch.randn(4, 3, dtype=D), torch.randn(3, 3, dtype=D)
+    f = lambda x, w: checkpoint(chain, x, w, use_reentrant=use_reentrant).sum()
+    assert_same(transform(f)(x, w), transform(lambda x, w: chain(x, w).sum())(x, w))
+
+
+def test_recomputes_under_transforms():
+    f = Counter(torch.sin)
+    grad(lambda x: checkpoint(f, x).sum())(torch.ones(3))
+    assert f.calls == 2
+
+
+def test_parameters_through_functional_call():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def loss(call):
+        def f(parameters, x):
+            def body(x):
+                return functional_call(Body(model, call), {f"model.{k}": p for k, p in parameters.items()}, x)
+
+            return body(x).sum()
+
+        return f
+
+    class Body(nn.Module):
+        def __init__(self, model, call):
+            super().__init__()
+            self.model = model
+            self.call = call
+
+        def forward(self, x):
+            return self.call(self.model, x)
+
+    parameters = dict(model.named_parameters())
+    parameters = {k: p.detach() for k, p in parameters.items()}
+    x = torch.randn(5, 3, dtype=D)
+
+    def run(call):
+        torch.manual_seed(1)
+        return vmap(grad(loss(call)), (None, 0), randomness="different")(parameters, x)
+
+    assert_same(run(checkpoint), run(lambda f, x: f(x)))
+
+
+def test_keyword_and_curried_under_transforms():
+    f = checkpoint()(lambda x, *, debug: x.sin() * debug)
+    assert_same(grad(lambda x: f(x, debug=2))(torch.zeros((), dtype=D)), torch.tensor(2.0, dtype=D))
+
+
+def test_plain_forward_mode():
+    x, w = torch.randn(4, 3, dtype=D), torch.randn(3, 3, dtype=D)
+
+    def run(call):
+        with forward_ad.dual_level():
+            y = call(chain, forward_ad.make_dual(x, x.cos()), w)
+            return list(forward_ad.unpack_dual(y))
+
+    assert_same(run(checkpoint), run(lambda f, *xs: f(*xs)))
+
+
+# -- f that uses transforms itself, in plain eager code ---------------------------------------
+
+
+def inner_gradient(x, w):
+    return torch.sin(grad(lambda x: chain(x, w).sum())(x) @ w)
+
+
+def test_f_with_a_transform_inside():
+    x, w = leaf(4, 3), leaf(3, 3)
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.utils.checkpoint.checkpoint(inner_gradient, x, w, use_reentrant=False)
+    assert_same(gradients(inner_gradient, x, w, checkpoint=checkpoint), gradients(inner_gradient, x, w))
+
+
+def test_it_is_known_the_second_time():
+    entered = Counter(lambda: None)
+
+    def f(x):
+        entered()
+        return vmap(grad(torch.sin))(x)
+
+    x = leaf(3)
+    checkpoint(f, x).sum().backward()
+    assert entered.calls == 3  # tried with hooks, then forward and recomputation
+    entered.reset()
+    checkpoint(f, x).sum().backward()
+    assert entered.calls == 2
+
+
+def test_modules_are_known_by_themselves():
+    class Inner(nn.Module):
+        def __init__(self, nested):
+            super().__init__()
+            self.nested = nested
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return vmap(grad(torch.sin))(x) if self.nested else x.sin()
+
+    a, b = Inner(True), Inner(False)
+    for model, calls in ((a, 3), (a, 2), (b, 2)):
+        model.calls = 0
+        checkpoint(model, leaf(3)).sum().backward()
+        assert model.calls in (calls, calls - 1)  # remat gives attributes back as they were
+
+
+def test_random_streams_when_started_anew():
+    def f(x):
+        x = F.dropout(x, 0.5)
+        return vmap(grad(torch.sin))(x) * torch.rand_like(x)
+
+    def run(call):
+        torch.manual_seed(4)
+        x = torch.ones(16, dtype=D, requires_grad=True)
+        y = call(f, x)
+        after = torch.rand(2)
+        y.sum().backward()
+        return y.detach(), x.grad, after, torch.rand(2)
+
+    assert_same(run(checkpoint), run(lambda f, x: f(x)))
+
+
+def test_transform_inside_a_nested_checkpoint():
+    x, w = leaf(4, 3), leaf(3, 3)
+    outer = lambda x, w: checkpoint(inner_gradient, torch.sin(x), w).exp()
+    plain = lambda x, w: inner_gradient(torch.sin(x), w).exp()
+    assert_same(gradients(outer, x, w, checkpoint=checkpoint), gradients(plain, x, w))
+
+
+def test_transform_inside_under_hooks_of_the_caller():
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        checkpoint(inner_gradient, leaf(4, 3), leaf(3, 3))
+
+
+def test_other_errors_of_f_are_its_own():
+    def f(x):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        checkpoint(f, leaf(3))
+
+
+# -- options mean the same --------------------------------------------------------------------------
+
+
+def changing():
+    class Count:  # remat gives back what it finds in variables, and does not look into classes
+        n = 0
+
+    def f(x):
+        Count.n += 1
+        return x.sin() if Count.n == 1 else x.sin()[:1]
+
+    return f
+
+
+def test_determinism_check():
+    with pytest.raises(CheckpointError, match=r"float64\[1\]|\[1\]"):
+        grad(lambda x: checkpoint(changing(), x).sum())(torch.ones(3, dtype=D))
+    with pytest.raises(ValueError, match="determinism_check should be one of"):
+        grad(lambda x: checkpoint(torch.sin, x, determinism_check="all"))(torch.ones(()))
+
+
+def test_debug():
+    for on in (True, None):
+        with set_checkpoint_debug_enabled(on), pytest.raises(CheckpointError) as error:
+            grad(lambda x: checkpoint(changing(), x, debug=True).sum())(torch.ones(3, dtype=D))
+        forward, recompute = str(error.value).split("Operations executed during recomputation")
+        assert "aten.sin.default" in forward and "aten.slice" in recompute
+        assert "aten.slice" not in forward
+    with set_checkpoint_debug_enabled(False), pytest.raises(CheckpointError) as error:
+        grad(lambda x: checkpoint(changing(), x, debug=True).sum())(torch.ones(3, dtype=D))
+    assert "Operations" not in str(error.value)
+
+
+def test_context_fn():
+    notes = []
+
+    class Noting:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            notes.append(self.name)
+
+        def __exit__(self, *exception):
+            notes.append("end")
+
+    y = grad(lambda x: checkpoint(torch.sin, x, context_fn=lambda: (Noting("forward"), Noting("recompute"))))(
+        torch.zeros((), dtype=D)
+    )
+    assert y == 1 and notes == ["forward", "end", "recompute", "end"]
+
+
+@pytest.mark.parametrize("module", [torch.utils.checkpoint, funcckpt])
+def test_selective_contexts_cannot_be_honoured(module):
+    contexts = lambda: module.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+    with pytest.raises(OptionError, match="context_fn"):
+        grad(lambda x: checkpoint(torch.sin, x, context_fn=contexts))(torch.ones(()))
+
+
+def test_preserve_rng_state_false():
+    torch.manual_seed(0)
+    x = torch.ones(64, dtype=D)
+    ys = []
+
+    def f(x):
+        y = checkpoint(lambda x: x * torch.rand_like(x), x, preserve_rng_state=False)
+        ys.append(y)
+        return y.sum()
+
+    (g, y) = grad(lambda x: (lambda y: (y.sum(), y))(f(x)), has_aux=True)(x)
+    assert g.shape == x.shape and y.shape == ()
+
+
+def test_the_functional_path_knows_nothing_of_this_one():
+    script = (
+        "import sys, types\n"
+        "package = types.ModuleType('funcckpt')\n"
+        f"package.__path__ = [{funcckpt.__path__[0]!r}]\n"
+        "sys.modules['funcckpt'] = package\n"
+        "import funcckpt.remat, funcckpt.meter, funcckpt.net, funcckpt.world, funcckpt.dispatch\n"
+        "print([name for name in sys.modules if name.startswith('funcckpt.eager')])"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert out.stdout.strip() == "[]", out.stderr
