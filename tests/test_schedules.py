@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from funcckpt.errors import InputError
+from funcckpt.errors import OptionError
 from funcckpt.schedules import (
     PLAIN,
     Part,
@@ -149,7 +149,7 @@ def test_segments_differ_by_one_step_at_most():
     ],
 )
 def test_wrong_options_are_refused(checkpoint, checkpoints, says):
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(OptionError, match=says):
         choose(checkpoint, checkpoints, 10, "scan(f)")
 
 
