@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .errors import InputError
+from .errors import OptionError
 
 __all__ = ["Stored", "check_place", "fetch", "store"]
 
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 def check_place(place: str | None, name: str) -> None:
     if place is not None and place not in _PLACES:
-        raise InputError(f"{name}: offload={place!r} is none of None, 'host' and 'disk'.")
+        raise OptionError(f"{name}: offload={place!r} is none of None, 'host' and 'disk'.")
 
 
 def store(tree: Any, place: str) -> Stored:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from . import _torch, world
 from .closure import Closure, may_be_statistics
-from .errors import CheckpointError, InputError, MutationError, describe
+from .errors import CheckpointError, InputError, MutationError, OptionError, describe
 from .offload import Stored, check_place, fetch, store
 from .remat import remat
 from .schedules import Part, Schedule, choose, evaluations, parts, repetitions
@@ -94,8 +94,10 @@ def scan(
     Raises
     ------
     InputError
-        An option is wrong, the lengths of xs differ, or f changes what the carry looks like. The
-        message names the leaf and the step.
+        The lengths of xs differ, or f changes what the carry looks like. The message names the leaf
+        and the step.
+    OptionError
+        An option is wrong.
     FuncckptError
         What `remat` raises.
 
@@ -450,18 +452,18 @@ def _schedule(
 ) -> Schedule:
     if bytes is not None:
         if checkpoint != "binomial" or checkpoints is not None:
-            raise InputError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
+            raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
         leaves = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
         each = sum(_torch.physical(x)[0].nbytes for x in leaves)
         checkpoints = steps if each == 0 else min(steps, bytes // each)
         if checkpoints < 1:
-            raise InputError(f"{name}: one carry takes {each} bytes, and bytes={bytes} is less.")
+            raise OptionError(f"{name}: one carry takes {each} bytes, and bytes={bytes} is less.")
     schedule = choose(checkpoint, checkpoints, steps, name)
     if schedule.rule == "binomial" and repetitions(steps, schedule.number) > _MAX_REPETITIONS:
         least = schedule.number
         while repetitions(steps, least) > _MAX_REPETITIONS:
             least += 1
-        raise InputError(
+        raise OptionError(
             f"{name}: with {schedule.number} checkpoints some of {steps} steps would be run more than "
             f"{_MAX_REPETITIONS} times, nested as deep. Take at least checkpoints={least}."
         )
@@ -525,5 +527,5 @@ def _bar(total: int, name: str) -> Any:
     try:
         tqdm = importlib.import_module("tqdm.auto").tqdm
     except ImportError as error:
-        raise InputError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
+        raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
     return tqdm(total=total, desc=name)

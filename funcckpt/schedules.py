@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .errors import InputError
+from .errors import OptionError
 
 __all__ = ["Part", "Schedule", "advances", "beta", "evaluations", "kept", "parts", "repetitions", "split"]
 
@@ -171,16 +171,16 @@ def _cost(schedule: Schedule, steps: int) -> tuple[int, int]:
 
 
 def choose(checkpoint: str | int | None, checkpoints: int | None, steps: int, name: str) -> Schedule:
-    """The schedule that a user has asked for, or `InputError`."""
+    """The schedule that a user has asked for, or `OptionError`."""
     if checkpoints is not None and checkpoint != "binomial":
-        raise InputError(
+        raise OptionError(
             f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial", not {checkpoint!r}.'
         )
     for option, value in (("checkpoint", checkpoint), ("checkpoints", checkpoints)):
         if isinstance(value, bool) or (isinstance(value, int) and value < 1):
-            raise InputError(f"{name}: {option}={value!r} is not a positive number.")
+            raise OptionError(f"{name}: {option}={value!r} is not a positive number.")
     if checkpoints is not None and not isinstance(checkpoints, int):
-        raise InputError(f"{name}: checkpoints={checkpoints!r} is not a positive number.")
+        raise OptionError(f"{name}: checkpoints={checkpoints!r} is not a positive number.")
     if checkpoint is None:
         return PLAIN
     if isinstance(checkpoint, int):
@@ -194,7 +194,7 @@ def choose(checkpoint: str | int | None, checkpoints: int | None, steps: int, na
     if checkpoint == "binomial":
         # By default no step is run more than three times: memory grows as the square root of 2n.
         return Schedule("binomial", checkpoints or fewest(steps, 2))
-    raise InputError(
+    raise OptionError(
         f"{name}: checkpoint={checkpoint!r} is none of None, a number of segments, 'every', 'sqrt', "
         "'recursive' and 'binomial'."
     )

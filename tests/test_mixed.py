@@ -221,3 +221,45 @@ def test_less_memory_than_reverse_over_reverse(wrap, memory, flops):
 
 def test_the_example():
     assert doctest.testmod(sys.modules["funcckpt.mixed"]).failed == 0
+
+
+def nested(gradient):
+    """An inner loop whose learning rate is learned by a loop, through which one differentiates."""
+
+    def middle(rate):
+        w = X
+        for _ in range(2):
+            w = w - rate * gradient(lambda w: (torch.sin(w * rate) ** 2).sum() + (w * rate).cos().sum())(w)
+        return (w.sin() ** 2).sum()
+
+    def outer(rate):
+        for _ in range(2):
+            rate = rate - 0.1 * gradient(middle)(rate)
+        return middle(rate)
+
+    return grad(outer)(ETA), hessian(outer)(ETA)
+
+
+def test_inner_gradients_in_inner_gradients():
+    assert_same(nested(inner_grad), nested(grad))
+
+
+@pytest.mark.parametrize("gradient", [grad, inner_grad])
+def test_with_remat_inside_of_the_loss(gradient):
+    def after(gradient, wrap, rate):
+        block = lambda h, w: torch.tanh(h @ w)
+
+        def loss(ws):
+            h = XS
+            for w in ws:
+                h = wrap(block)(h, w)
+            return (h**2).sum()
+
+        step = lambda ws, _: ([w - rate * g for w, g in zip(ws, gradient(loss)(ws))], None)
+        ws, _ = scan(step, [W @ W.T, V @ V.T, W @ V.T], length=5, checkpoints=2)
+        return loss(ws)
+
+    f = lambda gradient, wrap: lambda rate: after(gradient, wrap, rate)
+    want = f(grad, lambda block: block)
+    for transform in (lambda f: grad(f)(ETA), lambda f: vmap(grad(f))(XS[:, 0]), lambda f: hessian(f)(ETA)):
+        assert_same(transform(f(gradient, remat)), transform(want))

@@ -2,6 +2,7 @@
 carries counted exactly, and what is said of wrong input.
 """
 
+import doctest
 import sys
 import types
 import weakref
@@ -538,3 +539,7 @@ def test_progress(monkeypatch):
         (advances(20, 3), advances(20, 3), True),
     ]
     assert bars[0].desc.startswith("scan(") and bars[1].desc.endswith("backward")
+
+
+def test_the_examples():
+    assert doctest.testmod(sys.modules["funcckpt.scan"]).failed == 0

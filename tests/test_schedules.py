@@ -2,12 +2,14 @@
 them out and lets nothing be read that was not kept.
 """
 
+import doctest
 import math
+import sys
 from functools import cache
 
 import pytest
 
-from funcckpt.errors import InputError
+from funcckpt.errors import OptionError
 from funcckpt.schedules import (
     PLAIN,
     Part,
@@ -147,5 +149,9 @@ def test_segments_differ_by_one_step_at_most():
     ],
 )
 def test_wrong_options_are_refused(checkpoint, checkpoints, says):
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(OptionError, match=says):
         choose(checkpoint, checkpoints, 10, "scan(f)")
+
+
+def test_the_examples():
+    assert doctest.testmod(sys.modules["funcckpt.schedules"]).failed == 0
