@@ -6,9 +6,10 @@ before, `isinstance` holds, and hooks that are registered on the module run outs
 once. (`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
 
 In plain eager code the work is done by saved-tensor hooks, under transforms by `remat`: `checkpoint`
-chooses. What it cannot know is looked after here: that `functional_call`, in plain eager code, has given
-the module other parameters or buffers, which are gone when the backward recomputes, and that parameters
-have changed since the forward.
+chooses. What hooks cannot know is looked after here. When the backward recomputes, the module has the
+parameters and buffers of the forward, which `functional_call` may have put in and taken out again, and is as
+it was then: counters and running vectors start from the same value, and `eval()` makes no difference. If
+a parameter was changed in place, that is an error.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _OPTIONS = frozenset(
 )
 # Where the options of a module stand, in its __dict__ and in its class.
 _KEY = "_funcckpt_options"
+_CONSTANTS = (bool, int, float, complex, str, type(None))
 
 
 class Remat(nn.Module):
@@ -228,13 +230,15 @@ def _contexts(context_fn: Callable[[], Contexts], held: _Held) -> Contexts:
 
 
 class _Held:
-    """A context in which some modules have the parameters and buffers that they have now."""
+    """A context in which some modules are as they are now: parameters, buffers, whether they train, and
+    attributes that are constants, like counters and masks.
+    """
 
     inner: AbstractContextManager[Any]
 
     def __init__(self, modules: Iterable[nn.Module], check: bool) -> None:
         self._check = check
-        self._now: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._now: list[tuple[dict[str, Any], str, Any]] = []
         self._versions: list[tuple[str, Tensor, int]] = []
         # Buffers that a forward may update, and what they were: the recomputation is given copies.
         self._buffers: list[tuple[dict[str, Any], str, Tensor, int, Tensor]] = []
@@ -249,6 +253,10 @@ class _Held:
                     self._now.append((part._buffers, name, b))
                     if part.training and not b.is_inference():
                         self._buffers.append((part._buffers, name, b, b._version, b.detach().clone()))
+            for name, x in part.__dict__.items():
+                # A result of an earlier forward would keep its graph alive.
+                if type(x) in _CONSTANTS or (isinstance(x, Tensor) and x.grad_fn is None):
+                    self._now.append((part.__dict__, name, x))
         self._undo: list[Callable[[], object]] = []
 
     def forward_is_done(self) -> None:
@@ -270,8 +278,9 @@ class _Held:
 
     def _restore(self) -> None:
         for place, name, x in self._now:
+            other = place.get(name, x)
             # fully_shard exchanges sharded and whole parameters as it sees fit.
-            if name in place and _layout(place[name]) == _layout(x):
+            if other is not x and _layout(other) == _layout(x):
                 self._put(place, name, x)
         for name, x, version in self._versions if self._check else ():
             if x._version != version:
@@ -285,10 +294,8 @@ class _Held:
             self._put(place, name, before.clone())
 
     def _put(self, place: dict[str, Any], name: str, x: Tensor) -> None:
-        other = place[name]
-        if other is not x:
-            self._undo.append(functools.partial(place.__setitem__, name, other))
-            place[name] = x
+        self._undo.append(functools.partial(place.__setitem__, name, place[name]))
+        place[name] = x
 
     def _put_back(self) -> None:
         while self._undo:

@@ -4,8 +4,10 @@ The reference is a deep copy of the module that was never wrapped.
 """
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -434,6 +436,76 @@ def test_buffers_that_a_forward_updates(forwards):
         return [torch.autograd.grad(out, list(m.parameters())) for out in outs], dict(m.named_buffers())
 
     same_outcome(run, wrapped, plain)
+
+
+class Stateful(nn.Module):
+    """Its forward depends on attributes, and changes some of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.steps = 0
+        self.temperature = 1.0
+        self.mask = torch.ones(3, dtype=torch.float64)
+        self.table = None
+
+    def forward(self, x):
+        self.steps += 1
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 3, dtype=torch.float64).exp()
+        x = torch.tanh(self.linear(x) * self.mask * self.temperature).exp()
+        return x * self.table if self.steps % 2 else x.sin()
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_attributes_are_those_of_the_forward(forwards):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Stateful(), Stateful()).double()
+    wrapped = apply_remat(copy.deepcopy(plain), Stateful)
+
+    def run(m):
+        outs = []
+        for i in range(forwards):
+            outs.append(m(X).pow(3).sum())
+            for part in m:
+                part.temperature += 1
+                part.mask = torch.full((3,), float(i), dtype=torch.float64)
+        derivatives = [torch.autograd.grad(out, list(m.parameters()), retain_graph=True) for out in outs]
+        again = [torch.autograd.grad(out, list(m.parameters())) for out in outs]
+        return derivatives, again, [(part.steps, part.temperature, part.mask, part.table) for part in m]
+
+    same_outcome(run, wrapped, plain)
+
+
+def test_eval_between_forward_and_backward(pair):
+    def run(m):
+        out = m(X).pow(3).sum()
+        m.eval()
+        derivatives = torch.autograd.grad(out, list(m.parameters()))
+        assert not any(part.training for part in m.modules())
+        return derivatives, dict(m.named_buffers())
+
+    same_outcome(run, *pair)
+
+
+def test_nothing_is_kept_of_earlier_forwards():
+    """A result that the module stores is not held by the next call."""
+
+    class Stores(nn.Linear):
+        last = None
+
+        def forward(self, x):
+            self.last = super().forward(x).exp()
+            return self.last * 2
+
+    model = Remat(Stores(3, 3))
+    dead, outs = [], []
+    for _ in range(3):
+        outs.append(model(torch.ones(1, 3)))
+        weakref.finalize(model.last, dead.append, 1)
+    del outs[:2]
+    gc.collect()
+    assert len(dead) == 2
 
 
 def test_retain_graph(pair):

@@ -31,10 +31,10 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.log_scale = nn.Parameter(torch.zeros(WIDTH))
-        self.runs = 0
+        self.runs = []
 
     def forward(self, x):
-        self.runs += 1
+        self.runs.append(1)
         return x + self.down(torch.tanh(self.up(x * self.log_scale.exp())))
 
 
@@ -100,7 +100,7 @@ def share(batches):
 
 
 def recomputed(model, forwards=3):
-    runs = [block.runs for block in model.blocks]
+    runs = [len(block.runs) for block in model.blocks]
     assert runs == [2 * forwards] * 3, f"a block was run {runs} times in {forwards} forwards and backwards"
 
 
