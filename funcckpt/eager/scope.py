@@ -143,7 +143,10 @@ class _Here(threading.local):
 
     def enter(self, scope: checkpoint_scope) -> None:
         frame = self.current()
-        if frame is None:
+        top = _torch.top_saved_tensors_hooks()
+        # Under hooks that came later, a checkpoint's perhaps, the scope does not belong to the one around
+        # them: the recomputation, which is not in that one, has to save the same.
+        if frame is None or top is None or top[0] is not frame.hooks.pack:
             frame = _Frame()
             frame.start()
             self.frames.append(frame)
