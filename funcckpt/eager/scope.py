@@ -143,7 +143,10 @@ class _Here(threading.local):
 
     def enter(self, scope: checkpoint_scope) -> None:
         frame = self.current()
-        if frame is None:
+        top = _torch.top_saved_tensors_hooks()
+        # Under hooks that came later, a checkpoint's perhaps, the scope does not belong to the one around
+        # them: the recomputation, which is not in that one, has to save the same.
+        if frame is None or top is None or top[0] is not frame.hooks.pack:
             frame = _Frame()
             frame.start()
             self.frames.append(frame)
@@ -351,12 +354,12 @@ class Recording:
             _remember(storage, self, made)
             self._made.append(storage._cdata)
             makes.append((made, position))
-        written = list(_written(func, args, kwargs)) if func._schema.is_mutable else []
+        targets = list(written(func, args, kwargs))
         entries = {i: self._own(s) for i, s in storages.items()}
         writes = {
             entry.made: None
             for i, entry in entries.items()
-            if entry is not None and any(leaves[i] is x for x in written)
+            if entry is not None and any(leaves[i] is x for x in targets)
         }
         if not makes and not writes:
             return
@@ -365,7 +368,7 @@ class Recording:
             i
             for i, entry in entries.items()
             if entry is None
-            and (any(leaves[i] is x for x in written) or (statistics and may_be_statistics(leaves[i])))
+            and (any(leaves[i] is x for x in targets) or (statistics and may_be_statistics(leaves[i])))
         ]
         for i, entry in entries.items():
             leaves[i] = self.keep(leaves[i], below) if entry is None else View.of(entry.made, leaves[i])
@@ -493,9 +496,12 @@ def _remember(storage: torch.UntypedStorage, recording: Recording, made: _Made) 
     _entries[key] = _Entry(weakref.ref(storage, forget), recording, made)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors to which an operator writes, as its schema says."""
-    for i, argument in enumerate(func._schema.arguments):
+    schema = getattr(func, "_schema", None)  # operators that take functions have none
+    if schema is None or not schema.is_mutable:
+        return
+    for i, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = kwargs.get(argument.name, args[i] if i < len(args) else None)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 from .. import _torch
 from ..errors import CheckpointError, InputError, MutationError, OptionError, describe
+from .scope import written
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
 
@@ -114,12 +115,14 @@ class Kept:
         self._packed: Any = x if hooks is None else hooks[0](x)
         self._unpack = None if hooks is None else hooks[1]
         self._version = x._version
+        # Whether the forward has written to its memory, be it under another version counter.
+        self.written = False
 
     def get(self, allow_mutation: bool) -> Tensor:
         if self._unpack is not None:
             return self._unpack(self._packed)
         x: Tensor = self._packed
-        if not allow_mutation and x._version != self._version:
+        if not allow_mutation and (self.written or x._version != self._version):
             raise MutationError(
                 f"Tensor cached during selective activation checkpoint has been mutated ({describe(x)}). "
                 "Change a copy (x.clone()), or pass allow_cache_entry_mutation=True if you know better."
@@ -193,10 +196,16 @@ class Forward(TorchDispatchMode):
         super().__init__()
         self._policy = policy
         self._results = results
+        # What is kept where it is, by the address of its storage, which it keeps alive.
+        self._kept: dict[int, list[Kept]] = defaultdict(list)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._kept.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -205,22 +214,47 @@ class Forward(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
+        if self._kept:
+            for x in written(func, args, kwargs):
+                for kept in self._kept.get(_address(x), ()):
+                    kept.written = True
         more = {"op_output": out} if _HAS_OUTPUT else {}
         context = SelectiveCheckpointContext(is_recompute=False, **more)
         if not _HAS_OUTPUT:
             context.op_output = out
         policy = self._policy(context, func, *args, **kwargs)
         result: Any = _RECOMPUTE
-        if policy is True or policy in _SAVE or policy in _OFFLOAD:
+        if (policy is True or policy in _SAVE or policy in _OFFLOAD) and not _shares(func):
             hooks = self.hooks if self.respect_saved_tensors_hooks else None
             far = policy in _OFFLOAD
 
             def keep(x: Tensor) -> Kept | Offloaded:
-                return Offloaded(x) if far and is_far(x) else Kept(x, hooks)
+                if far and is_far(x):
+                    return Offloaded(x)
+                kept = Kept(x, hooks)
+                if hooks is None:
+                    self._kept[_address(x)].append(kept)
+                return kept
 
             result = pytree.tree_map_only(Tensor, keep, out)
         self._results[func].append(result)
         return out
+
+
+def _shares(func: Any) -> bool:
+    """Whether an operator writes to its arguments, or returns their memory.
+
+    It is run again in any case: what comes after it may read or write those arguments, which in the
+    recomputation are others. A view costs nothing.
+    """
+    schema = getattr(func, "_schema", None)  # operators that take functions have none
+    return schema is not None and (
+        schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
+    )
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout is torch.strided else 0
 
 
 class Recompute(TorchDispatchMode):

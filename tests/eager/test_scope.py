@@ -1002,3 +1002,25 @@ def test_random_programs_inside_of_a_checkpoint(seed):
     assert_same(run(checkpoint_scope, checkpoint, checkpoint), run(nullcontext, just, just))
     whole = lambda *args: checkpoint(*args, early_stop=False)
     assert_same(run(checkpoint_scope, whole, whole), run(nullcontext, just, just))
+
+
+# -- a scope in a checkpoint in a scope ---------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("between", [nullcontext, save_on_cpu])
+def test_a_scope_in_a_checkpoint_in_a_scope(checkpoint, between):
+    def f(scope, x):
+        def inner(x):
+            with between(), scope():
+                y = x.sin()
+                z = y.cos()
+            return y * y + z * x
+
+        with scope():
+            x = x * 2
+            a = checkpoint(inner, x)
+            b = a.exp()
+        return (a * a * b).sum()
+
+    same(f, (3, 3))

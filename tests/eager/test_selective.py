@@ -267,6 +267,55 @@ def test_offload_on_a_gpu():
     assert sizes["save"] - sizes["offload"] == 2 * x.nbytes
 
 
+# -- operators that share memory ------------------------------------------------------------------------
+
+
+def always(answer):
+    return lambda ctx, op, *args, **kwargs: answer
+
+
+def stretches(x, w):
+    y = x.clone()
+    y[1:].mul_(3)
+    return y * y * w
+
+
+@pytest.mark.parametrize("saved", [[torch.ops.aten.slice.Tensor], [torch.ops.aten.mul_.Tensor]])
+def test_views_and_in_place_operators_are_run_again(saved):
+    x, w = leaf(3, 3), leaf(3, 3)
+    assert_same(
+        run(checkpoint, x, w, f=stretches, context_fn=ours(saved))[0], run(None, x, w, f=stretches)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        stretches,
+        lambda x, w: x.sin().mul_(2).cos() * w,
+        lambda x, w: (x.sum(0, keepdim=True).expand(3, 3) * x).sin() * w,
+        lambda x, w: x.sin().t().mul_(w).exp(),
+    ],
+)
+def test_offload_and_in_place_operators(monkeypatch, f):
+    monkeypatch.setattr(selective, "is_far", lambda x: True)
+    x, w = leaf(3, 3), leaf(3, 3)
+    policy = always(CheckpointPolicy.MUST_CPU_OFFLOAD)
+    assert_same(run(checkpoint, x, w, f=f, context_fn=ours(policy))[0], run(None, x, w, f=f)[0])
+
+
+def test_mutation_under_another_version_counter():
+    """A product with more dimensions is an unsafe view of that of matrices, and counts for itself."""
+
+    def f(x, w):
+        y = x @ w
+        y.mul_(2)
+        return y.sin()
+
+    with pytest.raises(MutationError, match="has been mutated"):
+        run(checkpoint, leaf(2, 3, 3), leaf(3, 3), f=f, context_fn=ours([mm]))
+
+
 # -- hooks of the caller ----------------------------------------------------------------------------
 
 
