@@ -707,7 +707,7 @@ def wrapped_names(model):
         ("every 5", ["layers.0", "head.0"]),
         (lambda name, m: name.endswith("3"), ["layers.3"]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_select(select, names):
     model = Model()
