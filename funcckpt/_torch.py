@@ -509,12 +509,27 @@ def below_wrappers(x: Tensor) -> Tensor:
 
 def constant_of(x: Tensor) -> Tensor | None:
     """What is inside of a tensor that no active transform looks at; None if one does."""
-    while True:
-        if x.requires_grad or is_batchedtensor(x) or is_legacy_batchedtensor(x) or tangent_of(x) is not None:
-            return None
-        if not is_functorch_wrapped_tensor(x):
-            return x
+    with _set_fwd_grad_enabled(True):
+        return _constant_of(x)
+
+
+def _constant_of(x: Tensor) -> Tensor | None:
+    x = alive(x)
+    if x.requires_grad or is_batchedtensor(x) or is_legacy_batchedtensor(x):
+        return None
+    # Whether it has a tangent at a level shows only where that level is the innermost.
+    interpreter = peek_interpreter_stack()
+    if (interpreter is None or kind_of(interpreter) == "jvp") and tangent_of(x) is not None:
+        return None
+    if interpreter is None:
+        return x
+    if maybe_get_level(x) == interpreter.level():
         x = get_unwrapped(x)
+    layer = pop_dynamic_layer_stack()
+    try:
+        return _constant_of(x)
+    finally:
+        push_dynamic_layer_stack(layer)
 
 
 def storage_of(x: Tensor) -> int | None:

@@ -339,14 +339,13 @@ class GeneratedRemat(_Rules, torch.autograd.Function):
     @staticmethod
     def forward(operand: _Operand, *inputs: Tensor) -> Tensors:
         random = operand.program.source.random
-        with _torch.function_modes_again(operand.modes):
+        with _torch.function_modes_again(operand.modes), _torch.vmaps_again(operand.has_say):
             if _torch.peek_interpreter_stack() is None:
                 outputs = operand.run(inputs)
             elif random is None or (random and not all(operand.has_say)):
                 # By hand, where torch's rule does not do: in the first run the net has to lie below all
                 # levels, and f must not draw random numbers at a level that it was not called in.
-                with _torch.vmaps_again(operand.has_say):
-                    outputs = _run_below_vmaps(operand.further, operand.program, inputs)
+                outputs = _run_below_vmaps(operand.further, operand.program, inputs)
             else:
                 outputs = operand.program.run(*inputs)
         operand.is_empty = not outputs
