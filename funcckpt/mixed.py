@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch, dispatch
+from . import _torch, dispatch, net, primitive
 from .errors import InputError, describe
-from .primitive import Remat, _Rules
 from .program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
 from .remat import _Arguments, _Call, _name_and_check, _Options
 
@@ -239,8 +238,22 @@ class _BatchedPullback(Vmap):
         return tuple(gradients)
 
 
-class _Symmetric(_Rules, torch.autograd.Function):
+class _Symmetric(torch.autograd.Function):
     """A gradient as a primitive."""
+
+    @staticmethod
+    def forward(program: Any, *inputs: Tensor) -> Tensors:
+        return tuple([_torch.fresh(y) for y in net.run(program, inputs)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        program, *tensors = inputs
+        level = _torch.current_level()
+        ctx.set_materialize_grads(False)
+        ctx.program = program
+        ctx.home = min(program.home, level - 1) if level else program.home
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -287,5 +300,5 @@ class _Symmetric(_Rules, torch.autograd.Function):
         along = tuple([i for i, t in enumerate(tangents) if t is not None])
         jvp = Jvp(ctx.program, ctx.home, len(inputs), along)
         # Forward mode is switched off in here; a Function finds its levels all the same.
-        outputs = Remat.apply(jvp, *inputs, *[tangents[i] for i in along])
+        outputs = primitive.apply(primitive.Remat, jvp, [*inputs, *[t for t in tangents if t is not None]])
         return tuple(zeros_for_none(*jvp.split(outputs)))
