@@ -348,8 +348,11 @@ class Recording:
                 continue
             self._tensors.append(weakref.ref(y))
             storage = _storage(y)
-            if storage is None or storage._cdata in given or storage._cdata in _entries:
+            if storage is None or storage._cdata in given:
                 continue
+            if storage._cdata in _entries and _entries[storage._cdata].recording is self:
+                continue
+            # Also what another block has made: a selective checkpoint hands out results of the forward.
             made = _Made()
             _remember(storage, self, made)
             self._made.append(storage._cdata)
