@@ -173,6 +173,10 @@ _here = _Here()
 # -- what was made ------------------------------------------------------------------------------------
 
 
+# No version: what is saved from now on is kept.
+_ESCAPED = -1
+
+
 class _Made:
     """A storage that a block has made."""
 
@@ -592,6 +596,8 @@ def _unpack(packed: Slot | _Kept) -> Tensor:
 
 # -- who saves it -----------------------------------------------------------------------------------
 
+# What is given away here can be written to without a word to the version counter.
+_ESCAPES = {Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # type: ignore[attr-defined]
 _NEVER_SAVE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
@@ -608,6 +614,8 @@ class ScopedTensor(Tensor):
             with _unscoped((args, kwargs)):
                 return func(*args, **kwargs)
         with _torch.subclasses_asleep():
+            if func in _ESCAPES and (entry := _find(args[0])) is not None:
+                entry.made.version = _ESCAPED
             below = _torch.top_saved_tensors_hooks()
             if (
                 torch.is_grad_enabled()

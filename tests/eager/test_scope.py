@@ -8,6 +8,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1074,3 +1075,22 @@ def test_parts_that_overlap_are_never_told_apart():
         a, b = [set(torch.arange(60).as_strided(v.size, stride, v.offset).flatten().tolist()) for v in views]
         found.add((not a.isdisjoint(b), views[0].may_overlap(views[1])))
     assert found == {(True, True), (False, False), (False, True)}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.data.mul_(2),
+        lambda y: y.detach().numpy().__imul__(2),
+        lambda y: torch.from_dlpack(y.detach()).mul_(2),
+        lambda y: np.asarray(y.detach()).__imul__(2),
+    ],
+)
+def test_writes_past_the_version_counter(write):
+    def f(scope, x):
+        with scope():
+            y = x.sin()
+        write(y)
+        return (y * y * x).sum()
+
+    same(f, (3, 3))
