@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from .. import _torch
+from .. import _torch, world
 from ..errors import CheckpointError, InputError, MutationError, OptionError, describe
 from .scope import written
 
@@ -101,7 +101,8 @@ def _policy(policy_fn_or_list: Any) -> Policy:
 
 # -- results that are kept -------------------------------------------------------------------------
 
-# By operator, in the order of the calls: the result with its tensors kept, or one of the marks.
+# By operator, in the order of the calls: the result with its tensors kept and the random streams before
+# and after it, or one of the marks.
 Results = dict[Any, list[Any]]
 _RECOMPUTE = object()
 _CONSUMED = object()
@@ -211,6 +212,7 @@ class Forward(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        before = _streams(func, args, kwargs)
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
@@ -236,7 +238,7 @@ class Forward(TorchDispatchMode):
                     self._kept[_address(x)].append(kept)
                 return kept
 
-            result = pytree.tree_map_only(Tensor, keep, out)
+            result = pytree.tree_map_only(Tensor, keep, out), before, _streams(func, args, kwargs)
         self._results[func].append(result)
         return out
 
@@ -255,6 +257,13 @@ def _shares(func: Any) -> bool:
 
 def _address(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout is torch.strided else 0
+
+
+def _streams(func: Any, args: Any, kwargs: dict[str, Any]) -> world.States:
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return []
+    explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+    return world.states(world.random_streams(explicit))
 
 
 class Recompute(TorchDispatchMode):
@@ -295,5 +304,7 @@ class Recompute(TorchDispatchMode):
                 "Trying to backward an extra time. You are only allowed to backward once on any region "
                 "computed under selective activation checkpoint."
             )
-        kept, results[i] = results[i], _CONSUMED
+        (kept, before, after), results[i] = results[i], _CONSUMED
+        if after and not world.have_moved(before):
+            world.set_streams(after)  # as it would have left them for those that are run again
         return pytree.tree_map_only((Kept, Offloaded), lambda x: x.get(self._allow_mutation), kept)

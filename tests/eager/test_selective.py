@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import funcckpt
-from funcckpt import checkpoint
+from funcckpt import checkpoint, checkpoint_scope
 from funcckpt.eager import selective
 from funcckpt.errors import CheckpointError, MutationError, OptionError
 
@@ -265,6 +265,42 @@ def test_offload_on_a_gpu():
             torch.testing.assert_close(a, e)
         del y, gradients
     assert sizes["save"] - sizes["offload"] == 2 * x.nbytes
+
+
+def test_some_random_operators_are_saved_and_others_recomputed():
+    def f(x, w):
+        return (torch.rand_like(x) * x).sin() * F.dropout(w.exp(), 0.5).sin() * torch.rand_like(x).sin()
+
+    def seeded(call, **options):
+        torch.manual_seed(5)
+        x = torch.ones(8, 8, dtype=D)
+        return run(call, x, x, f=f, **options)[0]
+
+    context_fn = ours([torch.ops.aten.rand_like.default])
+    assert_same(seeded(checkpoint, context_fn=context_fn), seeded(None))
+
+
+def test_random_streams_that_are_not_preserved_are_left_alone():
+    x = leaf(3, 3)
+    context_fn = ours([torch.ops.aten.rand_like.default])
+    y = checkpoint(
+        lambda x: (torch.rand_like(x) * x).sin(), x, context_fn=context_fn, preserve_rng_state=False
+    )
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("call", [checkpoint, torch_checkpoint])
+def test_a_scope_inside(call):
+    def f(x, w):
+        with checkpoint_scope():
+            y = x.sin() @ w
+        return y.exp()
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    for policy in (always(True), [mm], [sin]):
+        assert_same(run(call, x, w, f=f, context_fn=ours(policy))[0], run(None, x, w, f=f)[0])
 
 
 # -- operators that share memory ------------------------------------------------------------------------
