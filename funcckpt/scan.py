@@ -150,9 +150,26 @@ def fori_loop(
 ) -> Any:
     """``carry = body(i, carry)`` for i from `lower` up to, and without, `upper`.
 
-    The other parameters, the errors and the memory are those of `scan`. The signature is
-    `jax.lax.fori_loop`'s; i is a Python integer.
+    The errors and the memory are those of `scan`. The signature is `jax.lax.fori_loop`'s.
 
+    Parameters
+    ----------
+    lower, upper : int
+        The first i, and the one after the last.
+    body : callable
+        ``body(i, carry) -> carry``; i is a Python integer.
+    init : pytree
+        The first carry.
+    checkpoint, checkpoints, bytes, offload, progress
+        As in `scan`.
+
+    Returns
+    -------
+    pytree
+        The last carry.
+
+    Examples
+    --------
     >>> import torch
     >>> from funcckpt import fori_loop
     >>> torch.func.grad(lambda x: fori_loop(1, 4, lambda i, y: y * x / i, x))(torch.tensor(2.0))
@@ -185,7 +202,7 @@ def while_loop(
 
     Where a derivative is recorded, the loop runs twice: first to count its steps, without keeping
     anything, and then as a `scan` of so many. That is one sweep more than the optimum of a loop whose
-    length is known. The other parameters, the errors and the memory are those of `scan`.
+    length is known. The other errors and the memory are those of `scan`.
 
     Parameters
     ----------
@@ -193,6 +210,10 @@ def while_loop(
         ``cond(carry) -> bool``, or a tensor of one element.
     body : callable
         ``body(carry) -> carry``.
+    init : pytree
+        The first carry.
+    checkpoint, checkpoints, bytes, offload, progress
+        As in `scan`.
     max_steps : int, optional
         Stop after so many steps, whatever `cond` says.
 
