@@ -238,13 +238,13 @@ class _Unchanged(TorchFunctionMode):
 
     def __init__(self, statistics: Sequence[Tensor]) -> None:
         super().__init__()
-        self._before = [(x, x.clone()) for x in statistics]
+        self._before = [(x, _copy(x)) for x in statistics]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
-            self._before.append((args[0], args[0].clone()))
+            self._before.append((args[0], _copy(args[0])))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
@@ -253,6 +253,19 @@ class _Unchanged(TorchFunctionMode):
             for x, value in reversed(self._before):
                 with _torch.version_kept(x):
                     x.copy_(value)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy, which is no operator of the function for the dispatch modes that are active in it."""
+    modes = _torch._get_current_dispatch_mode_stack()
+    for _ in modes:
+        _torch._pop_mode()
+    try:
+        with torch.no_grad():
+            return x.clone()
+    finally:
+        for mode in modes:
+            _torch._push_mode(mode)
 
 
 # A module that is called with other tensors than its own: their names, and which they are.

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -301,6 +302,22 @@ def test_a_scope_inside(call):
     x, w = leaf(3, 3), leaf(3, 3)
     for policy in (always(True), [mm], [sin]):
         assert_same(run(call, x, w, f=f, context_fn=ours(policy))[0], run(None, x, w, f=f)[0])
+
+
+@pytest.mark.parametrize("scope", [nullcontext, checkpoint_scope])
+@pytest.mark.parametrize("options", [{}, {"context_fn": ours([sin])}, {"debug": True}])
+def test_batch_norm(scope, options):
+    m, reference = [torch.nn.BatchNorm1d(3, dtype=D) for _ in range(2)]
+
+    def f(m, x, w):
+        with scope():
+            y = m(x)
+        return (y @ w).sin()
+
+    x, w = leaf(4, 3), leaf(3, 3)
+    actual = run(checkpoint, x, w, f=functools.partial(f, m), **options)[0]
+    assert_same(actual, run(None, x, w, f=functools.partial(f, reference))[0])
+    assert_same(dict(m.named_buffers()), dict(reference.named_buffers()))
 
 
 # -- operators that share memory ------------------------------------------------------------------------
