@@ -1,5 +1,6 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
+from . import nn as nn
 from .eager.checkpoint import checkpoint as checkpoint
 from .eager.patched import install as install
 from .eager.patched import patched as patched
@@ -39,6 +40,16 @@ from .errors import (
 from .errors import (
     TransformError as TransformError,
 )
+from .mixed import inner_grad as inner_grad
 from .remat import remat as remat
+from .scan import (
+    fori_loop as fori_loop,
+)
+from .scan import (
+    scan as scan,
+)
+from .scan import (
+    while_loop as while_loop,
+)
 
 __version__ = "0.1.0"

@@ -215,7 +215,7 @@ class _Rules:
                 home, has_say = _torch.current_level(), _has_say_now(ctx)
             vjp = Vjp(ctx.program, home, len(inputs), wrt, of, ctx.at_level)
             arguments = [*inputs, *_for_one_sample(ctx.unbatched, cotangents)]
-            found = iter(_apply(spelling, vjp, arguments, has_say))
+            found = iter(apply(spelling, vjp, arguments, has_say))
             for i, connected in zip(wrt, vjp.connected, strict=True):
                 if connected:
                     gradients[i + 1] = next(found)
@@ -265,7 +265,7 @@ def _has_say_now(ctx: Any) -> tuple[bool, ...]:
     return (*outside, *[False] * later, *entered)
 
 
-def _apply(
+def apply(
     spelling: Any, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()
 ) -> Tensors:
     if len(has_say) == _torch.current_level() and any(
@@ -314,7 +314,7 @@ class Remat(_Rules, torch.autograd.Function):
     ) -> tuple[Tensors, tuple[int | None, ...]]:
         level = _torch.current_level() + 1
         batched = vmapped(operand.program, level, in_dims[1:], info.batch_size, info.randomness)
-        outputs = _apply(Remat, batched, inputs)
+        outputs = apply(Remat, batched, inputs)
         return outputs, batched.out_dims
 
     @staticmethod
@@ -327,7 +327,7 @@ class Remat(_Rules, torch.autograd.Function):
             differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
             program = Recording(program, differentiated) if differentiated else program
         jvp = Jvp(program, ctx.home, len(inputs), along)
-        outputs = _apply(Remat, jvp, [*inputs, *[t for t in tangents if t is not None]])
+        outputs = apply(Remat, jvp, [*inputs, *[t for t in tangents if t is not None]])
         return tuple(zeros_for_none(*jvp.split(outputs)))
 
 
@@ -383,9 +383,9 @@ def call(spelling: type[Any], program: Program, inputs: Sequence[Tensor]) -> Ten
     """R[program](inputs) by one of the Functions above."""
     inputs = [_torch.alive(x) for x in inputs]
     if spelling.generate_vmap_rule:
-        return _apply(spelling, program, inputs, (True,) * _torch.number_of_vmaps())
+        return apply(spelling, program, inputs, (True,) * _torch.number_of_vmaps())
     if padding := _torch.batched_nothing():
         # functorch skips the rule of a level at which no input is batched, and with it the level's
         # say in randomness. A batched input without elements makes it ask.
         program, inputs = _Padded(program, len(inputs)), [*inputs, *padding]
-    return _apply(spelling, program, inputs)
+    return apply(spelling, program, inputs)

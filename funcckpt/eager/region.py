@@ -25,10 +25,12 @@ It is written anew for what torch's does not do, and cannot be made to do from o
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +108,7 @@ class Region:
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[Look] = []
         self._statistics: list[weakref.ref[Tensor]] = []
+        self._replaced = _replaced() if check else []
         self._complete = False
         # The recomputation that was run for each backward.
         self._done: set[Any] = set()
@@ -197,7 +200,9 @@ class Region:
         del leaves
         run = _Again(self, key, only)
         statistics = [x for ref in self._statistics if (x := ref()) is not None]
+        put_back = _put_back(self._replaced)
         with (
+            _PutBack(self._name, put_back) if put_back else nullcontext(),
             _Unchanged(statistics) if statistics else nullcontext(),
             self._world.replayed(),
             nullcontext() if self._redirected == redirect.is_active() else redirect.active(self._redirected),
@@ -233,13 +238,13 @@ class _Unchanged(TorchFunctionMode):
 
     def __init__(self, statistics: Sequence[Tensor]) -> None:
         super().__init__()
-        self._before = [(x, x.clone()) for x in statistics]
+        self._before = [(x, _copy(x)) for x in statistics]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
-            self._before.append((args[0], args[0].clone()))
+            self._before.append((args[0], _copy(args[0])))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
@@ -248,6 +253,79 @@ class _Unchanged(TorchFunctionMode):
             for x, value in reversed(self._before):
                 with _torch.version_kept(x):
                     x.copy_(value)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy, which is no operator of the function for the dispatch modes that are active in it."""
+    modes = _torch._get_current_dispatch_mode_stack()
+    for _ in modes:
+        _torch._pop_mode()
+    try:
+        with torch.no_grad():
+            return x.clone()
+    finally:
+        for mode in modes:
+            _torch._push_mode(mode)
+
+
+# A module that is called with other tensors than its own: their names, and which they are.
+Replaced = tuple[weakref.ref[torch.nn.Module], list[tuple[str, int]]]
+
+
+def _replaced() -> list[Replaced]:
+    """What `functional_call` has replaced, where one is on the stack."""
+    found: list[Replaced] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is torch.func.functional_call.__code__:
+            there = frame.f_locals
+            tensors = there["parameters_and_buffers"]
+            found.append((weakref.ref(there["module"]), [(name, id(x)) for name, x in tensors.items()]))
+        frame = frame.f_back
+    return found
+
+
+def _put_back(replaced: list[Replaced]) -> dict[int, Tensor]:
+    """The modules' own tensors, where those of the forward are gone, by their id."""
+    own: dict[int, Tensor] = {}
+    for ref, names in replaced:
+        if (module := ref()) is None:
+            continue
+        for name, before in names:
+            parent, _, attribute = name.rpartition(".")
+            with suppress(AttributeError):
+                x = getattr(module.get_submodule(parent), attribute)
+                if isinstance(x, Tensor) and id(x) != before:
+                    own[id(x)] = x
+    return own
+
+
+class _PutBack(world.Mode):
+    """Notices that a module's own tensors are used, also where autograd does not save them."""
+
+    def __init__(self, name: str, own: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._name = name
+        self._own = own
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(y, Tensor) for y in pytree.tree_leaves(out)):  # and not, say, its shape
+            for x in pytree.tree_leaves((args, kwargs)):
+                if id(x) in self._own:
+                    raise _another(self._name, x)
+        return out
+
+
+def _another(name: str, x: Tensor) -> CheckpointError:
+    kind = "parameter" if isinstance(x, torch.nn.Parameter) else "buffer"
+    return CheckpointError(
+        f"{name}: the recomputation finds another {kind} ({describe(x)}) than the forward used; "
+        "torch.func.functional_call, for one, puts the module's own back when it returns. Use "
+        "funcckpt.remat, which takes those of the call, or pass the parameters as arguments of the function."
+    )
 
 
 class _Again:
@@ -293,12 +371,7 @@ class _Again:
             return
         parameter = _parameter(x)
         if parameter is not None and (here.parameter is None or here.parameter() is not parameter):
-            raise CheckpointError(
-                f"{self._region._name}: the recomputation finds another parameter ({describe(parameter)}) "
-                "than the forward used; torch.func.functional_call, for one, puts the module's own back when "
-                "it returns. Use funcckpt.remat, which takes those of the call, or pass the parameters as "
-                "arguments of the function."
-            )
+            raise _another(self._region._name, parameter)
         if here.version != there.version:
             raise MutationError(
                 f"{self._region._name}: a tensor that it uses ({describe(x)}) was changed in place since the "

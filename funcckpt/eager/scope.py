@@ -143,7 +143,10 @@ class _Here(threading.local):
 
     def enter(self, scope: checkpoint_scope) -> None:
         frame = self.current()
-        if frame is None:
+        top = _torch.top_saved_tensors_hooks()
+        # Under hooks that came later, a checkpoint's perhaps, the scope does not belong to the one around
+        # them: the recomputation, which is not in that one, has to save the same.
+        if frame is None or top is None or top[0] is not frame.hooks.pack:
             frame = _Frame()
             frame.start()
             self.frames.append(frame)
@@ -170,14 +173,18 @@ _here = _Here()
 # -- what was made ------------------------------------------------------------------------------------
 
 
+# No version: what is saved from now on is kept.
+_ESCAPED = -1
+
+
 class _Made:
     """A storage that a block has made."""
 
     __slots__ = ("version", "writes")
 
     def __init__(self) -> None:
-        # How often the block has written to it.
-        self.writes = 0
+        # The parts to which the block has written, in order.
+        self.writes: list[View] = []
         # The version of its tensors at the end of the block.
         self.version: int | None = None
 
@@ -219,6 +226,25 @@ class View(NamedTuple):
     @classmethod
     def of(cls, made: _Made, x: Tensor) -> View:
         return cls(made, x.dtype, x.size(), x.stride(), x.storage_offset())
+
+    def may_overlap(self, other: View) -> bool:
+        """False if they have no element in common, as the chunks of which a recurrent cell is made."""
+        if 0 in self.size or 0 in other.size:
+            return False
+        if (self.dtype, self.stride) != (other.dtype, other.stride):
+            return True
+        mine, theirs, inside, apart = int(self.offset), int(other.offset), None, False
+        for d in sorted(range(len(self.stride)), key=self.stride.__getitem__, reverse=True):
+            size, stride = self.size[d], self.stride[d]
+            if stride == 0:
+                return True
+            # Where they begin in this dimension. If all of them end in it, they are boxes of one grid.
+            (i, mine), (j, theirs) = divmod(mine, stride), divmod(theirs, stride)
+            if inside is not None and max(i + size, j + other.size[d]) * stride > inside:
+                return True
+            apart |= i + size <= j or j + other.size[d] <= i
+            inside = stride
+        return not apart and mine == theirs
 
     def on(self, base: Tensor) -> Tensor:
         if base.dtype == self.dtype:
@@ -345,32 +371,32 @@ class Recording:
                 continue
             self._tensors.append(weakref.ref(y))
             storage = _storage(y)
-            if storage is None or storage._cdata in given or storage._cdata in _entries:
+            if storage is None or storage._cdata in given:
                 continue
+            if storage._cdata in _entries and _entries[storage._cdata].recording is self:
+                continue
+            # Also what another block has made: a selective checkpoint hands out results of the forward.
             made = _Made()
             _remember(storage, self, made)
             self._made.append(storage._cdata)
             makes.append((made, position))
-        written = list(_written(func, args, kwargs)) if func._schema.is_mutable else []
+        targets = list(written(func, args, kwargs))
         entries = {i: self._own(s) for i, s in storages.items()}
-        writes = {
-            entry.made: None
-            for i, entry in entries.items()
-            if entry is not None and any(leaves[i] is x for x in written)
-        }
+        changed = {i for i in entries if any(leaves[i] is x for x in targets)}
+        writes = {entry.made: None for i, entry in entries.items() if entry is not None and i in changed}
         if not makes and not writes:
             return
         statistics = "batch_norm" in func.name()
         copied = [
             i
             for i, entry in entries.items()
-            if entry is None
-            and (any(leaves[i] is x for x in written) or (statistics and may_be_statistics(leaves[i])))
+            if entry is None and (i in changed or (statistics and may_be_statistics(leaves[i])))
         ]
         for i, entry in entries.items():
             leaves[i] = self.keep(leaves[i], below) if entry is None else View.of(entry.made, leaves[i])
-        for made in writes:
-            made.writes += 1
+        for i, x in enumerate(leaves):
+            if isinstance(x, View) and i in changed:
+                x.made.writes.append(x)
         self._operations.append(_Operation(func, leaves, structure, copied, makes, list(writes), streams))
 
     def _own(self, storage: torch.UntypedStorage | None) -> _Entry | None:
@@ -425,7 +451,7 @@ class Recording:
                 self._replayed = key
             x, slot.value = slot.value, None
         assert x is not None
-        if slot.writes != slot.view.made.writes:
+        if any(map(slot.view.may_overlap, slot.view.made.writes[slot.writes :])):
             raise MutationError(
                 f"one of the variables needed for gradient computation ({describe(x)}) has been modified by "
                 "an inplace operation in its checkpoint_scope. Change a copy (x.clone())."
@@ -493,9 +519,12 @@ def _remember(storage: torch.UntypedStorage, recording: Recording, made: _Made) 
     _entries[key] = _Entry(weakref.ref(storage, forget), recording, made)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors to which an operator writes, as its schema says."""
-    for i, argument in enumerate(func._schema.arguments):
+    schema = getattr(func, "_schema", None)  # operators that take functions have none
+    if schema is None or not schema.is_mutable:
+        return
+    for i, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = kwargs.get(argument.name, args[i] if i < len(args) else None)
@@ -526,7 +555,8 @@ class Slot:
     def __init__(self, recording: Recording, view: View) -> None:
         self.recording = recording
         self.view = view
-        self.writes = view.made.writes
+        # How many writes there were before.
+        self.writes = len(view.made.writes)
         self.value: Tensor | None = None
 
     def unpack(self) -> Tensor:
@@ -566,6 +596,8 @@ def _unpack(packed: Slot | _Kept) -> Tensor:
 
 # -- who saves it -----------------------------------------------------------------------------------
 
+# What is given away here can be written to without a word to the version counter.
+_ESCAPES = {Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # type: ignore[attr-defined]
 _NEVER_SAVE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
@@ -582,6 +614,8 @@ class ScopedTensor(Tensor):
             with _unscoped((args, kwargs)):
                 return func(*args, **kwargs)
         with _torch.subclasses_asleep():
+            if func in _ESCAPES and (entry := _find(args[0])) is not None:
+                entry.made.version = _ESCAPED
             below = _torch.top_saved_tensors_hooks()
             if (
                 torch.is_grad_enabled()

@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from .. import _torch
+from .. import _torch, world
 from ..errors import CheckpointError, InputError, MutationError, OptionError, describe
+from .scope import written
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
 
@@ -100,7 +101,8 @@ def _policy(policy_fn_or_list: Any) -> Policy:
 
 # -- results that are kept -------------------------------------------------------------------------
 
-# By operator, in the order of the calls: the result with its tensors kept, or one of the marks.
+# By operator, in the order of the calls: the result with its tensors kept and the random streams before
+# and after it, or one of the marks.
 Results = dict[Any, list[Any]]
 _RECOMPUTE = object()
 _CONSUMED = object()
@@ -114,12 +116,14 @@ class Kept:
         self._packed: Any = x if hooks is None else hooks[0](x)
         self._unpack = None if hooks is None else hooks[1]
         self._version = x._version
+        # Whether the forward has written to its memory, be it under another version counter.
+        self.written = False
 
     def get(self, allow_mutation: bool) -> Tensor:
         if self._unpack is not None:
             return self._unpack(self._packed)
         x: Tensor = self._packed
-        if not allow_mutation and x._version != self._version:
+        if not allow_mutation and (self.written or x._version != self._version):
             raise MutationError(
                 f"Tensor cached during selective activation checkpoint has been mutated ({describe(x)}). "
                 "Change a copy (x.clone()), or pass allow_cache_entry_mutation=True if you know better."
@@ -193,34 +197,73 @@ class Forward(TorchDispatchMode):
         super().__init__()
         self._policy = policy
         self._results = results
+        # What is kept where it is, by the address of its storage, which it keeps alive.
+        self._kept: dict[int, list[Kept]] = defaultdict(list)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._kept.clear()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        before = _streams(func, args, kwargs)
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
+        if self._kept:
+            for x in written(func, args, kwargs):
+                for kept in self._kept.get(_address(x), ()):
+                    kept.written = True
         more = {"op_output": out} if _HAS_OUTPUT else {}
         context = SelectiveCheckpointContext(is_recompute=False, **more)
         if not _HAS_OUTPUT:
             context.op_output = out
         policy = self._policy(context, func, *args, **kwargs)
         result: Any = _RECOMPUTE
-        if policy is True or policy in _SAVE or policy in _OFFLOAD:
+        if (policy is True or policy in _SAVE or policy in _OFFLOAD) and not _shares(func):
             hooks = self.hooks if self.respect_saved_tensors_hooks else None
             far = policy in _OFFLOAD
 
             def keep(x: Tensor) -> Kept | Offloaded:
-                return Offloaded(x) if far and is_far(x) else Kept(x, hooks)
+                if far and is_far(x):
+                    return Offloaded(x)
+                kept = Kept(x, hooks)
+                if hooks is None:
+                    self._kept[_address(x)].append(kept)
+                return kept
 
-            result = pytree.tree_map_only(Tensor, keep, out)
+            result = pytree.tree_map_only(Tensor, keep, out), before, _streams(func, args, kwargs)
         self._results[func].append(result)
         return out
+
+
+def _shares(func: Any) -> bool:
+    """Whether an operator writes to its arguments, or returns their memory.
+
+    It is run again in any case: what comes after it may read or write those arguments, which in the
+    recomputation are others. A view costs nothing.
+    """
+    schema = getattr(func, "_schema", None)  # operators that take functions have none
+    return schema is not None and (
+        schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
+    )
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout is torch.strided else 0
+
+
+def _streams(func: Any, args: Any, kwargs: dict[str, Any]) -> world.States:
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return []
+    explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+    return world.states(world.random_streams(explicit))
 
 
 class Recompute(TorchDispatchMode):
@@ -261,5 +304,7 @@ class Recompute(TorchDispatchMode):
                 "Trying to backward an extra time. You are only allowed to backward once on any region "
                 "computed under selective activation checkpoint."
             )
-        kept, results[i] = results[i], _CONSUMED
+        (kept, before, after), results[i] = results[i], _CONSUMED
+        if after and not world.have_moved(before):
+            world.set_streams(after)  # as it would have left them for those that are run again
         return pytree.tree_map_only((Kept, Offloaded), lambda x: x.get(self._allow_mutation), kept)

@@ -913,3 +913,46 @@ def test_traced_by_make_fx():
     graph = make_fx(gradients)(x, w)
     assert_same([g.detach() for g in graph(x, w)], list(torch.autograd.grad(chain(x, w).sum(), [x, w])))
     assert sum("tanh.default" in str(node.target) for node in graph.graph.nodes) >= 5  # forward and again
+
+
+# -- functional_call: what autograd does not save -----------------------------------------------------
+
+
+class Shifted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("b", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x, use):
+        return funcckpt.checkpoint(lambda x: use(self, x).sin(), x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [
+        ("parameter", lambda m, x: x + m.p),
+        ("buffer", lambda m, x: x + m.b),
+        ("buffer", lambda m, x: x * m.b),
+    ],
+)
+def test_functional_call_with_what_is_not_saved(kind, use):
+    m = Shifted()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    other = {"p": x[0] * 3, "b": x[0].detach() * 3}
+    y = torch.func.functional_call(m, other, (x, use)).sum()
+    with pytest.raises(CheckpointError, match=f"another {kind}.*functional_call"):
+        y.backward()
+
+
+def test_functional_call_with_what_is_not_used():
+    m = Shifted()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    use = lambda m, x: x * m.b.numel() + m.p.shape[0]
+    torch.func.functional_call(m, {"p": x[0] * 3, "b": x[0]}, (x, use)).sum().backward()
+    expected = torch.autograd.grad((x * 4 + 4).sin().sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+    # And where the module has the same again.
+    x.grad = None
+    torch.func.functional_call(m, dict(m.named_parameters()), (x, lambda m, x: x + m.p)).sum().backward()
+    assert torch.equal(x.grad, x.cos().detach())

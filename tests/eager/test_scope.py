@@ -8,6 +8,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1002,3 +1003,94 @@ def test_random_programs_inside_of_a_checkpoint(seed):
     assert_same(run(checkpoint_scope, checkpoint, checkpoint), run(nullcontext, just, just))
     whole = lambda *args: checkpoint(*args, early_stop=False)
     assert_same(run(checkpoint_scope, whole, whole), run(nullcontext, just, just))
+
+
+# -- a scope in a checkpoint in a scope ---------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("between", [nullcontext, save_on_cpu])
+def test_a_scope_in_a_checkpoint_in_a_scope(checkpoint, between):
+    def f(scope, x):
+        def inner(x):
+            with between(), scope():
+                y = x.sin()
+                z = y.cos()
+            return y * y + z * x
+
+        with scope():
+            x = x * 2
+            a = checkpoint(inner, x)
+            b = a.exp()
+        return (a * a * b).sum()
+
+    same(f, (3, 3))
+
+
+# -- writes to parts of a tensor ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells(kind):
+    """They write to chunks of one tensor, one after another."""
+    cell = kind(3, 5).double()
+
+    def f(scope, x):
+        with scope():
+            y = cell(x[None].expand(2, 4, 3) if kind in (nn.LSTM, nn.GRU) else x)
+        return sum((y * y).sum() for y in torch.utils._pytree.tree_leaves(y))
+
+    same(f, (4, 3))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_writes_to_parts(dim, overlap):
+    def f(scope, x):
+        with scope():
+            chunks = x.sin().unsafe_chunk(2, dim)
+            z = chunks[0] * x.chunk(2, dim)[0]
+            chunks[0 if overlap else 1].mul_(2)
+        return (z * chunks[0] * chunks[1]).sum()
+
+    if overlap:
+        with pytest.raises(RuntimeError, match="modified by"):
+            same(f, (6, 6))
+    else:
+        same(f, (6, 6))
+
+
+def test_parts_that_overlap_are_never_told_apart():
+    """Against the sets of their elements."""
+    generator = random.Random(0)
+
+    def view(stride):
+        size = torch.Size([generator.randint(0, 3) for _ in stride])
+        return scope_module.View(None, D, size, stride, generator.randint(0, 12))
+
+    found = set()
+    for _ in range(3000):
+        stride = tuple(generator.choices([1, 2, 3, 6, 7], k=generator.choice([1, 2])))
+        views = view(stride), view(stride)
+        a, b = [set(torch.arange(60).as_strided(v.size, stride, v.offset).flatten().tolist()) for v in views]
+        found.add((not a.isdisjoint(b), views[0].may_overlap(views[1])))
+    assert found == {(True, True), (False, False), (False, True)}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.data.mul_(2),
+        lambda y: y.detach().numpy().__imul__(2),
+        lambda y: torch.from_dlpack(y.detach()).mul_(2),
+        lambda y: np.asarray(y.detach()).__imul__(2),
+    ],
+)
+def test_writes_past_the_version_counter(write):
+    def f(scope, x):
+        with scope():
+            y = x.sin()
+        write(y)
+        return (y * y * x).sum()
+
+    same(f, (3, 3))

@@ -1,0 +1,304 @@
+"""`inner_grad`: a gradient that is differentiated in mixed mode.
+
+A meta-gradient differentiates through inner gradient steps. The pullback of the gradient of L at θ is
+v ↦ Hv, with all that L depends on, η say, beside: v ↦ ∂/∂(θ, η) of ⟨∇L(θ, η), v⟩. Reverse mode over
+reverse mode computes that from all that the inner backward has saved. But the Hessian is symmetric, so
+that ⟨∇L, v⟩ is the tangent of L along v, and needs no inner backward: forward mode gives the tangent, and
+one reverse sweep its gradient.
+
+As in `remat`, a gradient keeps its inputs and nothing else, and is made of the same programs.
+
+Source: Kemaev et al., "Scalable Meta-Learning via Mixed-Mode Differentiation" (arXiv 2505.00793), who go
+forward over reverse. Reverse over forward is the same product (Pearlmutter, "Fast exact multiplication by
+the Hessian", 1994), and its reverse sweep need not record itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import _torch, dispatch, net, primitive
+from .errors import InputError, describe
+from .program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
+from .remat import _Arguments, _Call, _name_and_check, _Options
+
+__all__ = ["inner_grad"]
+
+
+def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
+    """As `torch.func.grad`, for gradients that will be differentiated: inner steps of meta-learning.
+
+    The values and all derivatives are those of `torch.func.grad`. The first derivative is computed in
+    mixed mode, from the arguments alone. In the tests (an inner step of a network of eight layers) that
+    takes 0.44 of the memory of reverse over reverse inside of a binomial `scan`, and 0.16 in an unrolled
+    loop, for 1.16 and 1.22 times the operations.
+
+    Parameters
+    ----------
+    loss : callable
+        Returns a scalar. What `remat` asks of a function holds for it: it is run again in the
+        backward, with the same random numbers.
+    argnums : int or tuple of int
+        Which arguments to differentiate with respect to.
+
+    Returns
+    -------
+    callable
+        Gives the gradients, in the structure of the arguments chosen by `argnums`.
+
+    Raises
+    ------
+    InputError
+        The loss is no scalar, or an argument to differentiate has a tensor that is not floating.
+    ClosureError
+        The loss uses a differentiated, batched or dual tensor that could not be found. Pass it as an
+        argument.
+
+    Notes
+    -----
+    Kemaev et al., "Scalable Meta-Learning via Mixed-Mode Differentiation" (arXiv 2505.00793).
+
+    Examples
+    --------
+    The learning rate's gradient through ten steps of gradient descent, with few carries kept:
+
+    >>> import torch
+    >>> from funcckpt import inner_grad, scan
+    >>> def after_training(rate):
+    ...     loss = lambda w: ((w - 3) ** 2).sum()
+    ...     step = lambda w, _: (w - rate * inner_grad(loss)(w), None)
+    ...     w, _ = scan(step, torch.zeros(2), length=10)
+    ...     return loss(w)
+    >>> torch.func.grad(after_training)(torch.tensor(0.1))
+    tensor(-10.3763)
+    """
+    name = _name_and_check(loss)
+
+    @functools.wraps(loss)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        several = isinstance(argnums, tuple)
+        numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+        for i in numbers:
+            if not -len(args) <= i < len(args):
+                raise InputError(
+                    f"inner_grad({name}): argnums={argnums}, and there are {len(args)} arguments."
+                )
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return torch.func.grad(loss, argnums)(*args, **kwargs)
+
+        # Another tensor than everywhere else: what is the same elsewhere is constant.
+        own = list(args)
+        for i in numbers:
+            own[i] = pytree.tree_map_only(Tensor, lambda x: x.view_as(x), args[i])
+        chosen = tuple([own[i] for i in numbers])
+        leaves, structure = pytree.tree_flatten(chosen)
+        for i, tree in zip(numbers, chosen, strict=True):
+            for path, x in pytree.tree_flatten_with_path(tree)[0]:
+                if not isinstance(x, Tensor) or not is_differentiable(x):
+                    what = describe(x) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                    raise InputError(
+                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {what}, which has no "
+                        "gradient. Choose others by argnums."
+                    )
+        options = _Options(frozenset(), frozenset(), True, "default")
+        arguments = _Arguments(name, options, tuple(own), kwargs)
+        places = {id(x): i for i, x in enumerate(arguments.tensors)}
+        call = _Call(_scalar(loss, name), name, options, arguments)
+        call._layers = _torch.active_layers()
+        inputs = call._take_inputs(call._captured)
+        program = _Gradient(
+            call, call.home, len(inputs), tuple([places[id(x)] for x in leaves]), with_zeros=True
+        )
+        # functorch asks for the rule of a vmap only where something is batched; the loss may draw
+        # random numbers, which differ from sample to sample all the same.
+        outputs = _Symmetric.apply(program, *inputs, *_torch.batched_nothing())
+        gradients = pytree.tree_unflatten(list(outputs), structure)
+        return gradients if several else gradients[0]
+
+    return gradient
+
+
+def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
+    def scalar(*args: Any, **kwargs: Any) -> Tensor:
+        out = loss(*args, **kwargs)
+        if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
+            what = describe(out) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise InputError(f"inner_grad({name}): returned {what}, not a real scalar.")
+        return out.clone()  # An output, also where it is an input.
+
+    return scalar
+
+
+class _Gradient(Vjp):
+    """(inputs) -> gradients of the one output of a program, which is a scalar, for the inputs `wrt`.
+
+    They come for those on which it depends, or `with_zeros` for all. Inputs after the first `arity` are
+    not used.
+    """
+
+    def __init__(
+        self, inner: Program, home: int, arity: int, wrt: tuple[int, ...], with_zeros: bool = False
+    ) -> None:
+        super().__init__(inner, home, arity, wrt, (0,), at_level=False)
+        self.with_zeros = with_zeros
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        primals = list(inputs[: self.arity])
+        nested = torch.is_grad_enabled()
+        # With no level active and nobody to differentiate it, plain autograd records, and is leaner.
+        plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
+        if plain and not nested and not self.source.replaces:
+            outputs, leaves = self._record_plain(primals, nested)
+        else:
+            outputs, leaves = self._record_at_level(primals)
+        primals.clear()
+        one = torch.ones_like(outputs[0])
+        gradients = self._pull(outputs, leaves, [], [one], nested)
+        if not self.with_zeros:
+            return gradients
+        found = iter(gradients)
+        return tuple(
+            [
+                next(found) if connected else torch.zeros_like(inputs[i])
+                for i, connected in zip(self.wrt, self.connected, strict=True)
+            ]
+        )
+
+    def pullback(self, home: int, wrt: tuple[int, ...], of: tuple[int, ...]) -> Program:
+        """(inputs, cotangents of the gradients `of`) -> gradients for the inputs `wrt`."""
+        along = tuple([self.wrt[i] for i in of])
+        directional = _Directional(self.inner, home, self.arity, along)
+        return _Gradient(directional, home, self.arity + len(of), wrt)
+
+
+class _Directional(_Derived):
+    """(inputs, tangents) -> the tangent of the first output, along the inputs `along`."""
+
+    def __init__(self, inner: Program, home: int, arity: int, along: tuple[int, ...]) -> None:
+        super().__init__(inner, home)
+        self.arity = arity
+        self.along = along
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        jvp = Jvp(self.inner, self.home, self.arity, self.along)
+        primals, tangents = jvp.split(jvp.run(*inputs))
+        return (torch.zeros_like(primals[0]) if tangents[0] is None else tangents[0],)
+
+
+class _Batched(Vmap):
+    """vmap of a `_Gradient`. Its inputs are batched all, at 0, or none; then its random numbers may be."""
+
+    @property
+    def arity(self) -> int:
+        arity: int = self.inner.arity  # type: ignore[attr-defined]
+        return arity
+
+    def pullback(self, home: int, wrt: tuple[int, ...], of: tuple[int, ...]) -> Program:
+        inner = self.inner.pullback(home, wrt, of)  # type: ignore[attr-defined]
+        out_dims = tuple([self.out_dims[i] for i in of])
+        in_dims = self.in_dims[: self.arity]
+        if all(dim is None for dim in (*in_dims, *self.out_dims)):
+            return inner
+        return _BatchedPullback(inner, home, in_dims, out_dims, self.batch_size, self.randomness)
+
+
+class _BatchedPullback(Vmap):
+    """vmap of the pullback of a gradient. Of inputs that are not batched, the gradients are summed."""
+
+    def __init__(
+        self,
+        inner: Program,
+        home: int,
+        in_dims: tuple[int | None, ...],
+        ct_dims: tuple[int | None, ...],
+        batch_size: int,
+        randomness: str,
+    ) -> None:
+        super().__init__(inner, home, (*in_dims, *ct_dims), batch_size, randomness)
+        self.is_sum = all(dim is None for dim in in_dims)
+        self.shared = [len(in_dims) + i for i, dim in enumerate(ct_dims) if dim is None and self.is_sum]
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        cotangents = list(inputs)
+        for i in self.shared:  # Each sample has a share in an output that they have in common.
+            cotangents[i] = cotangents[i] / self.batch_size
+        size, gradients = self.batch_size, []
+        for g, dim in zip(super().run(*cotangents), self.out_dims, strict=True):
+            if self.is_sum:
+                gradients.append(g * size if dim is None else g.sum(dim))
+            else:
+                gradients.append(g.expand(size, *g.shape) if dim is None else g.movedim(dim, 0))
+        self.out_dims = (None if self.is_sum else 0,) * len(gradients)
+        return tuple(gradients)
+
+
+class _Symmetric(torch.autograd.Function):
+    """A gradient as a primitive."""
+
+    @staticmethod
+    def forward(program: Any, *inputs: Tensor) -> Tensors:
+        return tuple([_torch.fresh(y) for y in net.run(program, inputs)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        program, *tensors = inputs
+        level = _torch.current_level()
+        ctx.set_materialize_grads(False)
+        ctx.program = program
+        ctx.home = min(program.home, level - 1) if level else program.home
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        inputs, program = ctx.saved_tensors, ctx.program
+        gradients: list[Tensor | None] = [None] * (len(inputs) + 1)
+        wrt = tuple([i for i in range(program.arity) if ctx.needs_input_grad[i + 1]])
+        of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
+        if not wrt or not of:
+            return tuple(gradients)
+        pullback = program.pullback(ctx.home, wrt, of)
+        arguments = [*inputs[: program.arity], *[ct for ct in cotangents if ct is not None]]
+        found = iter(dispatch.call(pullback, arguments))
+        while isinstance(pullback, Vmap):
+            pullback = pullback.inner
+        for i, connected in zip(wrt, pullback.connected, strict=True):
+            if connected:
+                gradients[i + 1] = next(found)
+        return tuple(gradients)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], program: Any, *inputs: Tensor
+    ) -> tuple[Tensors, tuple[int | None, ...]]:
+        level = _torch.current_level() + 1
+        # A level that was not there when the user called the loss has no say in its randomness.
+        randomness = "same" if level > program.home else info.randomness
+        size = info.batch_size
+        dims = in_dims[1:]
+        if any(dim is not None for dim in dims[: program.arity]):
+            inputs = tuple(
+                [
+                    x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+                    for x, dim in zip(inputs, dims, strict=True)
+                ]
+            )
+            dims = (0,) * len(inputs)
+        batched = _Batched(program, min(program.home, level - 1), dims, size, randomness)
+        outputs = _Symmetric.apply(batched, *inputs)
+        return outputs, batched.out_dims
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        along = tuple([i for i, t in enumerate(tangents) if t is not None])
+        jvp = Jvp(ctx.program, ctx.home, len(inputs), along)
+        # Forward mode is switched off in here; a Function finds its levels all the same.
+        outputs = primitive.apply(primitive.Remat, jvp, [*inputs, *[t for t in tangents if t is not None]])
+        return tuple(zeros_for_none(*jvp.split(outputs)))

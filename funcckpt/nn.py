@@ -1,0 +1,502 @@
+"""Modules that are recomputed: `Remat`, `apply_remat`, `remove_remat`, `Sequential`.
+
+A module keeps everything but its class: that becomes a subclass of its own class and of `Remat`, whose
+`forward` is the original one, checkpointed. So names of parameters and keys of `state_dict` are as
+before, `isinstance` holds, and hooks that are registered on the module run outside of the checkpoint,
+once. (`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
+
+In plain eager code the work is done by saved-tensor hooks, under transforms by `remat`: `checkpoint`
+chooses. What hooks cannot know is looked after here. When the backward recomputes, the module has the
+parameters and buffers of the forward, which `functional_call` may have put in and taken out again, and is as
+it was then: counters and running vectors start from the same value, and `eval()` makes no difference. If
+a parameter was changed in place, that is an error.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from . import _torch
+from .eager.checkpoint import checkpoint
+from .eager.region import Contexts
+from .errors import InputError, MutationError, OptionError, describe
+
+M = TypeVar("M", bound=nn.Module)
+Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
+
+_OPTIONS = frozenset(
+    name
+    for name, p in inspect.signature(checkpoint).parameters.items()
+    if p.kind is p.KEYWORD_ONLY and name != "use_reentrant"
+)
+# Where the options of a module stand, in its __dict__ and in its class.
+_KEY = "_funcckpt_options"
+_CONSTANTS = (bool, int, float, complex, str, type(None))
+
+
+class Remat(nn.Module):
+    """Make a module recompute its forward in the backward, instead of keeping what it computed.
+
+    The module itself is changed, and returned: its class becomes a subclass of what it was. Parameters,
+    buffers, hooks, attributes, the keys of ``state_dict`` and all methods stay. Wrap the parts of a model,
+    such as its blocks: one `Remat` around everything saves nothing.
+
+    Parameters
+    ----------
+    module : nn.Module
+        What to recompute. Its forward takes and returns what it likes, tensors of any shape in any
+        nesting. If it is a `Remat` already, it gets these options.
+    **options
+        Those of :func:`funcckpt.checkpoint`: ``preserve_rng_state``, ``determinism_check``,
+        ``context_fn``, ``debug``, ``early_stop``, ``respect_saved_tensors_hooks``.
+
+    Returns
+    -------
+    Remat
+        The same module.
+
+    Raises
+    ------
+    InputError
+        It is not a module, has no forward (a `ModuleList`), or its class cannot be changed (a
+        `ScriptModule`, or a module whose forward was assigned to the instance, as by `torch.compile`).
+    OptionError
+        There is no such option.
+
+    Notes
+    -----
+    Copies, pickles and ``torch.save`` of the module are checkpointed as well. `remove_remat` undoes it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from funcckpt.nn import Remat
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.block = Remat(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)))
+    ...
+    ...     def forward(self, x):
+    ...         return x + self.block(x)
+    >>> model = Model()
+    >>> list(model.state_dict())
+    ['block.0.weight', 'block.0.bias', 'block.2.weight', 'block.2.bias']
+    >>> def loss(parameters, x):
+    ...     return torch.func.functional_call(model, parameters, (x,)).sum()
+    >>> per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    >>> per_sample(dict(model.named_parameters()), torch.ones(5, 3))["block.0.weight"].shape
+    torch.Size([5, 8, 3])
+    """
+
+    def __new__(cls, module: Any = None, *args: Any, **options: Any) -> Any:
+        if cls is not Remat:  # another instance of the class of a checkpointed module
+            return super().__new__(cls)
+        if args:
+            raise OptionError("Remat takes one module; options are given by name.")
+        _check(module, options)
+        module.__class__ = _checkpointed_class(type(module))
+        module.__dict__[_KEY] = options
+        return module
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Python calls this on what `Remat(module)` returns, too, which is initialized.
+        if _KEY not in self.__dict__:
+            super().__init__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _recomputed(super().forward, (self,), getattr(self, _KEY), args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name by which it could be found.
+        how = super().__reduce_ex__(protocol)
+        if isinstance(how, str):
+            return how
+        make, args, *state = how
+        args = tuple(_original(type(self)) if arg is type(self) else arg for arg in args)
+        return _make_again, (make, args), *state
+
+
+def _check(module: Any, options: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions."
+            if callable(module)
+            else f"Remat takes an nn.Module, not {name}."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"Remat({name}): TorchScript is compiled as it is. Wrap what was scripted.")
+    if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:
+        raise InputError(f"Remat({name}): it changes its class in its first call. Wrap it after that.")
+    if type(module).forward is nn.Module.forward:
+        raise InputError(f"Remat({name}): it has no forward. Wrap the modules that it holds.")
+    if "forward" in module.__dict__:
+        raise InputError(
+            f"Remat({name}): a forward was assigned to this instance (by torch.compile, for one), which "
+            "would be called in place of the checkpointed one. Wrap the module before that is done."
+        )
+    _check_options(f"Remat({name})", options)
+
+
+def _check_options(title: str, options: dict[str, Any]) -> None:
+    unknown = options.keys() - _OPTIONS
+    if unknown:
+        raise OptionError(f"{title}: no option {sorted(unknown)}. There are {sorted(_OPTIONS)}.")
+
+
+def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(kind, Remat):
+        return kind
+    for known in kind.__subclasses__():
+        if vars(known).get(_KEY) is not None and known.__bases__ == (Remat, kind):
+            return known
+    contents: dict[str, Any] = {_KEY: {}, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(f"Remat{kind.__name__}", (Remat, kind), contents)
+
+
+def _original(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module before `Remat`."""
+    bases = kind.__bases__
+    if bases[:1] != (Remat,):
+        raise InputError(
+            f"{kind.__name__}: its class was changed again after Remat, by fully_shard or parametrize for "
+            "example. Undo that first."
+        )
+    return cast("type[nn.Module]", bases[1])
+
+
+def _make_again(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    module = make(*args)
+    module.__class__ = _checkpointed_class(type(module))
+    return module
+
+
+# -- a call -------------------------------------------------------------------------------------
+
+
+def _recomputed(
+    f: Callable[..., Any],
+    modules: Iterable[nn.Module],
+    options: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`f(*args, **kwargs)`, checkpointed, where f runs these modules."""
+    if not torch.is_grad_enabled():
+        return f(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo knows this one, and AOTAutograd what it does.
+        return torch_checkpoint(f, *args, use_reentrant=False, **options, **kwargs)
+    if _runs_by_hooks(options):
+        held = _Held(modules, check=options.get("determinism_check") != "none")
+        context_fn = functools.partial(_contexts, options.get("context_fn", noop_context_fn), held)
+        out = checkpoint(**{**options, "context_fn": context_fn})(f)(*args, **kwargs)
+        held.forward_is_done()
+        return out
+    return checkpoint(**options)(f)(*args, **kwargs)
+
+
+def _runs_by_hooks(options: dict[str, Any]) -> bool:
+    """Whether `checkpoint` will recompute with whatever the modules hold by then.
+
+    Not with debug=True, which goes without contexts.
+    """
+    if _torch.is_tracing_plain():
+        return False
+    debug = _torch.checkpoint_debug_enabled()
+    if options.get("debug", False) if debug is None else debug:
+        return False
+    return _torch.maybe_current_level() is None and not _torch.in_dual_level()
+
+
+def _contexts(context_fn: Callable[[], Contexts], held: _Held) -> Contexts:
+    forward, recompute = context_fn()
+    held.inner = recompute
+    return forward, held
+
+
+class _Held:
+    """A context in which some modules are as they are now: parameters, buffers, whether they train, and
+    attributes that are constants, like counters and masks.
+    """
+
+    inner: AbstractContextManager[Any]
+
+    def __init__(self, modules: Iterable[nn.Module], check: bool) -> None:
+        self._check = check
+        self._now: list[tuple[dict[str, Any], str, Any]] = []
+        self._versions: list[tuple[str, Tensor, int]] = []
+        # Buffers that a forward may update, and what they were: the recomputation is given copies.
+        self._buffers: list[tuple[dict[str, Any], str, Tensor, int, Tensor]] = []
+        for part in dict.fromkeys(part for module in modules for part in module.modules()):
+            for name, p in part._parameters.items():
+                if p is not None:
+                    self._now.append((part._parameters, name, p))
+                    if not p.is_inference():
+                        self._versions.append((name, p, p._version))
+            for name, b in part._buffers.items():
+                if b is not None:
+                    self._now.append((part._buffers, name, b))
+                    if part.training and not b.is_inference():
+                        self._buffers.append((part._buffers, name, b, b._version, b.detach().clone()))
+            for name, x in part.__dict__.items():
+                # A result of an earlier forward would keep its graph alive.
+                if type(x) in _CONSTANTS or (isinstance(x, Tensor) and x.grad_fn is None):
+                    self._now.append((part.__dict__, name, x))
+        self._undo: list[Callable[[], object]] = []
+
+    def forward_is_done(self) -> None:
+        self._buffers = [buffer for buffer in self._buffers if buffer[2]._version != buffer[3]]
+
+    def __enter__(self) -> None:
+        try:
+            self._restore()
+            self.inner.__enter__()
+        except BaseException:
+            self._put_back()
+            raise
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self.inner.__exit__(*error)
+        finally:
+            self._put_back()
+
+    def _restore(self) -> None:
+        for place, name, x in self._now:
+            other = place.get(name, x)
+            # fully_shard exchanges sharded and whole parameters as it sees fit.
+            if other is not x and _layout(other) == _layout(x):
+                self._put(place, name, x)
+        for name, x, version in self._versions if self._check else ():
+            if x._version != version:
+                raise MutationError(
+                    f"parameter {name!r} ({describe(x)}) was changed in place between the forward of a "
+                    "checkpointed module and its backward, by an optimizer for example: the recomputation "
+                    "would start from the changed values. Run the backward before, or, if you know better, "
+                    'pass determinism_check="none".'
+                )
+        for place, name, _, _, before in self._buffers:
+            self._put(place, name, before.clone())
+
+    def _put(self, place: dict[str, Any], name: str, x: Tensor) -> None:
+        self._undo.append(functools.partial(place.__setitem__, name, place[name]))
+        place[name] = x
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _layout(x: Any) -> Any:
+    """How a distributed tensor is laid out; None for all others."""
+    return getattr(x, "device_mesh", None), getattr(x, "placements", None)
+
+
+# -- whole models ---------------------------------------------------------------------------------
+
+
+def apply_remat(model: M, select: Select, **options: Any) -> M:
+    """Make the selected modules of a model recompute their forward, in place.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, which is changed.
+    select : class, tuple of classes, str, or callable
+        Which modules: those of a class; those whose name matches a pattern, such as ``"layers.*"``
+        or ``"*.block[0-4]"``, where a star stands for part of a name without dots; ``"every 2"``, the
+        first, third, fifth, ... of the members of each outermost `ModuleList` or `Sequential`, and so
+        on for other numbers; or those for which ``select(name, module)`` is true.
+    **options
+        Those of :class:`Remat`.
+
+    Returns
+    -------
+    nn.Module
+        The model.
+
+    Raises
+    ------
+    InputError
+        Nothing is selected, or a selected module cannot be wrapped (see :class:`Remat`). Nothing is
+        changed then.
+    OptionError
+        There is no such option, or no such way to select.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from funcckpt.nn import apply_remat, remove_remat
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 4)
+    >>> _ = apply_remat(model, nn.TransformerEncoderLayer)
+    >>> [type(layer).__name__ for layer in model.layers][:2]
+    ['RematTransformerEncoderLayer', 'RematTransformerEncoderLayer']
+    >>> _ = apply_remat(remove_remat(model), "every 2", preserve_rng_state=False)
+    >>> [type(layer).__name__ for layer in model.layers][:2]
+    ['RematTransformerEncoderLayer', 'TransformerEncoderLayer']
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"apply_remat takes an nn.Module, not {type(model).__name__}.")
+    chosen = _selected(model, select)
+    if not chosen:
+        names = [f"{name or 'the model'}: {type(m).__name__}" for name, m in model.named_modules()]
+        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+        raise InputError(
+            f"apply_remat: {select!r} selects nothing among {'; '.join(names[:20])}{more}. Name a class or a "
+            "pattern that some of them match."
+        )
+    for module in chosen:
+        _check(module, options)
+    for module in chosen:
+        Remat(module, **options)
+    return model
+
+
+def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
+    named = list(model.named_modules())
+    if isinstance(select, (type, tuple)):
+        return [m for _, m in named if isinstance(cast(Any, m), select)]
+    if isinstance(select, str):
+        if every := re.fullmatch(r"every +(\d+)", select):
+            return list(_every(model, int(every[1])))
+        pattern = select.split(".")
+        return [m for name, m in named if _matches(name.split("."), pattern)]
+    if callable(select):
+        return [m for name, m in named if select(name, m)]
+    raise OptionError(
+        "apply_remat: select is a class, a tuple of classes, a pattern of names, "
+        f'"every <n>", or a function of name and module, not {select!r}.'
+    )
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    return len(name) == len(pattern) and all(map(fnmatch.fnmatchcase, name, pattern))
+
+
+def _every(module: nn.Module, n: int) -> Iterator[nn.Module]:
+    if n < 1:
+        raise OptionError(f"apply_remat: every {n} is no way to select; every 1 is all of them.")
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        yield from list(module)[::n]
+        return
+    for child in module.children():
+        yield from _every(child, n)
+
+
+def remove_remat(model: M) -> M:
+    """Undo :class:`Remat` and :func:`apply_remat` in a model and all that it holds, in place.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, which is changed: each module has its own class again.
+
+    Returns
+    -------
+    nn.Module
+        The model.
+
+    Raises
+    ------
+    InputError
+        The class of a module was changed again after `Remat`. Nothing is changed then.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from funcckpt.nn import Remat, remove_remat
+    >>> remove_remat(Remat(nn.Linear(2, 2)))
+    Linear(in_features=2, out_features=2, bias=True)
+    """
+    found = [(m, _original(type(m))) for m in model.modules() if isinstance(m, Remat)]
+    for module, kind in found:
+        cast(Any, module).__class__ = kind
+        module.__dict__.pop(_KEY, None)
+    return model
+
+
+# -- a chain ----------------------------------------------------------------------------------------
+
+
+class Sequential(nn.Sequential):
+    """An `nn.Sequential` that recomputes its layers in the backward, some at a time.
+
+    Parameters
+    ----------
+    *layers : nn.Module, or one OrderedDict of them
+        As for `nn.Sequential`; the keys of ``state_dict`` are the same.
+    every : int
+        How many layers are recomputed together. Their inputs alone are kept: one tensor for each
+        group.
+    skip_last : bool
+        Keep what the last layer computes: its backward comes first, so that it is alive at the peak
+        in any case.
+    **options
+        Those of :class:`Remat`.
+
+    Raises
+    ------
+    OptionError
+        There is no such option, or `every` is not a positive number.
+
+    Notes
+    -----
+    The words are those of ``timm.models.checkpoint_seq``. :func:`funcckpt.checkpoint_sequential` does the
+    same in a call, and :func:`funcckpt.plan_segments` finds the best division.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from funcckpt.nn import Sequential
+    >>> model = Sequential(*[nn.Linear(4, 4) for _ in range(6)], every=2, skip_last=True)
+    >>> torch.func.vmap(torch.func.jacrev(model))(torch.ones(3, 4)).shape
+    torch.Size([3, 4, 4])
+    """
+
+    def __init__(self, *layers: Any, every: int = 1, skip_last: bool = False, **options: Any) -> None:
+        super().__init__(*layers)
+        _check_options("Sequential", options)
+        if not isinstance(every, int) or every < 1:
+            raise OptionError(f"Sequential: every={every!r} is no positive number of layers.")
+        self.every = every
+        self.skip_last = skip_last
+        self.options = options
+
+    def forward(self, input: Any) -> Any:
+        layers = list(self)
+        count = len(layers) - self.skip_last
+        for start in range(0, count, self.every):
+            group = layers[start : min(start + self.every, count)]
+            input = _recomputed(_chain(group), group, self.options, (input,), {})
+        return _chain(layers[count:])(input)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        layers = OrderedDict(list(self._modules.items())[index])
+        return Sequential(layers, every=self.every, skip_last=self.skip_last, **self.options)
+
+
+def _chain(layers: Sequence[nn.Module]) -> Callable[[Any], Any]:
+    def chain(x: Any) -> Any:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return chain

@@ -1,0 +1,101 @@
+"""Keep tensors elsewhere: in the memory of the host, or in files.
+
+`store` is the identity as far as any transform can see, and so is `fetch`. What lies between them is a
+tensor of the CPU, which a checkpoint keeps as it keeps any other. One that is on disk is a file that is
+mapped into memory: the system writes it out, and reads it again, as it sees fit.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .errors import OptionError
+
+__all__ = ["Stored", "check_place", "fetch", "store"]
+
+_PLACES = ("host", "disk")
+
+
+class Stored(NamedTuple):
+    """A tree whose tensors are elsewhere; `devices` says where each leaf has been."""
+
+    tree: Any
+    devices: tuple[str, ...]
+
+
+def check_place(place: str | None, name: str) -> None:
+    if place is not None and place not in _PLACES:
+        raise OptionError(f"{name}: offload={place!r} is none of None, 'host' and 'disk'.")
+
+
+def store(tree: Any, place: str) -> Stored:
+    """The tensors of a tree, elsewhere.
+
+    >>> import torch
+    >>> from funcckpt.offload import fetch, store
+    >>> fetch(store({"x": torch.arange(3)}, "disk"))
+    {'x': tensor([0, 1, 2])}
+    """
+    leaves, structure = pytree.tree_flatten(tree)
+    devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
+    moved = [_Store.apply(x, place) if isinstance(x, Tensor) else x for x in leaves]
+    return Stored(pytree.tree_unflatten(moved, structure), devices)
+
+
+def fetch(tree: Any) -> Any:
+    """A tree as it was before it was stored; any other tree as it is."""
+    if not isinstance(tree, Stored):
+        return tree
+    leaves, structure = pytree.tree_flatten(tree.tree)
+    # What is mapped is read into memory once, and not by each operator.
+    back = [
+        x.to(device, copy=True) if isinstance(x, Tensor) else x
+        for x, device in zip(leaves, tree.devices, strict=True)
+    ]
+    return pytree.tree_unflatten(back, structure)
+
+
+class _Store(torch.autograd.Function):
+    """A copy in another place. Its derivative is a move as well."""
+
+    @staticmethod
+    def forward(x: Tensor, place: str) -> Tensor:
+        if place == "host":
+            return x.to("cpu", copy=True)
+        return _mapped(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.device = inputs[0].device
+        if not (output.is_floating_point() or output.is_complex()):
+            ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None]:
+        return ct.to(ctx.device), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.to("cpu", copy=True)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, place: str) -> tuple[Tensor, int | None]:
+        return _Store.apply(x, place), in_dims[0]
+
+
+def _mapped(x: Tensor) -> Tensor:
+    if x.numel() == 0 or x.is_meta:
+        return x.to("cpu", copy=True) if not x.is_meta else x.clone()
+    handle, path = tempfile.mkstemp(prefix="funcckpt-")
+    os.close(handle)
+    try:
+        out = torch.from_file(path, shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
+    finally:
+        os.unlink(path)  # The mapping keeps the file, and is the last to do so.
+    return out.copy_(x)

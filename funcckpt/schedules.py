@@ -1,0 +1,200 @@
+"""Which carries of a loop are kept, and how often its steps are run: checkpointing schedules.
+
+A loop of n steps is cut into parts that run one after another. Each part is checkpointed: its first
+carry is kept, and when the backward arrives there the part is run again, cut by the same rule. Only
+the last part of a schedule that halves or is binomial is a single step that is recorded at once.
+Everything that `scan` does follows from `parts`, and `evaluations` and `kept` count what it costs.
+
+=========== ====================================== ================== =========================
+name        parts                                  carries kept       times that a step is run
+=========== ====================================== ================== =========================
+`None`      none                                   all, and their     1
+                                                   insides
+"every"     n of one step                          n                  2
+an integer  so many, of equal length               so many, and the   2
+                                                   inside of one part
+"sqrt"      √n                                     √n, and √n insides 2
+"recursive" n/2, n/4, ..., 1 steps                 log2 n             1 + log2(n)/2 on average
+"binomial"  Griewank and Walther's, for k          k                  at most r + 1, where
+            checkpoints                                               C(k + r, k) ≥ n
+=========== ====================================== ================== =========================
+
+The binomial schedule is optimal: no schedule with k checkpoints runs fewer steps (Griewank,
+"Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
+differentiation", 1992; Griewank and Walther, "Algorithm 799: revolve", 2000).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from .errors import OptionError
+
+__all__ = ["Part", "Schedule", "advances", "beta", "evaluations", "kept", "parts", "repetitions", "split"]
+
+
+class Schedule(NamedTuple):
+    """A rule by which a loop is cut; `number` is what it needs to know: parts, or checkpoints."""
+
+    rule: str
+    number: int = 0
+
+
+class Part(NamedTuple):
+    """Some successive steps: checkpointed and cut by `schedule`, or recorded (`None`)."""
+
+    steps: int
+    schedule: Schedule | None
+
+
+PLAIN = Schedule("plain")
+
+
+def beta(checkpoints: int, repeats: int) -> int:
+    """The most steps that can be reversed with so many checkpoints if no step is repeated more often.
+
+    >>> from funcckpt.schedules import beta
+    >>> beta(3, 2)          # C(5, 3)
+    10
+    """
+    return math.comb(checkpoints + repeats, checkpoints) if repeats >= 0 else 0
+
+
+def repetitions(steps: int, checkpoints: int) -> int:
+    """The least number r of repetitions with which C(checkpoints + r, checkpoints) >= steps."""
+    if checkpoints == 1:
+        return max(steps - 1, 0)
+    r = 0
+    while beta(checkpoints, r) < steps:
+        r += 1
+    return r
+
+
+def advances(steps: int, checkpoints: int) -> int:
+    """How many steps must be run, besides recording each once, to reverse a loop.
+
+    The optimum, r n - C(k + r, k + 1) with n steps, k checkpoints (the first carry is one of them)
+    and r repetitions.
+
+    Source: Griewank and Walther (2000), equation 3.
+
+    >>> from funcckpt.schedules import advances
+    >>> advances(10, 3), advances(10, 9), advances(10, 1)
+    (15, 9, 45)
+    """
+    r = repetitions(steps, checkpoints)
+    return r * steps - beta(checkpoints + 1, r - 1)
+
+
+def split(steps: int, checkpoints: int) -> int:
+    """How many steps to go before the next carry is kept, in an optimal schedule.
+
+    Of the splits that are optimal this is the shortest.
+
+    >>> from funcckpt.schedules import split
+    >>> split(10, 3), split(10, 1)
+    (4, 9)
+    """
+    if checkpoints == 1:
+        return steps - 1
+    r = repetitions(steps, checkpoints)
+    return max(1, beta(checkpoints, r - 2), steps - beta(checkpoints - 1, r))
+
+
+def fewest(steps: int, repeats: int) -> int:
+    """The fewest checkpoints with which no step is repeated more often than `repeats` times.
+
+    >>> from funcckpt.schedules import fewest
+    >>> fewest(1000, 2), fewest(1000, 3)
+    (44, 17)
+    """
+    k = 1
+    while beta(k, repeats) < steps:
+        k += 1
+    return k
+
+
+def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
+    """The parts into which a schedule cuts so many steps, first one first."""
+    rule, number = schedule
+    if rule == "plain":
+        yield Part(steps, None)
+    elif rule == "segments":
+        number = min(number, steps)
+        for i in range(number):
+            yield Part(steps * (i + 1) // number - steps * i // number, PLAIN)
+    elif rule == "recursive":
+        while steps > 1:
+            yield Part(steps // 2, schedule)
+            steps -= steps // 2
+        yield Part(steps, None)
+    else:
+        while steps > 1:
+            length = split(steps, number)
+            yield Part(length, Schedule(rule, number))
+            steps, number = steps - length, number - 1
+        yield Part(steps, None)
+
+
+def evaluations(schedule: Schedule, steps: int) -> int:
+    """How many steps are run in all by a forward and a backward through the loop.
+
+    >>> from funcckpt.schedules import Schedule, evaluations, kept
+    >>> binomial = Schedule("binomial", 3)
+    >>> evaluations(binomial, 10), kept(binomial, 10)      # advances(10, 3) and each step once
+    (25, 3)
+    """
+    return _cost(schedule, steps)[0]
+
+
+def kept(schedule: Schedule, steps: int) -> int:
+    """The most carries that are kept at a time, besides those of steps that are recorded."""
+    return _cost(schedule, steps)[1]
+
+
+@lru_cache(maxsize=100_000)
+def _cost(schedule: Schedule, steps: int) -> tuple[int, int]:
+    if steps == 0 or schedule == PLAIN:
+        return steps, 0
+    run = most = 0
+    for i, part in enumerate(parts(schedule, steps)):
+        run += part.steps
+        if part.schedule is not None:
+            again, inside = _cost(part.schedule, part.steps)
+            run += again
+            # The carry that a part starts from is the first that its recomputation keeps.
+            most = max(most, i + max(1, inside))
+    return run, most
+
+
+def choose(checkpoint: str | int | None, checkpoints: int | None, steps: int, name: str) -> Schedule:
+    """The schedule that a user has asked for, or `OptionError`."""
+    if checkpoints is not None and checkpoint != "binomial":
+        raise OptionError(
+            f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial", not {checkpoint!r}.'
+        )
+    for option, value in (("checkpoint", checkpoint), ("checkpoints", checkpoints)):
+        if isinstance(value, bool) or (isinstance(value, int) and value < 1):
+            raise OptionError(f"{name}: {option}={value!r} is not a positive number.")
+    if checkpoints is not None and not isinstance(checkpoints, int):
+        raise OptionError(f"{name}: checkpoints={checkpoints!r} is not a positive number.")
+    if checkpoint is None:
+        return PLAIN
+    if isinstance(checkpoint, int):
+        return Schedule("segments", checkpoint)
+    if checkpoint == "every":
+        return Schedule("segments", max(1, steps))
+    if checkpoint == "sqrt":
+        return Schedule("segments", max(1, round(math.sqrt(steps))))
+    if checkpoint == "recursive":
+        return Schedule("recursive")
+    if checkpoint == "binomial":
+        # By default no step is run more than three times: memory grows as the square root of 2n.
+        return Schedule("binomial", checkpoints or fewest(steps, 2))
+    raise OptionError(
+        f"{name}: checkpoint={checkpoint!r} is none of None, a number of segments, 'every', 'sqrt', "
+        "'recursive' and 'binomial'."
+    )

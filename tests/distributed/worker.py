@@ -1,0 +1,200 @@
+"""What each rank of `test_distributed.py` does: `torchrun worker.py case`.
+
+The reference is the same model in one process on the whole batch, without checkpoints.
+"""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+from funcckpt import checkpoint
+from funcckpt.nn import Remat, apply_remat
+from funcckpt.per_sample import clipped_sum, gradient_norms
+
+BATCH, WIDTH = 8, 4
+
+
+class Block(nn.Module):
+    """Counts its forwards. The exponential of `scale` is saved, and not itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.log_scale = nn.Parameter(torch.zeros(WIDTH))
+        self.runs = []
+
+    def forward(self, x):
+        self.runs.append(1)
+        return x + self.down(torch.tanh(self.up(x * self.log_scale.exp())))
+
+
+class Model(nn.Module):
+    """Blocks as they are, or each called by `checkpoint`."""
+
+    def __init__(self, call=None):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+        self.call = call
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.call is None else self.call(block, x)
+        return self.head(x)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def steps(model, batches):
+    """Losses, gradients and parameters of some steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        seen.append({name: whole(p.grad).clone() for name, p in model.named_parameters()})
+        optimizer.step()
+    seen.append({name: whole(p.detach()).clone() for name, p in model.named_parameters()})
+    return seen
+
+
+def check(actual, expected):
+    for got, want in zip(actual, expected, strict=True):
+        got = {name.removeprefix("module."): x for name, x in got.items()}
+        assert got.keys() == want.keys(), (got.keys(), want.keys())
+        for name in want:
+            torch.testing.assert_close(
+                got[name], want[name], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def setup(how):
+    """A model with checkpoints, the one without, and three batches."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    batches = torch.randn(3, BATCH, WIDTH, dtype=torch.float64).unbind()
+    model = copy.deepcopy(plain)
+    if how == "checkpoint":
+        model.call = checkpoint
+    elif how == "remat":
+        apply_remat(model, Block)
+    return model, plain, batches
+
+
+def share(batches):
+    """The samples of this rank."""
+    return [x.chunk(dist.get_world_size())[dist.get_rank()] for x in batches]
+
+
+def recomputed(model, forwards=3):
+    runs = [len(block.runs) for block in model.blocks]
+    assert runs == [2 * forwards] * 3, f"a block was run {runs} times in {forwards} forwards and backwards"
+
+
+def ddp():
+    for how in ("remat", "checkpoint"):
+        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            model, plain, batches = setup(how)
+            check(steps(DistributedDataParallel(model, **options), share(batches)), steps(plain, batches))
+            recomputed(model)
+
+
+def fsdp():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for how in ("remat", "checkpoint"):
+        for inner in (False, True):  # whether layers inside of a block are sharded by themselves
+            for reshard in (True, False):
+                model, plain, batches = setup(how)
+                for block in model.blocks:
+                    if inner:
+                        fully_shard(block.up, mesh=mesh, reshard_after_forward=reshard)
+                    fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+                fully_shard(model, mesh=mesh)
+                check(steps(model, share(batches)), steps(plain, batches))
+                recomputed(model)
+
+
+def fsdp_first():
+    """Checkpoints put around modules that are sharded already."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, plain, batches = setup("nothing")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    apply_remat(model, Block)
+    assert all(isinstance(block, Remat) for block in model.blocks)
+    check(steps(model, share(batches)), steps(plain, batches))
+    recomputed(model)
+
+
+def tensor_parallel():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for how in ("remat", "checkpoint"):
+        model, plain, batches = setup(how)
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        check(steps(model, batches), steps(plain, batches))
+        recomputed(model)
+
+
+def functional_call_of_distributed_tensors():
+    """Other distributed parameters in the forward than in the module when the backward recomputes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, plain, (x, *_) = setup("remat")
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def moved(p):
+        return (p.detach() + 0.1).requires_grad_()
+
+    results = []
+    for m in (model, plain):
+        parameters = {name: moved(p) for name, p in m.named_parameters()}
+        loss = functional_call(m, parameters, (x,)).square().mean()
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        results.append([{n: whole(g) for n, g in zip(parameters, gradients, strict=True)}])
+    check(*results)
+    recomputed(model, 1)
+
+
+def per_sample():
+    model, plain, (x, *_) = setup("remat")
+
+    def loss_of(m):
+        return lambda parameters, x: functional_call(m, parameters, (x[None],)).square().sum()
+
+    def run(m, x):
+        parameters = {name: p.detach() for name, p in m.named_parameters()}
+        return clipped_sum(loss_of(m), parameters, x, max_norm=bound, chunk_size=3)
+
+    own = {name: p.detach() for name, p in plain.named_parameters()}
+    bound = float(gradient_norms(loss_of(plain), own, x).median())  # half of them are clipped
+    total, norms = run(model, share([x])[0])
+    for value in total.values():
+        dist.all_reduce(value)
+    expected, all_norms = run(plain, x)
+    check([total], [expected])
+    torch.testing.assert_close(norms, share([all_norms])[0])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        globals()[sys.argv[1]]()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,327 @@
+"""Per-sample helpers, against per-sample gradients of a Python loop over plain autograd, closed forms,
+and Opacus.
+"""
+
+import copy
+
+import pytest
+import torch
+from support import Storages, tensor_bytes
+from torch import nn
+from torch.func import functional_call
+
+import funcckpt
+from funcckpt import remat
+from funcckpt.nn import Remat, apply_remat
+from funcckpt.per_sample import clipped_sum, gradient_norms, influence, noise_scale
+
+F64 = torch.float64
+close = torch.testing.assert_close
+
+
+def problem(n=7):
+    """A model, its per-sample loss, and data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)).to(F64)
+    Remat(model[0])
+    parameters = dict(model.named_parameters())
+    x, y = torch.randn(n, 4, dtype=F64), torch.randint(0, 3, (n,))
+
+    def loss(parameters, x, y):
+        out = functional_call(model, parameters, (x[None],))
+        return nn.functional.cross_entropy(out, y[None])
+
+    return model, parameters, loss, x, y
+
+
+def by_hand(parameters, loss, *batch):
+    """Per-sample gradients: ``[n, all parameters]``."""
+    rows = []
+    for sample in zip(*batch):
+        g = torch.autograd.grad(loss(parameters, *sample), list(parameters.values()))
+        rows.append(torch.cat([t.flatten() for t in g]))
+    return torch.stack(rows)
+
+
+def flat(tree):
+    return torch.cat([t.flatten() for t in tree.values()])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 3, 100])
+def test_norms_and_clipped_sum(chunk_size):
+    _, parameters, loss, x, y = problem()
+    rows = by_hand(parameters, loss, x, y)
+    norms = gradient_norms(loss, parameters, x, y, chunk_size=chunk_size)
+    close(norms, rows.norm(dim=1))
+    assert not norms.requires_grad
+    bound = float(norms.median())
+    result = clipped_sum(loss, parameters, x, y, max_norm=bound, eps=0.0, chunk_size=chunk_size)
+    close(flat(result.sum), (rows * (bound / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0))
+    close(result.norms, norms)
+    assert list(result.sum) == list(parameters)
+    assert {k: v.shape for k, v in result.sum.items()} == {k: v.shape for k, v in parameters.items()}
+
+
+def test_scalars_pytrees_and_several_inputs():
+    def loss(parameters, batch):
+        return (parameters["a"] * batch["x"] + parameters["b"][0] @ batch["y"]).sin()
+
+    parameters = {"a": torch.tensor(0.5, dtype=F64), "b": [torch.randn(2, dtype=F64)]}
+    batch = {"x": torch.randn(4, dtype=F64), "y": torch.randn(4, 2, dtype=F64)}
+    slope = (0.5 * batch["x"] + batch["y"] @ parameters["b"][0]).cos()
+    rows = slope[:, None] * torch.cat([batch["x"][:, None], batch["y"]], 1)
+    close(gradient_norms(loss, parameters, batch, chunk_size=3), rows.norm(dim=1))
+    total = clipped_sum(loss, parameters, batch, max_norm=1e9).sum
+    close(torch.cat([total["a"][None], total["b"][0]]), rows.sum(0))
+
+
+def test_memory_of_a_clipped_sum():
+    """At most `chunk_size` gradients, the sum, and the gradients of one chunk on the way to it."""
+    torch.manual_seed(0)
+    w, x = torch.randn(100, 100, dtype=F64), torch.randn(64, 100, dtype=F64)
+    one = w.nbytes
+
+    def loss(w, x):
+        return (w @ x).square().sum()
+
+    peaks = {}
+    for size in (None, 2):
+        with Storages().known(w, x) as storages:
+            result = clipped_sum(loss, w, x, max_norm=1.0, chunk_size=size)
+        peaks[size] = storages.peak
+        assert storages.live == tensor_bytes(result)
+    assert peaks[None] > 64 * one
+    assert peaks[2] < 6.2 * one
+
+
+def test_module_parameters_that_require_grad_record_nothing():
+    _, parameters, loss, x, y = problem()
+    with Storages().known(*parameters.values(), x, y) as storages:
+        result = clipped_sum(loss, parameters, x, y, max_norm=1.0)
+        assert storages.live == tensor_bytes(result)
+    assert all(p.requires_grad for p in parameters.values())
+
+
+def test_randomness():
+    model, parameters, _, x, _ = problem()
+
+    def loss(parameters, x):
+        mask = torch.bernoulli(torch.full((4,), 0.5, dtype=F64))
+        return functional_call(model, parameters, (x * mask,)).sum()
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        gradient_norms(loss, parameters, x)
+    x = x[:1].expand(20, 4)
+    seen = gradient_norms(loss, parameters, x, randomness="different", chunk_size=7)
+    assert len(seen.unique()) > 3
+    for chunk_size in (None, 7):
+        same = gradient_norms(loss, parameters, x, randomness="same", chunk_size=chunk_size)
+        close(same, same[:1].expand(20))
+
+
+def test_noise_scale():
+    _, parameters, loss, x, y = problem(20)
+    rows = by_hand(parameters, loss, x, y)
+    noise = torch.cov(rows.T).trace()
+    signal = rows.mean(0).square().sum() - noise / 20
+    for chunk_size in (None, 6):
+        result = noise_scale(loss, parameters, x, y, chunk_size=chunk_size)
+        close(result.noise, noise)
+        close(result.signal, signal)
+        close(result.scale, noise / signal)
+
+
+def test_noise_scale_is_unbiased():
+    """Over many batches, the means are the true values, by Monte Carlo within five standard errors."""
+    torch.manual_seed(0)
+    mean, deviation = torch.tensor([0.3, -0.2], dtype=F64), torch.tensor([1.0, 0.5], dtype=F64)
+    data = mean + deviation * torch.randn(4000, 3, 2, dtype=F64)
+
+    def loss(w, x):
+        return (w * x).sum()
+
+    results = [noise_scale(loss, torch.zeros(2, dtype=F64), batch) for batch in data]
+    for values, truth in [
+        (torch.stack([r.noise for r in results]), deviation.square().sum()),
+        (torch.stack([r.signal for r in results]), mean.square().sum()),
+    ]:
+        assert (values.mean() - truth).abs() < 5 * values.std() / len(values) ** 0.5
+
+
+def least_squares():
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 3, dtype=F64), torch.randn(12, dtype=F64)
+    u, v = torch.randn(4, 3, dtype=F64), torch.randn(4, dtype=F64)
+
+    def loss(w, x, y):
+        return remat(lambda x: (x @ w - y).square())(x)
+
+    return loss, x, y, u, v
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_influence_is_the_derivative_of_a_weighted_fit(chunk_size):
+    """Least squares: the minimum is known for all weights, and can be differentiated."""
+    loss, x, y, u, v = least_squares()
+
+    def test_losses(weights):
+        gram = x.T @ (weights[:, None] * x)
+        w = torch.linalg.solve(gram, x.T @ (weights * y))
+        return (u @ w - v).square()
+
+    weights = torch.full((12,), 1 / 12, dtype=F64)
+    expected = torch.autograd.functional.jacobian(test_losses, weights)
+    w = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    actual = influence(loss, w, (x, y), (u, v), tolerance=1e-12, chunk_size=chunk_size)
+    close(actual, expected)
+
+
+def test_influence_with_damping():
+    loss, x, y, u, v = least_squares()
+    w = torch.randn(3, dtype=F64)
+    hessian = 2 * x.T @ x / 12 + 0.5 * torch.eye(3, dtype=F64)
+    train, test = 2 * (x @ w - y)[:, None] * x, 2 * (u @ w - v)[:, None] * u
+    actual = influence(loss, w, (x, y), (u, v), damping=0.5, tolerance=1e-12)
+    close(actual, -test @ torch.linalg.solve(hessian, train.T))
+
+
+def test_influence_of_a_model():
+    """Parameters in a dict, that require grad, in a module with `Remat`; the Hessian by plain autograd."""
+    model, parameters, loss, x, y = problem(6)
+    u, v = x[:2] + 1, y[:2]
+    shapes = {k: p.shape for k, p in parameters.items()}
+
+    def unflat(w):
+        pieces = w.split([s.numel() for s in shapes.values()])
+        return {k: t.view(s) for t, (k, s) in zip(pieces, shapes.items())}
+
+    plain = copy.deepcopy(model)
+    funcckpt.nn.remove_remat(plain)
+
+    def mean(w):
+        return nn.functional.cross_entropy(functional_call(plain, unflat(w), (x,)), y)
+
+    w = flat(parameters).detach()
+    hessian = torch.autograd.functional.hessian(mean, w)
+    damped = hessian + (1 - torch.linalg.eigvalsh(hessian)[0]) * torch.eye(len(w), dtype=F64)
+    damping = float(damped[0, 0] - hessian[0, 0])
+    rows, others = by_hand(parameters, loss, x, y), by_hand(parameters, loss, u, v)
+    actual = influence(loss, parameters, (x, y), (u, v), damping=damping, tolerance=1e-12, chunk_size=4)
+    close(actual, -others @ torch.linalg.solve(damped, rows.T))
+    assert not actual.requires_grad
+
+
+def test_influence_errors():
+    loss, x, y, u, v = least_squares()
+    w = torch.zeros(3, dtype=F64)
+    with pytest.raises(funcckpt.FuncckptError, match=r"not positive definite.*larger damping"):
+        influence(lambda w, x, y: -loss(w, x, y), w, (x, y), (u, v))
+    with pytest.raises(funcckpt.FuncckptError, match=r"after 1 iterations.*max_iterations"):
+        influence(loss, w, (x, y), (u, v), max_iterations=1, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    "batch, options, error, message",
+    [
+        ((torch.ones(2, 3), torch.ones(3)), {}, funcckpt.InputError, r"float32\[2, 3\], float32\[3\]"),
+        ((torch.ones(2, 3), torch.tensor(1.0)), {}, funcckpt.InputError, "first dimension"),
+        ((torch.ones(0, 3),), {}, funcckpt.InputError, "at least one"),
+        ((), {}, funcckpt.InputError, "no tensor at all"),
+        ((torch.ones(2, 3),), {"chunk_size": 0}, funcckpt.OptionError, "chunk_size=0"),
+        ((torch.ones(2, 3),), {"max_norm": 0.0}, funcckpt.OptionError, "max_norm"),
+        ((torch.ones(2, 3),), {"max_norm": float("nan")}, funcckpt.OptionError, "max_norm"),
+    ],
+)
+def test_errors(batch, options, error, message):
+    with pytest.raises(error, match=message):
+        clipped_sum(lambda w, *xs: w.sum(), torch.ones(3), *batch, **{"max_norm": 1.0, **options})
+
+
+def test_noise_scale_of_one_sample():
+    with pytest.raises(funcckpt.InputError, match="two at least"):
+        noise_scale(lambda w, x: (w * x).sum(), torch.ones(3), torch.ones(1, 3))
+
+
+# -- Opacus ---------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Layers for which Opacus has formulas, and one for which it uses torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.norm = nn.LayerNorm(4)
+        self.own = Own()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2).tanh()
+        return self.head(self.own(self.norm(x)).mean(1))
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return (x @ self.weight).sin() @ self.weight
+
+
+def by_opacus(model, x, y, max_norm):
+    opacus = pytest.importorskip("opacus", reason="needs the extra `models`")
+    model = opacus.GradSampleModule(model)
+    optimizer = opacus.optimizers.DPOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=max_norm,
+        expected_batch_size=len(x),
+    )
+    nn.functional.cross_entropy(model(x), y, reduction="mean").backward()
+    optimizer.clip_and_accumulate()
+    return {name.removeprefix("_module."): p.summed_grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_the_clipped_sum_is_that_of_opacus(chunk_size):
+    torch.manual_seed(0)
+    model = Mixed().double()
+    x, y = torch.randint(0, 9, (10, 6)), torch.randint(0, 3, (10,))
+    wrapped = apply_remat(copy.deepcopy(model), (Own, nn.Conv1d))
+
+    def loss(parameters, x, y):
+        return nn.functional.cross_entropy(functional_call(wrapped, parameters, (x[None],)), y[None])
+
+    parameters = dict(wrapped.named_parameters())
+    bound = float(gradient_norms(loss, parameters, x, y).median())
+    expected = by_opacus(model, x, y, bound)
+    actual = clipped_sum(loss, parameters, x, y, max_norm=bound, chunk_size=chunk_size).sum
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        close(actual[name], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_opacus_with_checkpointed_layers():
+    """Its torch.func sampler runs a copy of the layer, checkpointed as well."""
+    torch.manual_seed(0)
+    model = Mixed().double()
+    x, y = torch.randint(0, 9, (10, 6)), torch.randint(0, 3, (10,))
+    expected = by_opacus(copy.deepcopy(model), x, y, 0.5)
+    actual = by_opacus(apply_remat(model, Own), x, y, 0.5)
+    for name, value in expected.items():
+        close(actual[name], value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_opacus_does_not_see_through_a_block():
+    """Its hooks on the layers inside run again in the recomputation. It says so; wrap single layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), Remat(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), nn.Flatten())
+    x, y = torch.randint(0, 9, (10, 6)), torch.randint(0, 3, (10,))
+    with pytest.raises(ValueError, match="Per sample gradient is not initialized"):
+        by_opacus(model, x, y, 0.5)
