@@ -12,7 +12,7 @@ What this form cannot do:
   `torch.no_grad`;
 * say that an output has no tangent: it gives zeros;
 * `torch.func.functionalize`, for which torch has no rule;
-* nest as deep: each level costs nine frames of Python's stack instead of two;
+* nest as deep: each level costs several times the frames of Python's stack;
 * with the generated rule, jvp, and a vmap over the cotangents of an operator that has no batching
   rule: f is recomputed under it.
 """
