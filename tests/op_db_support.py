@@ -52,8 +52,9 @@ def load() -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_methods_invocations as invocations
-    # Importing torch's test helpers freezes torch.backends.*.flags for the whole process.
-    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
+    # Importing torch's test helpers freezes torch.backends.*.flags for the whole process, and Opacus sets one.
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    assert not torch.backends.flags_frozen()
     invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
     return [
         op
