@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -60,9 +61,6 @@ try:
         unwrap_if_dead,
     )
 
-    # What keeps the compiler out of a function, and imports it only where it is at work.
-    from torch._compile import _disable_dynamo as disable_dynamo
-
     # torch.func's own bookkeeping, with which ours has to agree: how many jvp levels are open (only
     # the outermost opens a dual level), and which Python frames belong to `torch.func.grad`.
     from torch._functorch import eager_transforms
@@ -98,6 +96,7 @@ except ImportError as error:
         "torch from 2.11 to 2.15."
     ) from error
 
+T = TypeVar("T")
 Interpreter = Any  # torch._C._functorch.CInterpreter
 
 _RANDOMNESS = {
@@ -334,11 +333,22 @@ def jvp_level() -> Iterator[int]:
             _jvp_decrement_nesting()
         return
     with jvp_increment_nesting() as level, _set_fwd_grad_enabled(True):
-        if forward_ad._current_level < 0:
+        if forward_ad._current_level >= 0 or _has_unnamed_dual_level():
+            yield level
+        else:
             with forward_ad.dual_level():
                 yield level
-        else:
-            yield level
+
+
+def _has_unnamed_dual_level() -> bool:
+    """Whether a graph of Dynamo has opened a dual level, which it does without torch's bookkeeping."""
+    if not is_traced_by_aot_autograd():
+        return False
+    try:
+        torch._C._exit_dual_level(level=torch._C._enter_dual_level())
+    except RuntimeError:
+        return True
+    return False
 
 
 def differentiates_in_inference_mode() -> bool:
@@ -779,3 +789,77 @@ def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
 
 # Operators, as a list of them is checked: aten's, and those that take functions.
 OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+
+
+# -- for torch.compile, whose parts take seconds to import, and are there when they are needed -----------
+
+
+def known_to_dynamo(f: T) -> T:
+    """`torch.compiler.assume_constant_result`, which imports the compiler."""
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+def call_with_graph(how: Callable[..., Any], f: Callable[[], Any]) -> Any:
+    """`how(f)()`. Dynamo makes a graph of f, and `how` is given that when AOTAutograd traces it."""
+    from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+
+    return dynamo_bypassing_wrapper(how, f)
+
+
+def torch_checkpoint_of_graph(graph: torch.fx.GraphModule, args: Sequence[Any]) -> Any:
+    """What torch.compile makes of a checkpoint: nodes with tags for the partitioner."""
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    return tag_activation_checkpoint(graph, *args, use_reentrant=False)
+
+
+def _functional_tensor() -> Any:
+    # Imported as soon as one is made.
+    return sys.modules.get("torch._subclasses.functional_tensor")
+
+
+def is_traced_by_aot_autograd() -> bool:
+    """Whether `torch.compile` traces what is done, below Dynamo; the eager backend does not."""
+    if (module := _functional_tensor()) is None:
+        return False
+    return any(isinstance(mode, module.FunctionalTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def traced_value(x: Tensor) -> Tensor:
+    """What AOTAutograd knows as the value of `x` now, whatever is written to `x` later."""
+    value: Tensor = cast(Any, x).from_functional()
+    return value
+
+
+def of_traced_value(x: Tensor) -> Tensor:
+    """A new tensor with a value that was known before."""
+    functional: Tensor = _functional_tensor().FunctionalTensor.to_functional(x)
+    return functional
+
+
+def number_of_traced() -> int:
+    """How many operators have been recorded, which tells one place in a graph from all others."""
+    mode = get_proxy_mode()
+    return 0 if mode is None else len(mode.tracer.graph.nodes)
+
+
+def tagged(tags: dict[str, Any]) -> AbstractContextManager[Any]:
+    """What is traced inside is annotated, where annotations are kept; there is no public way to say so."""
+    node = torch.fx.Graph().placeholder("funcckpt")
+    node.meta = tags
+    return fx_traceback.set_current_meta(node)
+
+
+def interpret(graph: torch.fx.GraphModule, args: Sequence[Any], tags: dict[str, Any]) -> Any:
+    """Run a graph whose nodes, as they are traced, are annotated."""
+    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    before = [node.meta for node in nodes]
+    for node in nodes:
+        node.meta = {**node.meta, **tags}
+    try:
+        with fx_traceback.preserve_node_meta():
+            return torch.fx.Interpreter(graph).run(*args)
+    finally:
+        for node, meta in zip(nodes, before, strict=True):
+            node.meta = meta

@@ -125,7 +125,7 @@ def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, t
     source = program.source
     layers = source.take_layers()
     if layers is None:
-        return program.run(*inputs), None
+        return program.run(*source.received(inputs)), None
     differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
     recording = Recording(program, differentiated) if differentiated else None
     versions = source.versions(inputs)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch, dispatch, net, world
+from . import _torch, compiled, dispatch, net, world
 from .closure import Closure, may_be_statistics, take_for_own
 from .errors import (
     CheckpointError,
@@ -142,6 +142,8 @@ def remat(
     >>> per_sample(torch.ones(3, 2), torch.zeros(5, 3)).shape
     torch.Size([5, 3, 2])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _made_compiled(f, preserve_rng_state, determinism_check)
     positions = _several(int, static_argnums, "static_argnums", f)
     names = _several(str, static_argnames, "static_argnames", f)
     if determinism_check not in _CHECKS:
@@ -155,6 +157,15 @@ def remat(
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
         return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check))
+
+    return wrap if f is None else wrap(f)
+
+
+def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
+    """`remat(f)`, made in code that Dynamo traces: it need not be told which arguments are static."""
+
+    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: call_compiled(f, _name(f), args, kwargs, *options)
 
     return wrap if f is None else wrap(f)
 
@@ -241,7 +252,8 @@ class _Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _call_uncompiled(*self._made_of, args, kwargs)
+            f, name, options = self._made_of
+            return call_compiled(f, name, args, kwargs, *options[2:])
         return _call(*self._made_of, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -297,9 +309,27 @@ def _call(
         return call(hidden).run_under_transforms()
 
 
-# The compiler breaks its graph here: it can see through neither the search for what f captured, nor
-# what becomes of functorch's levels.
-_call_uncompiled = _torch.disable_dynamo(_call)
+def call_compiled(
+    f: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+) -> Any:
+    """A call in code that Dynamo traces, for which static arguments are like all others."""
+    if not torch.is_grad_enabled():
+        return f(*args, **kwargs)
+    untraced = functools.partial(
+        _call_untraced, name=name, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check
+    )
+    return compiled.call(untraced, name, f, args, kwargs)
+
+
+def _call_untraced(
+    f: Callable[..., Any], name: str, preserve_rng_state: bool, determinism_check: str, args: Any
+) -> Any:
+    return _call(f, name, _Options(frozenset(), frozenset(), preserve_rng_state, determinism_check), args, {})
 
 
 class _Arguments:

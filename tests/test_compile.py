@@ -1,0 +1,328 @@
+"""torch.compile around transforms with remat inside: values, and whether the graph recomputes."""
+
+import copy
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils import _pytree as pytree
+
+import funcckpt
+from funcckpt import remat
+from funcckpt.nn import apply_remat
+
+DEPTH = 3
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def tensor(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def counted(f, **options):
+    """f, compiled in one graph; and how often each operator stands in what is run, backward and all."""
+    counts = Counter()
+
+    def count(graph, _):
+        counts.update(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    return torch.compile(f, backend=backend, fullgraph=True, **options), counts
+
+
+def block(p, x):
+    return x + torch.tanh(x @ p["in"]).sin() @ p["out"]
+
+
+def loss(parameters, x, wrap=remat):
+    for p in parameters:
+        x = wrap(block)(p, x)
+    return (x * x).sum()
+
+
+def plain_loss(parameters, x):
+    return loss(parameters, x, wrap=lambda f: f)
+
+
+PARAMETERS = [{"in": tensor(3, 5), "out": tensor(5, 3)} for _ in range(DEPTH)]
+X = tensor(4, 3)
+
+
+def tangents_of(f):
+    return lambda p, x: jvp(lambda x: f(p, x), (x,), (x.cos(),))
+
+
+def second(f):
+    return lambda p, x: jvp(lambda x: grad(f, argnums=1)(p, x), (x,), (x.cos(),))
+
+
+def penalty(f):
+    return lambda p, x: grad(lambda p, x: grad(f, argnums=1)(p, x).pow(2).sum())(p, x)
+
+
+# Transforms, and how often each block is run: forward mode keeps nothing, and recomputes nothing.
+TRANSFORMS = {
+    "grad": (grad, 2),
+    "grad_and_value": (grad_and_value, 2),
+    "vmap(grad)": (lambda f: vmap(grad(f), (None, 0)), 2),
+    "grad(vmap)": (lambda f: grad(lambda p, x: vmap(f, (None, 0))(p, x).sum()), 2),
+    "vjp": (lambda f: lambda p, x: vjp(f, p, x)[1](torch.ones((), dtype=x.dtype)), 2),
+    "jvp": (tangents_of, 1),
+    "jvp(grad)": (second, 2),
+    "grad(grad)": (penalty, 4),
+    "jacrev": (lambda f: jacrev(f, argnums=1), 2),
+    "jacfwd": (lambda f: jacfwd(f, argnums=1), 1),
+    "hessian": (lambda f: hessian(f, argnums=1), 2),
+}  # vmap(hessian) is not compiled by any torch so far, with remat or without
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_recompute_in_one_graph(name):
+    transform, times = TRANSFORMS[name]
+    compiled, counts = counted(transform(loss))
+    torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_loss)(PARAMETERS, X))
+    assert counts["aten.tanh.default"] == times * DEPTH
+    compiled, without = counted(transform(plain_loss))
+    compiled(PARAMETERS, X)
+    assert without["aten.tanh.default"] == DEPTH
+    assert "funcckpt.barrier.default" not in counts
+
+
+# -- plain autograd around it -----------------------------------------------------------------------------
+
+
+def leaves():
+    return pytree.tree_map(lambda x: x.clone().requires_grad_(), (PARAMETERS, X))
+
+
+def gradients(f):
+    """Of a scalar of f, by plain autograd."""
+    parameters, x = leaves()
+    y = sum(y.sum() for y in pytree.tree_leaves(f(parameters, x)))
+    return torch.autograd.grad(y, pytree.tree_leaves((parameters, x)))
+
+
+def sensitivity(f):
+    return lambda p, x: grad(f, argnums=1)(p, x).pow(2).sum()
+
+
+# How often each block is run in forward and backward together.
+LOSSES = {
+    "plain": (lambda f: f, 2),
+    "vmap": (lambda f: lambda p, x: vmap(f, (None, 0))(p, x).sum(), 2),
+    "grad": (sensitivity, 4),
+    "vmap(grad)": (lambda f: lambda p, x: vmap(sensitivity(f), (None, 0))(p, x).sum(), 4),
+    "jvp": (lambda f: lambda p, x: tangents_of(f)(p, x)[1], 2),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_steps_recompute(name):
+    transform, times = LOSSES[name]
+    compiled, counts = counted(transform(loss))
+    torch.testing.assert_close(gradients(compiled), gradients(transform(plain_loss)))
+    assert counts["aten.tanh.default"] == times * DEPTH
+
+
+def test_without_gradients_nothing_is_recomputed():
+    compiled, counts = counted(loss)
+    torch.testing.assert_close(compiled(PARAMETERS, X), plain_loss(PARAMETERS, X))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves()), plain_loss(PARAMETERS, X))
+    assert counts["aten.tanh.default"] == 2 * DEPTH
+
+
+# -- what f is ----------------------------------------------------------------------------------------------
+
+
+def captured_loss(p, x):
+    for q in p:
+        x = remat(lambda x, q=q: block(q, x))(x)
+        x = remat(lambda: block(q, x))()  # noqa: B023
+    return (x * x).sum()
+
+
+def plain_captured_loss(p, x):
+    for q in p:
+        x = block(q, block(q, x))
+    return (x * x).sum()
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap(grad)", "jvp(grad)"])
+def test_captured_tensors_are_inputs(name):
+    transform, times = TRANSFORMS[name]
+    compiled, counts = counted(transform(captured_loss))
+    torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_captured_loss)(PARAMETERS, X))
+    assert counts["aten.tanh.default"] == 2 * times * DEPTH
+
+
+def test_captured_tensors_of_training_steps():
+    compiled, counts = counted(captured_loss)
+    torch.testing.assert_close(gradients(compiled), gradients(plain_captured_loss))
+    assert counts["aten.tanh.default"] == 4 * DEPTH
+
+
+made_outside = remat(block)
+
+
+@remat(static_argnums=2, static_argnames="scale")
+def decorated(p, x, act, *, scale):
+    y = getattr(torch, act)(x @ p["in"]) @ p["out"]
+    return {"y": (y * scale,), "n": 3, "same": x}, None
+
+
+def test_made_outside_and_any_structure():
+    def f(wrap):
+        def loss(p, x):
+            for q in p:
+                out, nothing = (decorated if wrap else decorated.__wrapped__)(q, x, "tanh", scale=2)
+                assert nothing is None
+                x = (made_outside if wrap else block)(q, out["y"][0] * out["n"] + out["same"])
+            return (x * x).sum()
+
+        return loss
+
+    compiled, counts = counted(grad(f(True)))
+    torch.testing.assert_close(compiled(PARAMETERS, X), grad(f(False))(PARAMETERS, X))
+    assert counts["aten.tanh.default"] == 4 * DEPTH
+    compiled, counts = counted(f(True))
+    torch.testing.assert_close(gradients(compiled), gradients(f(False)))
+    assert counts["aten.tanh.default"] == 4 * DEPTH
+
+
+def test_nested():
+    def f(wrap):
+        return lambda p, x: wrap(lambda p, x: loss(p, x, wrap))(p, x)
+
+    compiled, counts = counted(grad(f(remat)))
+    torch.testing.assert_close(compiled(PARAMETERS, X), grad(plain_loss)(PARAMETERS, X))
+    assert counts["aten.tanh.default"] == 3 * DEPTH
+
+
+def model():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(DEPTH)])
+
+
+def module_loss(m, wrap):
+    def loss(p, x):
+        return functional_call(m, p, (x,)).square().sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("how", ["Remat", "remat", "checkpoint"])
+def test_modules(how):
+    class Wrapped(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = remat(layer)(x) if how == "remat" else funcckpt.checkpoint(layer, x)
+            return x
+
+    plain = model().double()
+    wrapped = copy.deepcopy(plain)
+    if how == "Remat":
+        apply_remat(wrapped, "?")
+    else:
+        wrapped = Wrapped(wrapped)
+
+    def gradients_of(m, p, compiler):
+        step = vmap(grad(lambda p, x: functional_call(m, p, (x,)).square().sum()), (None, 0))
+        return pytree.tree_leaves(compiler(step)(p, X))
+
+    expected = gradients_of(plain, dict(plain.named_parameters()), lambda f: f)
+    seen = []
+
+    def compiler(f):
+        f, counts = counted(f)
+        seen.append(counts)
+        return f
+
+    got = gradients_of(wrapped, dict(wrapped.named_parameters()), compiler)
+    torch.testing.assert_close(got, expected)
+    assert seen[0]["aten.tanh.default"] == 2 * DEPTH
+
+    compiled, counts = counted(lambda x: wrapped(x).square().sum())
+    got = torch.autograd.grad(compiled(X), list(wrapped.parameters()))
+    torch.testing.assert_close(got, torch.autograd.grad(plain(X).square().sum(), list(plain.parameters())))
+    assert counts["aten.tanh.default"] == 2 * DEPTH
+
+
+def test_selective_contexts_are_refused_under_transforms():
+    def f(x):
+        context_fn = partial(funcckpt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        return funcckpt.checkpoint(torch.sin, x, context_fn=context_fn).sum()
+
+    with pytest.raises(Exception, match="context_fn cannot be honoured"):
+        torch.compile(grad(f), backend="aot_eager", fullgraph=True)(X)
+
+
+# -- random numbers --------------------------------------------------------------------------------------
+
+
+def mask(x):
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+def masks(x):
+    # Random operators that write, and whose results are written to.
+    y = torch.rand_like(x).mul_(2) * torch.empty_like(x).bernoulli_(0.5).sub_(0.25)
+    return mask(x * y) * torch.empty_like(x).uniform_(1, 2)
+
+
+def with_value(f):
+    return grad(lambda x: (lambda y: (y.sum(), y))(remat(f)(x)), has_aux=True)
+
+
+UNDER = {
+    "grad": with_value,
+    "vmap": lambda f: vmap(with_value(f), randomness="different"),
+    "vmap same": lambda f: vmap(with_value(f), randomness="same"),
+}
+
+
+@pytest.mark.parametrize("f", [mask, masks])
+@pytest.mark.parametrize("under", ["grad", "vmap", "vmap same"])
+def test_random_numbers_are_those_of_the_forward(f, under):
+    x = torch.rand(5, 32, dtype=torch.float64) + 0.5
+    compiled, _ = counted(UNDER[under](f))
+    g, y = compiled(x)
+    torch.testing.assert_close(g * x, y)
+    assert 0 < (y == 0).sum() < y.numel()
+    assert len((y == 0).unique(dim=0)) == (1 if under == "vmap same" else 5)
+
+
+def test_random_numbers_of_training_steps():
+    x = (torch.rand(64, dtype=torch.float64) + 0.5).requires_grad_()
+    compiled, _ = counted(lambda x: remat(masks)(x).sum())
+    y = compiled(x)
+    torch.testing.assert_close((torch.autograd.grad(y, x)[0] * x).sum(), y)
+
+
+def test_random_numbers_between_plain_autograd_and_a_transform():
+    def f(w, x):
+        g, y = grad(lambda x: (lambda y: (y.sum(), y))(remat(lambda x: mask(w * x))(x)), has_aux=True)(x)
+        return g.square().sum(), y
+
+    w = (torch.rand(64, dtype=torch.float64) + 0.5).requires_grad_()
+    x = torch.rand(64, dtype=torch.float64) + 0.5
+    compiled, _ = counted(f)
+    value, y = compiled(w, x)
+    drawn = (y / (w * x)).detach()
+    torch.testing.assert_close(torch.autograd.grad(value, w)[0], 2 * w.detach() * drawn**2)
