@@ -10,9 +10,9 @@ a release of torch moves one of these names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -342,8 +342,6 @@ def jvp_level() -> Iterator[int]:
 
 def _has_unnamed_dual_level() -> bool:
     """Whether a graph of Dynamo has opened a dual level, which it does without torch's bookkeeping."""
-    if not is_traced_by_aot_autograd():
-        return False
     try:
         torch._C._exit_dual_level(level=torch._C._enter_dual_level())
     except RuntimeError:
@@ -614,6 +612,14 @@ def _call_of_engine(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+# Part of what autograd says when something is written to a leaf or to a view of one, and functorch
+# when it is written to what comes from outside of a level.
+WRITES_TO_INPUT = (
+    "leaf Variable that requires grad is being used in an in-place operation",
+    "that would mutate a captured Tensor",
+)
+
+
 # -- for the hook path -----------------------------------------------------------------------------
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -828,7 +834,7 @@ def is_traced_by_aot_autograd() -> bool:
 
 def traced_value(x: Tensor) -> Tensor:
     """What AOTAutograd knows as the value of `x` now, whatever is written to `x` later."""
-    value: Tensor = cast(Any, x).from_functional()
+    value: Tensor = cast(Any, x).from_functional() if hasattr(x, "from_functional") else x
     return value
 
 
@@ -851,15 +857,45 @@ def tagged(tags: dict[str, Any]) -> AbstractContextManager[Any]:
     return fx_traceback.set_current_meta(node)
 
 
-def interpret(graph: torch.fx.GraphModule, args: Sequence[Any], tags: dict[str, Any]) -> Any:
-    """Run a graph whose nodes, as they are traced, are annotated."""
+_TRANSFORMS = frozenset({"_grad_increment_nesting", "_jvp_increment_nesting", "_vmap_increment_nesting"})
+# Which argument of what Dynamo records for a transform is the number of a level.
+_LEVEL_AT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_for_grad": 1, "_wrap_for_grad": 1}
+
+
+def has_transforms(graph: torch.fx.GraphModule) -> bool:
+    """Whether transforms are entered inside of a graph of Dynamo."""
+    return any(
+        getattr(node.target, "__name__", None) in _TRANSFORMS
+        for module in graph.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs a graph of Dynamo at another level than that which was active when the graph was made."""
+
+    def __init__(self, graph: torch.fx.GraphModule, level: int) -> None:
+        super().__init__(graph)
+        self._shift = current_level() - level
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._shift and (i := _LEVEL_AT.get(getattr(target, "__name__", ""))) is not None:
+            args = (*args[:i], args[i] + self._shift, *args[i + 1 :])
+        return super().call_function(target, args, kwargs)
+
+
+def interpret(
+    graph: torch.fx.GraphModule, level: int, *args: Any, tags: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """Run a graph that was made at a level, and annotate its nodes as they are traced."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     before = [node.meta for node in nodes]
     for node in nodes:
         node.meta = {**node.meta, **tags}
     try:
         with fx_traceback.preserve_node_meta():
-            return torch.fx.Interpreter(graph).run(*args)
+            return _Interpreter(graph, level).run(*args)
     finally:
         for node, meta in zip(nodes, before, strict=True):
             node.meta = meta

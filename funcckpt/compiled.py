@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch, dispatch, world
+from .closure import is_tracked
 from .errors import CheckpointError, MutationError, describe
 from .program import Leaf, Tensors
 
@@ -70,98 +71,158 @@ def call(
     CheckpointError
         The recomputation draws other random numbers than the forward.
     """
-    how = functools.partial(_from_dynamo, untraced=untraced, name=name)
+    how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return _torch.call_with_graph(how, lambda: f(*args, **kwargs))
 
 
-def _from_dynamo(f: Callable[..., Any], untraced: Callable[..., Any], name: str) -> Callable[..., Any]:
+@_torch.known_to_dynamo
+def _level() -> int:
+    return _torch.current_level()
+
+
+def _from_dynamo(
+    f: Callable[..., Any], untraced: Callable[..., Any], name: str, level: int
+) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        if not isinstance(f, torch.fx.GraphModule) or not _torch.is_traced_by_aot_autograd():
+        if not isinstance(f, torch.fx.GraphModule):
             return untraced(f, args=args)
+        if not _torch.is_traced_by_aot_autograd():
+            return untraced(functools.partial(_torch.interpret, f, level), args=args)
         layers = _torch.active_layers()
-        if all(layer.kind == "vmap" for layer in layers):
+        if (
+            all(layer.kind == "vmap" for layer in layers)
+            and len(layers) == level
+            and not _torch.has_transforms(f)
+        ):
             return _torch.torch_checkpoint_of_graph(f, args)
-        program = _Graph(f, name, args, layers)
-        return program.assemble(dispatch.call(program, [x for x in args if isinstance(x, Tensor)]))
+        return _Graph(f, name, level, args, layers).call()
 
     return run
 
 
 class _Graph(Leaf):
-    """A call of a graph, as a program over its tensors."""
+    """A call of a graph, as a program over those of its inputs at which a transform looks.
+
+    The others, which f may change, are known to it as AOTAutograd knows them: by their value.
+    """
 
     is_compiled = True
 
     def __init__(
-        self, graph: torch.fx.GraphModule, name: str, args: Sequence[Any], layers: list[_torch.Layer]
+        self,
+        graph: torch.fx.GraphModule,
+        name: str,
+        level: int,
+        args: Sequence[Any],
+        layers: list[_torch.Layer],
     ) -> None:
         super().__init__()
         self._graph = graph
         self._name = name
-        self._others = [None if isinstance(x, Tensor) else x for x in args]
-        self._positions = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
+        self._level = level
         self._layers: list[_torch.Layer] | None = layers
+        self._args = list(args)
+        self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]
+        self._constants = {
+            i: _torch.traced_value(x)
+            for i, x in enumerate(args)
+            if isinstance(x, Tensor) and i not in self._inputs
+        }
+        # Whether plain autograd is below all levels, so that there will be a partition.
+        self._in_joint_graph = torch.is_grad_enabled() and any(
+            _torch.below_wrappers(args[i]).requires_grad for i in self._inputs
+        )
         self._world = world.World()
         self._drawn = _Drawn(name)
         self._out: list[Any] | None = None
-        # Whether plain autograd is below all levels, so that there will be a partition.
-        self._in_joint_graph = torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and _torch.below_wrappers(x).requires_grad for x in args
-        )
+        # Where outputs stand that are inputs, which those are, and where the others stand.
+        self._same: dict[int, int] = {}
+        self._new: list[int] = []
 
     @property
     def name(self) -> str:
         return self._name
+
+    def call(self) -> tuple[Any, ...]:
+        """Run it under whatever transforms are active."""
+        args = list(self._args)
+        inputs = [args[i] for i in self._inputs]
+        for i in self._inputs:
+            self._args[i] = None
+        outputs = dispatch.call(self, inputs)
+        assert self._out is not None
+        out = list(self._out)
+        for i, j in self._same.items():
+            out[i] = args[j]  # Dynamo takes it for the same tensor
+        for i, y in zip(self._new, outputs, strict=True):
+            out[i] = y
+        return tuple(out)
 
     def take_layers(self) -> list[_torch.Layer] | None:
         layers, self._layers = self._layers, None
         return layers
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not self._in_joint_graph or self._out is None:
+        for i, value in self._constants.items():
+            self._args[i] = _torch.of_traced_value(value)
+        if not self._in_joint_graph:
             return inputs
         number = _torch.number_of_traced()
         with _torch.tagged(_RECOMPUTED):
+            for i in self._constants:
+                self._args[i] = torch.ops.funcckpt.barrier(self._args[i], number)
             return [torch.ops.funcckpt.barrier(x, number) for x in inputs]
 
     def run(self, *inputs: Tensor) -> Tensors:
-        args = list(self._others)
-        for i, x in zip(self._positions, inputs, strict=True):
+        args = list(self._args)
+        for i, x in zip(self._inputs, inputs, strict=True):
             args[i] = x
-        again = self._out is not None
+        if self._out is None:
+            return self._run_first(args)
         with ExitStack() as stack:
-            if again and not self._world.is_here():
+            if not self._world.is_here():
                 stack.enter_context(self._world.replayed())
             stack.enter_context(world.own_autocast_cache())
-            stack.enter_context(self._drawn.replayed() if again else self._drawn)
-            tags = _RECOMPUTED if again and self._in_joint_graph else {}
-            out = list(_torch.interpret(self._graph, args, tags))
-        tensors = tuple([y for y in out if isinstance(y, Tensor)])
-        if not again:
-            self.random = self._drawn.seen
-            self._out = [None if isinstance(y, Tensor) else y for y in out]
-            self._outputs = [i for i, y in enumerate(out) if isinstance(y, Tensor)]
-        return tensors
+            if self.random:
+                stack.enter_context(_torch.without_vmap_mode())
+                stack.enter_context(self._drawn.replayed())
+            tags = _RECOMPUTED if self._in_joint_graph else {}
+            out = _torch.interpret(self._graph, self._level, *args, tags=tags)
+        return tuple([out[i] for i in self._new])
 
-    def assemble(self, outputs: Tensors) -> tuple[Any, ...]:
-        assert self._out is not None
-        out = list(self._out)
-        for i, y in zip(self._outputs, outputs, strict=True):
-            out[i] = y
-        return tuple(out)
+    def _run_first(self, args: list[Any]) -> Tensors:
+        with world.own_autocast_cache(), self._drawn:
+            try:
+                out = _torch.interpret(self._graph, self._level, *args)
+            except RuntimeError as error:
+                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
+                    raise self._changed([args[i] for i in self._inputs]) from error
+                raise
+        self.random = self._drawn.seen
+        places = {id(x): i for i, x in enumerate(args) if isinstance(x, Tensor)}
+        for i, y in enumerate(out):
+            if id(y) in places:
+                self._same[i] = places[id(y)]
+            elif isinstance(y, Tensor):
+                self._new.append(i)
+        self._out = [None if isinstance(y, Tensor) else y for y in out]
+        return tuple([out[i] for i in self._new])
 
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
         return [x._version for x in inputs]
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        for version, x in zip(before, inputs, strict=True):
-            if x._version != version:
-                raise MutationError(
-                    f"remat({self._name}) changes a tensor ({describe(x)}) in place that it was given or has "
-                    "captured. The recomputation would start from the changed values: work on a copy "
-                    "(x.clone()) inside the function, or return the new value."
-                )
+        changed = [x for version, x in zip(before, inputs, strict=True) if x._version != version]
+        if changed:
+            raise self._changed(changed)
+
+    def _changed(self, candidates: Sequence[Tensor]) -> MutationError:
+        return MutationError(
+            f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
+            f"{' or '.join(map(describe, candidates))}. The recomputation would start from the changed "
+            "values: work on a copy (x.clone()) inside the function."
+        )
 
 
 _RECOMPUTED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
@@ -186,6 +247,7 @@ class _Drawn(world.Drawing):
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
+            # By its value: the tensor may be written to.
             self._results.append((func, pytree.tree_map_only(Tensor, _torch.traced_value, out)))
         return out
 

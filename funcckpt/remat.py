@@ -43,12 +43,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Part of what autograd says when something is written to a leaf or to a view of one, and functorch
-# when it is written to what comes from outside of a level.
-_WRITES_TO_INPUT = (
-    "leaf Variable that requires grad is being used in an in-place operation",
-    "that would mutate a captured Tensor",
-)
 _CHECKS = ("default", "none", "values")
 
 
@@ -165,7 +159,8 @@ def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
     """`remat(f)`, made in code that Dynamo traces: it need not be told which arguments are static."""
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call_compiled(f, _name(f), args, kwargs, *options)
+        name = getattr(f, "__name__", None) or type(f).__name__  # Dynamo is not at home with __qualname__
+        return lambda *args, **kwargs: call_compiled(f, name, args, kwargs, *options)
 
     return wrap if f is None else wrap(f)
 
@@ -659,7 +654,7 @@ class _Call(Leaf):
             try:
                 out = f(*args, **kwargs)
             except RuntimeError as error:
-                if any(words in str(error) for words in _WRITES_TO_INPUT):
+                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                     raise self._changed_input(tensors) from error
                 raise
         self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)

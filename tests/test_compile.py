@@ -203,6 +203,39 @@ def test_made_outside_and_any_structure():
     assert counts["aten.tanh.default"] == 4 * DEPTH
 
 
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(tensor(3, 3))
+
+    def method(self, x):
+        return torch.tanh(x @ self.w).sin()
+
+    forward = method
+
+
+def of_kinds(x, wrap, module):
+    for f in (module, module.method, partial(block, PARAMETERS[0]), torch.tanh):
+        x = wrap(f)(x)
+    return x.sum()
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: f])
+def test_kinds_of_callables(transform):
+    module = Module()
+    compiled, counts = counted(transform(lambda x: of_kinds(x, remat, module)))
+    x = X.clone().requires_grad_()
+    wrt = [x, module.w]
+
+    def derivative(f):
+        return torch.autograd.grad(f(x).sum(), wrt)
+
+    expected = derivative(transform(lambda x: of_kinds(x, lambda f: f, module)))
+    torch.testing.assert_close(derivative(compiled), expected)
+    # The result of the tanh that is the last block is an input of nothing but its own backward.
+    assert counts["aten.tanh.default"] >= (7 if transform is not grad else 14)
+
+
 def test_nested():
     def f(wrap):
         return lambda p, x: wrap(lambda p, x: loss(p, x, wrap))(p, x)
