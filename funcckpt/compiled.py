@@ -9,9 +9,10 @@ Three things are different in a graph:
 
 * Without a level that differentiates, the backward is not in the graph yet: torch's partitioner makes
   it, and recomputes what is tagged. There torch's own checkpoint does it.
-* Where plain autograd is around such a level, the partitioner sees the forward and the recomputation side
-  by side. It would merge what is equal, and keep what is expensive: the inputs of a recomputation go
-  through an operator that it cannot look into, and its nodes are tagged.
+* The compiler sees the forward and the recomputation side by side. The partitioner, if plain autograd is
+  around such a level, would merge what is equal and keep what is expensive; inductor recomputes early what
+  is cheap to recompute. So the inputs of a recomputation go through an operator that they cannot
+  look into, which waits for the cotangent; and for the partitioner, nodes are tagged.
 * No random stream moves. What random operators have given is kept for the recomputation.
 """
 
@@ -132,6 +133,7 @@ class _Graph(Leaf):
         self._in_joint_graph = torch.is_grad_enabled() and any(
             _torch.below_wrappers(args[i]).requires_grad for i in self._inputs
         )
+        self._gates = _gates(graph, args)
         self._world = world.World()
         self._drawn = _Drawn(name)
         self._out: list[Any] | None = None
@@ -163,15 +165,20 @@ class _Graph(Leaf):
         return layers
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        for i, value in self._constants.items():
-            self._args[i] = _torch.of_traced_value(value)
-        if not self._in_joint_graph:
-            return inputs
+        """A recomputation reads some of its inputs through an operator that a compiler does not look into.
+
+        That waits for the newest cotangent, so that nothing can be recomputed long before it is needed.
+        """
         number = _torch.number_of_traced()
-        with _torch.tagged(_RECOMPUTED):
-            for i in self._constants:
-                self._args[i] = torch.ops.funcckpt.barrier(self._args[i], number)
-            return [torch.ops.funcckpt.barrier(x, number) for x in inputs]
+
+        def behind(i: int, x: Tensor) -> Tensor:
+            return torch.ops.funcckpt.barrier(x, inputs[-1], number) if i in self._gates else x
+
+        with _torch.tagged(_RECOMPUTED if self._in_joint_graph else {}):
+            for i, value in self._constants.items():
+                self._args[i] = behind(i, _torch.of_traced_value(value))
+            found = [behind(i, x) for i, x in zip(self._inputs, inputs, strict=False)]
+        return [*found, *inputs[len(found) :]]
 
     def run(self, *inputs: Tensor) -> Tensors:
         args = list(self._args)
@@ -225,13 +232,36 @@ class _Graph(Leaf):
         )
 
 
+def _gates(graph: torch.fx.GraphModule, args: Sequence[Any]) -> set[int]:
+    """Inputs without which no operator of a graph can run, small ones rather than large ones."""
+    depends: dict[torch.fx.Node, frozenset[int]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            i = len(depends)
+            depends[node] = frozenset([i] if isinstance(args[i], Tensor) else [])
+        elif node.op != "get_attr":
+            depends[node] = frozenset().union(*[depends.get(n, ()) for n in node.all_input_nodes])
+    needed = {inputs for node, inputs in depends.items() if node.op != "placeholder" and inputs}
+    gates = set().union(*needed)
+    for i in sorted(gates, key=lambda i: _size(args[i]), reverse=True):
+        if all(inputs & gates - {i} for inputs in needed):
+            gates.remove(i)
+    return gates
+
+
+def _size(x: Tensor) -> int:
+    """0 if it is symbolic: what has a dynamic size is an activation, and not a parameter."""
+    size = x.numel()
+    return size if isinstance(size, int) else 0
+
+
 _RECOMPUTED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
 
 
 _library = torch.library.Library("funcckpt", "FRAGMENT")
-_library.define("barrier(Tensor x, int number) -> Tensor")
+_library.define("barrier(Tensor x, Tensor after, int number) -> Tensor")
 # The value of x: what a compiler cannot know, nor that it is the same for another number.
-_library.impl("barrier", lambda x, number: x.clone(), "CompositeExplicitAutograd")
+_library.impl("barrier", lambda x, after, number: x.clone(), "CompositeExplicitAutograd")
 
 
 class _Drawn(world.Drawing):
