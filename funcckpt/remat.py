@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch, dispatch, net, world
+from . import _torch, dispatch, net, policies, recording, world
 from .closure import Closure, may_be_statistics, take_for_own
 from .errors import (
     CheckpointError,
@@ -60,6 +60,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
+    policy: policies.Policy | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -71,6 +72,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
+    policy: policies.Policy | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -81,6 +83,7 @@ def remat(
     static_argnames: str | Sequence[str] = (),
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
+    policy: policies.Policy | None = None,
 ) -> Any:
     """Recompute f in the backward instead of keeping what it computed.
 
@@ -105,6 +108,9 @@ def remat(
         forward; or nothing; or the values too, which keeps a copy of the outputs. The values are compared
         by default as well if f has assigned what it captured, or draws from Python's or numpy's random
         numbers, or from an iterator.
+    policy : callable, list of operators, or None
+        What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
+        function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing.
 
     Returns
     -------
@@ -150,11 +156,15 @@ def remat(
             f"{determinism_check!r}"
         )
 
+    chooser = policies.chooser_of(policy, _title(f))
+
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check))
+        return _Checkpointed(
+            f, name, _Options(*static, preserve_rng_state, determinism_check, chooser, id(policy))
+        )
 
     return wrap if f is None else wrap(f)
 
@@ -164,6 +174,9 @@ class _Options(NamedTuple):
     static_argnames: frozenset[str]
     preserve_rng_state: bool
     determinism_check: str
+    chooser: policies.Chooser | None = None
+    # Tells one policy from another, as long as they live.
+    policy: int = 0
 
 
 def _title(f: Callable[..., Any] | None) -> str:
@@ -494,6 +507,7 @@ class _Call(Leaf):
         hidden: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
+        self.code = getattr(f, "__code__", None) or (type(f), id(f)), options.policy
         self._name = name
         self._options = options
         self._arguments = arguments
@@ -533,7 +547,10 @@ class _Call(Leaf):
     def run_under_transforms(self) -> Any:
         self._layers = _torch.active_layers()
         inputs = self._take_inputs(self._captured)
-        outputs = dispatch.call(self, inputs)
+        try:
+            outputs = dispatch.call(self, inputs)
+        finally:
+            self.kept = None
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
 
@@ -549,7 +566,11 @@ class _Call(Leaf):
             _dress(x.detach().requires_grad_(), _attributes(x)) if x.requires_grad else x for x in arguments
         ]
         given = [*inner, *captured]
-        outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
+        record = self.recorder()
+        with nullcontext() if record is None else record.of(self._ids_of(originals), given):
+            outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
+            if record is not None:
+                record.note_graph(outputs, first_node)
         assert self._outputs is not None
         if not any(y.requires_grad for y in outputs):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
@@ -579,7 +600,8 @@ class _Call(Leaf):
         detached = [(y.detach(), y.requires_grad) for y in outputs]
         inputs = self._take_inputs(used)
         self._closure.seal()
-        del outputs, arguments, captured, used
+        self.kept = None if record is None else record.finish()
+        del outputs, arguments, captured, used, record
         if not self._closure.has_rnn and _outlive(leaves):
             raise EscapeError(
                 f"remat({self._name}) stores a tensor that it has computed, or its input, where it cannot be "
@@ -587,6 +609,7 @@ class _Call(Leaf):
                 "from the function, or store a detached copy."
             )
         attached = dispatch.attach(self, detached, inputs)
+        self.kept = None
         return self._outputs.assemble(attached, originals)
 
     def search_while_running(self) -> list[Tensor]:
@@ -605,12 +628,21 @@ class _Call(Leaf):
     def _take_inputs(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
-        self._ids = [self._originals.get(id(x), id(x)) for x in inputs]
+        self._ids = self._ids_of(inputs)
         self._labels = [self._closure.where(key) for key in self._ids[len(self._arguments.tensors) :]]
         self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
         return inputs
+
+    def _ids_of(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [self._originals.get(id(x), id(x)) for x in tensors]
+
+    def recorder(self) -> recording.Record | None:
+        chooser = self._options.chooser
+        if chooser is None or _torch.is_tracing():
+            return None
+        return recording.Record(self, chooser, policies.current_name)
 
     def _run_first(
         self,
@@ -713,6 +745,8 @@ class _Call(Leaf):
 
     def _run_under_net(self, inputs: Tensors) -> Tensors:
         mapped = dict(zip(self._ids, inputs, strict=True))
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label(self._ids, inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         with (
@@ -738,6 +772,8 @@ class _Call(Leaf):
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label(self._ids, inputs)
         inputs = tuple([x.clone() if may_be_statistics(x) else x for x in inputs])
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
