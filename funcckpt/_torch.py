@@ -806,6 +806,12 @@ def alias(x: Tensor) -> Tensor:
         return x.detach()
 
 
+def alias_unseen(x: Tensor) -> Tensor:
+    """The same, and no mode sees it."""
+    with no_dispatch():
+        return alias(x)
+
+
 def subclasses_asleep() -> Any:
     """No `__torch_function__` of a subclass is asked inside."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -26,7 +26,20 @@ from torch import Tensor
 
 from . import _torch, world
 from .flops import flops_of, has_flops
-from .lazy import PLAIN, Deferred, Lazy, Look, Redo, as_given, forced, looks_of, on_meta, run_deferred
+from .lazy import (
+    PLAIN,
+    Deferred,
+    Lazy,
+    Look,
+    Redo,
+    as_given,
+    forced,
+    is_plain,
+    looks_of,
+    on_meta,
+    run_deferred,
+    write_later,
+)
 from .numbering import Numbers
 from .operators import address_of, kind_of, kind_of_call, map_tensors, tensors_of, written
 from .recording import Entry, Kept, Watch, watch_of
@@ -126,16 +139,7 @@ class Replay(Watch):
         self.has_interfered = True
         deferred = Deferred(func, args, kwargs, number, self._ran)
         alone = isinstance(looks, Look)
-        outs: list[Any] = []
-        for look in (looks,) if alone else looks:
-            if not isinstance(look, Look):
-                outs.append(look)
-                deferred.outputs.append(None)
-                continue
-            lazy = Lazy(look)
-            lazy._real, lazy._deferred = None, deferred
-            deferred.outputs.append(weakref.ref(lazy))
-            outs.append(lazy)
+        outs = [deferred.give(look) for look in ((looks,) if alone else looks)]
         self._deferred.append(weakref.ref(deferred))
         out = outs[0] if alone else tuple(outs)
         if number >= 0:
@@ -154,8 +158,8 @@ class Replay(Watch):
 
     def _run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator now, on values that are there."""
-        if kind == "writes":
-            self._before_writing(func, args, kwargs)
+        if kind == "writes" and self._write_later(func, args, kwargs):
+            return args[0]
         lazy = [x for x in tensors_of(args, kwargs) if isinstance(x, Lazy)]
         if not lazy:
             return func(*args, **kwargs)
@@ -167,19 +171,33 @@ class Replay(Watch):
         out = func(*real, **{key: map_tensors(forced, a) for key, a in kwargs.items()})
         return as_given(func, args, kwargs, out)
 
-    def _before_writing(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _write_later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Before something is written to, compute what waits to read it; put it off if possible."""
         targets = [x for x, _ in written(func, args, kwargs)]
         addresses = {address_of(x) for x in targets}
         if addresses & self._kept_storages:
             raise Redo  # what is kept may be asked for again
         waiting = [d for reference in self._deferred if (d := reference()) is not None and not d.is_done]
-        if not waiting:
-            return
+        if isinstance(args[0], Lazy) and len(targets) == 1 and targets[0] is args[0]:
+            for d in waiting:
+                if args[0].cell in d.waits_for:
+                    run_deferred(d)  # it reads what was there before
+            if torch.Tag.nondeterministic_seeded not in func.tags and self._are_plain(args, kwargs):
+                deferred = write_later(func, args, kwargs, self._ran)
+                if deferred is not None:
+                    self._deferred.append(weakref.ref(deferred))
+                if deferred is not None or torch.Tag.inplace_view in func.tags:
+                    return True
         if any(isinstance(x, Lazy) for x in targets) or any(
-            address_of(x) in addresses for d in waiting for x in tensors_of(d.args, d.kwargs)
+            address_of(x) in addresses for d in waiting for x in d.reads
         ):
             for d in waiting:
                 run_deferred(d)
+        return False
+
+    def _are_plain(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        tensors = tensors_of(args, kwargs)
+        return all([type(x) in PLAIN and is_plain(x) for x in tensors]) and self._is_home(args, kwargs)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

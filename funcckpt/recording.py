@@ -201,7 +201,7 @@ class Record(Watch):
         out = func(*args, **kwargs)
         call = len(self._made)
         self._numbers.made(func, kind, call, number, args, kwargs, out)
-        if kind == "view" or returns_argument(args, kwargs, out):
+        if kind == "view" or (kind != "writes" and returns_argument(args, kwargs, out)):
             if func is torch.ops.aten.alias.default and self._name() is not None:
                 self._name_given(func, args, kwargs, out, needs)
             return out

@@ -507,7 +507,7 @@ class _Call(Leaf):
         hidden: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        self.code = getattr(f, "__code__", None) or (type(f), id(f)), options.policy
+        self.code = getattr(f, "__code__", None) or type(f), options.policy
         self._name = name
         self._options = options
         self._arguments = arguments
