@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch, net, primitive, recompute
+from . import _torch, net, primitive, recompute, recording
 from .program import (
     Functional,
     Jvp,
@@ -239,7 +239,7 @@ class _Node:
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.kept is None:
             return _Node.pull(ctx, ctx.saved_tensors, cotangents)
-        inputs, kept = ctx.kept.split(ctx.saved_tensors)
+        inputs, kept = recording.split(ctx.kept, ctx.saved_tensors)
         with recompute.handing_out(ctx.program.source, ctx.kept, kept):
             return _Node.pull(ctx, inputs, cotangents)
 

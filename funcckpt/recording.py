@@ -119,10 +119,11 @@ class Kept:
         # For each of them where it was, if it was moved elsewhere.
         self.places: list[Offloaded | None] = []
 
-    def split(self, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """What a node has saved: its inputs, and what is kept."""
-        arity = len(saved) - len(self.places)
-        return saved[:arity], saved[arity:]
+
+def split(kept: Kept | None, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What a node has saved: its inputs, and what is kept."""
+    arity = len(saved) if kept is None else len(saved) - len(kept.places)
+    return saved[:arity], saved[arity:]
 
 
 class Entry(NamedTuple):
@@ -169,7 +170,6 @@ class Record(Watch):
         self._made: list[_Made] = []
         self._read: set[Place] = set()
         self._reads_unseen = False
-        self._paused = False
 
     def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
         shapes = tuple([_torch.below_wrappers(x).shape for x in inputs])
@@ -188,7 +188,7 @@ class Record(Watch):
         if any(t not in PLAIN for t in types):
             return NotImplemented  # A subclass acts first; its inner tensors come by here.
         kind = kind_of_call(func, args, kwargs)
-        if self._paused or kind == "asks":
+        if kind == "asks":
             return func(*args, **kwargs)
         number, times = self._numbers.of_call(func, kind, args, kwargs)
         places = [self._numbers.places(x) for x in tensors_of(args, kwargs)]
@@ -221,7 +221,8 @@ class Record(Watch):
         else:
             made.offloads = decision.offload
             made.chosen.update(made.looks)
-        made.values.update({i: _torch.alias(outs[i]) for i in made.looks})
+        held = {i: _alias(outs[i]) for i in made.looks}
+        made.values.update({i: x for i, x in held.items() if x is not None})
         made.streams = before, world.states_drawn_from(func, args, kwargs) if before else []
         return out
 
@@ -246,16 +247,13 @@ class Record(Watch):
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
         """See which values the graph of the outputs has saved."""
-        self._paused = True
-        try:
+        with _torch.no_dispatch():
             for x in _saved([y.grad_fn for y in outputs if y.grad_fn is not None], first_node):
                 if x is None:
                     self._reads_unseen = True
                 else:
                     for y in _torch.everything_below(x):
                         self._read |= self._numbers.places(y)
-        finally:
-            self._paused = False
 
     def finish(self) -> Kept | None:
         """What is kept: of what was chosen, that which the backward reads or computes from."""
@@ -283,6 +281,15 @@ class Record(Watch):
 
 def _length(out: Any) -> int:
     return len(out) if isinstance(out, (list, tuple)) else 1
+
+
+def _alias(x: Tensor) -> Tensor | None:
+    try:
+        return _torch.alias(x)
+    except RuntimeError:
+        if x.dim() > 0:
+            raise
+        return None  # a number that only looks like a tensor
 
 
 def _can_be_kept(x: Tensor) -> bool:
