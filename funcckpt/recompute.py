@@ -314,7 +314,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
     if _torch.is_tracing():
         return program.run(*inputs)
-    key = source.code, tuple([x.shape for x in inputs])
+    key = source.code, tuple([x.shape for x in inputs]), () if kept is None else tuple(kept.entries)
     plan = _plans.get(key)
     lazy = (plan is None or bool(plan.unread)) and not _torch.has_compiled()
     if not lazy and kept is None:

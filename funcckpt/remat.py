@@ -162,9 +162,7 @@ def remat(
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(
-            f, name, _Options(*static, preserve_rng_state, determinism_check, chooser, id(policy))
-        )
+        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check, chooser))
 
     return wrap if f is None else wrap(f)
 
@@ -175,8 +173,6 @@ class _Options(NamedTuple):
     preserve_rng_state: bool
     determinism_check: str
     chooser: policies.Chooser | None = None
-    # Tells one policy from another, as long as they live.
-    policy: int = 0
 
 
 def _title(f: Callable[..., Any] | None) -> str:
@@ -507,7 +503,7 @@ class _Call(Leaf):
         hidden: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        self.code = getattr(f, "__code__", None) or type(f), options.policy
+        self.code = getattr(f, "__code__", None) or type(f)
         self._name = name
         self._options = options
         self._arguments = arguments
@@ -550,7 +546,7 @@ class _Call(Leaf):
         try:
             outputs = dispatch.call(self, inputs)
         finally:
-            self.kept = None
+            self._hand_over_kept()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
 
@@ -609,7 +605,7 @@ class _Call(Leaf):
                 "from the function, or store a detached copy."
             )
         attached = dispatch.attach(self, detached, inputs)
-        self.kept = None
+        self._hand_over_kept()
         return self._outputs.assemble(attached, originals)
 
     def search_while_running(self) -> list[Tensor]:
@@ -637,6 +633,12 @@ class _Call(Leaf):
 
     def _ids_of(self, tensors: Sequence[Tensor]) -> list[int]:
         return [self._originals.get(id(x), id(x)) for x in tensors]
+
+    def _hand_over_kept(self) -> None:
+        """What is kept belongs to the graph from here on."""
+        if self.kept is not None:
+            self.kept.tensors = []
+            self.kept = None
 
     def recorder(self) -> recording.Record | None:
         chooser = self._options.chooser

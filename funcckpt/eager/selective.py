@@ -85,6 +85,11 @@ def create_selective_checkpoint_contexts(
 
 
 def _policy(policy_fn_or_list: Any) -> Policy:
+    if isinstance(policy_fn_or_list, policies.Budget):
+        raise OptionError(
+            f"{policy_fn_or_list!r} chooses when it has seen all operators, which only remat(f, policy=...) "
+            "can wait for."
+        )
     if callable(policy_fn_or_list):
         return policy_fn_or_list
     if not isinstance(policy_fn_or_list, (list, tuple, set, frozenset)):
