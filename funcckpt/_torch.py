@@ -86,6 +86,9 @@ try:
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+    # Hooks on all modules, by which a module tracker (that of FlopCounterMode, say) holds their inputs.
+    from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
+
     # The function modes under which f runs, and the one of them that stands for the default device.
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode as pop_function_mode

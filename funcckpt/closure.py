@@ -23,6 +23,7 @@ import dis
 import enum
 import functools
 import inspect
+import operator
 import random
 import sys
 import threading
@@ -153,6 +154,7 @@ class Closure:
         # Nodes refer to each other by the ids of their objects, so that no cycle of references keeps
         # a closure alive until the garbage collector comes.
         self._nodes: dict[int, _Node] = {}
+        self._caches: list[Any] = []
         self._mutable: list[_Node] = []
         self._shared: list[_Node] = []
         # What code looks up by name, and where; more code is found there, which looks up more.
@@ -166,24 +168,31 @@ class Closure:
         self._root = self._visit(root, None, "", 0)
         self._opaque = root if self._root is None else None  # a builtin function
         self._visit_named()
-        self.is_pure = self.is_pure and not self._is_told_by_identity()
         # Whether f may write where no version counter sees it.
         self.writes_unseen = not self._names.isdisjoint(_WRITES_UNSEEN)
         if self.writes_unseen:
             self._take_snapshots()
         _spread(self._nodes)
+        self.is_pure = self.is_pure and not self._is_told_by_identity()
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
 
     def _is_told_by_identity(self) -> bool:
         """Whether f may ask if a tensor, module or object is a certain one. A copy is not."""
-        return "id" in self._names or any(
-            [
-                (node.shared and node.needed and not isinstance(node, _FixedNode))
-                or (isinstance(node, _DictNode) and any(isinstance(key, _COPIED) for key in node.items))
-                for node in self._nodes.values()
-            ]
+        nodes = self._nodes
+        root = nodes.get(self._root) if self._root is not None else None
+        return (
+            "id" in self._names
+            or (root is not None and root.shared and root.is_copied)
+            or any(
+                [
+                    any([nodes[child].shared for child in node.children.values() if nodes[child].is_copied])
+                    or (isinstance(node, _DictNode) and any(isinstance(key, _COPIED) for key in node.items))
+                    for node in nodes.values()
+                    if not node.shared
+                ]
+            )
         )
 
     def _take_snapshots(self) -> None:
@@ -230,6 +239,18 @@ class Closure:
                 rebuild.write_back(name)
             raise
         rebuild.write_back(name)
+
+    @contextmanager
+    def caches_kept_clean(self) -> Iterator[None]:
+        """Forget what f puts into an `lru_cache` while it runs: it belongs to levels that come to an end."""
+        sizes = [cache.cache_info().misses for cache in self._caches]
+        try:
+            yield
+        finally:
+            if _torch.peek_interpreter_stack() is not None:
+                for cache, size in zip(self._caches, sizes, strict=True):
+                    if cache.cache_info().misses != size:
+                        cache.cache_clear()
 
     def settle(self, name: str) -> None:
         """After the first run: which captured tensors did it change?
@@ -379,10 +400,16 @@ class Closure:
                 if stream is not None:
                     self.generators.append(stream)
                 self.is_pure = self.is_pure and (stream is not None or not _moves_on(value))
+                if isinstance(value, operator.attrgetter | operator.methodcaller):
+                    self._names.update(
+                        [s for s in pytree.tree_leaves(value.__reduce__()) if isinstance(s, str)]
+                    )
                 return None
             node = node_type(value, parent, label)
             self.has_rnn |= isinstance(value, nn.RNNBase)
         self._nodes[key] = node
+        if isinstance(value, _Cached):
+            self._caches.append(value)
         if isinstance(node, _NamedNode):
             looked_up = set() if isinstance(node, _PythonModuleNode) else self._names
             node.looked_up = looked_up  # type: ignore[misc]  # a slot of each subclass
@@ -474,6 +501,11 @@ class _Node:
         self.shared = False
         # What f has assigned in its first run.
         self.assigned: frozenset[Any] = frozenset()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a rebuilt f may find another object in its place."""
+        return self.needed
 
     @property
     def is_of_library(self) -> bool:
@@ -770,8 +802,14 @@ class _FunctionNode(_Node):
         return function.__globals__.get(variable) is not self.items["global", variable]
 
     def changed_names(self) -> frozenset[Any]:
+        now = {"defaults": self.value.__defaults__, "kwdefaults": self.value.__kwdefaults__}
         return frozenset(
-            [name for name in self.items if name[0] == "global" and self._was_reassigned(name[1])]
+            [
+                name
+                for name, item in self.items.items()
+                if (name[0] == "global" and self._was_reassigned(name[1]))
+                or (name[0] in now and now[name[0]] is not item)
+            ]
         )
 
     def changes(self) -> Iterator[Any]:
@@ -1106,7 +1144,7 @@ class _ModuleNode(_NamedNode):
     def put(self, target: Any, name: Any, value: Any) -> None:
         part, attribute = name
         if part:
-            if part == "_parameters" and attribute in self.parameters:
+            if part == "_parameters" and attribute in self.parameters and type(value) is Tensor:
                 value._is_param = True  # what `isinstance(value, nn.Parameter)` asks
             target.__dict__[part][attribute] = value
         else:
@@ -1124,6 +1162,10 @@ class _FixedNode(_Node):
     """What no copy can stand for: f finds the original."""
 
     __slots__ = ()
+
+    @property
+    def is_copied(self) -> bool:
+        return False
 
     def is_rebuilt(self, rebuild: _Rebuild) -> bool:
         return False
@@ -1212,6 +1254,17 @@ class _WeakNode(_FixedNode):
         return "what is weakly referred to"
 
 
+class _WeakMappingNode(_FixedNode):
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        by_key = isinstance(value, weakref.WeakValueDictionary)
+        return {key if by_key else id(key): item for key, item in value.items()}
+
+    def label_of(self, name: Any) -> str:
+        return "an item of a weak dictionary"
+
+
 class _StayingNode(_FixedNode, _NamedNode):
     """An object whose class would notice a copy."""
 
@@ -1237,6 +1290,15 @@ class _MemberNode(_FixedNode):
 
     def label_of(self, name: Any) -> str:
         return f"the value of {self.value}"
+
+
+class _StayingModuleNode(_FixedNode, _ModuleNode):
+    """A module whose class would notice a copy."""
+
+    __slots__ = ()
+
+    def label_of(self, name: Any) -> str:
+        return _ModuleNode.label_of(self, name)
 
 
 class _OfContextNode(_FixedNode):
@@ -1344,7 +1406,10 @@ class _ClassNode(_FixedNode, _NamedNode):
         return content
 
     def label_of(self, name: Any) -> str:
-        return f"attribute {name!r} of {self.value.__name__}"
+        return f"attribute {name!r} of {self.value.__name__}" if name else ""
+
+    def extra(self) -> Iterable[tuple[Any, Any]]:
+        yield "", type(self.value)
 
 
 _NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
@@ -1504,7 +1569,9 @@ def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if isinstance(value, nn.Module):
         if kind.__name__ == "OptimizedModule" and hasattr(value, "_orig_mod"):
             return _CompiledNode
-        return None if isinstance(value, torch.jit.ScriptModule) else _ModuleNode
+        if isinstance(value, torch.jit.ScriptModule):
+            return None
+        return _StayingModuleNode if _notices_copies(kind) else _ModuleNode
     if kind in (dict, OrderedDict, defaultdict):
         return _DictNode
     if kind in (list, deque):
@@ -1536,6 +1603,7 @@ _FIXED: dict[type | tuple[type, ...], type[_Node]] = {
     _CONTAINERS: _ContainerNode,
     (np.ndarray, bytearray): _ArrayNode,
     weakref.ref: _WeakNode,
+    (weakref.WeakKeyDictionary, weakref.WeakValueDictionary): _WeakMappingNode,
     enum.Enum: _MemberNode,
 }
 

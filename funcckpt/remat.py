@@ -151,6 +151,8 @@ def remat(
         )
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(f, staticmethod | classmethod):
+            return type(f)(wrap(f.__func__))
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
@@ -553,6 +555,7 @@ class _Call(Leaf):
         versions, versions_of_captured = self.versions(arguments), self.versions(captured)
         copies = [_copy(x) if self._closure.writes_unseen else None for x in captured]
         hooks = [len(x._backward_hooks or ()) for x in captured]
+        gradients = [_gradient(x) for x in captured]
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
         inner = [
@@ -571,6 +574,13 @@ class _Call(Leaf):
                 raise MutationError(
                     f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
+                )
+        for x, gradient in zip(captured, gradients, strict=True):
+            if _gradient(x) != gradient:
+                raise MutationError(
+                    f"remat({self._name}) calls backward(), which accumulates the gradient of "
+                    f"{self._closure.where(self._originals[id(x)])} ({describe(x)}), and would do so again "
+                    "in the recomputation. Use torch.autograd.grad inside of it."
                 )
         written = {
             id(x)
@@ -604,7 +614,8 @@ class _Call(Leaf):
         self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
         self._closure.seal()
         del outputs, arguments, captured, used
-        if not self._closure.has_rnn and _outlive(leaves):
+        watched = self._closure.has_rnn or _torch.has_global_module_hook()
+        if not watched and _outlive(leaves):
             raise EscapeError(
                 f"remat({self._name}) stores a tensor that it has computed, or its input, where it cannot be "
                 "seen. It belongs to the inside of the checkpoint, and its gradient would be lost: return it "
@@ -740,6 +751,7 @@ class _Call(Leaf):
             _dress(x, attributes)
         with (
             self._closure.rebuilt_once(mapped, self._name) as rebuilt,
+            self._closure.caches_kept_clean(),
             self._replacing(mapped) as replacing,
         ):
             f, others, static = self._parts(rebuilt)
@@ -774,6 +786,7 @@ class _Call(Leaf):
         with ExitStack() as stack:
             replacing = stack.enter_context(replacer)
             stack.enter_context(self._closure.restored())
+            stack.enter_context(self._closure.caches_kept_clean())
             if not self._world.is_here():
                 stack.enter_context(self._world.replayed())
             stack.enter_context(world.own_autocast_cache())
@@ -938,6 +951,12 @@ def _guarded(y: Tensor) -> Tensor:
     The others would change with it, and their gradients would not know.
     """
     return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
+
+
+def _gradient(x: Tensor) -> tuple[int, int] | None:
+    """What tells whether the `.grad` of a tensor was assigned or added to."""
+    gradient = x.grad if x.is_leaf else None
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _copy(x: Tensor) -> Tensor | None:

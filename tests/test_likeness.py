@@ -11,7 +11,9 @@ import copy
 import enum
 import functools
 import gc
+import operator
 import pickle
+import queue
 import random
 import threading
 import types
@@ -26,6 +28,7 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, stack_module_state, vmap
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcckpt import (
     CheckpointError,
@@ -222,7 +225,7 @@ def a_cached_method(wrap, x):
             return x.sin() * self.w * self.scale()
 
     out = wrap(Block())(x)
-    assert Block.scale.cache_info().currsize == 1
+    assert Block.scale.cache_info().currsize <= 1
     return out
 
 
@@ -390,16 +393,10 @@ def test_stored_inside_of_something_new(place, transform):
 
 def test_stored_out_of_sight():
     """In a place that cannot be searched: the inner input outlives the call."""
-    shelf = weakref.WeakKeyDictionary()
-
-    class Key:
-        pass
-
-    key = Key()
+    shelf = queue.SimpleQueue()
 
     def f(x):
-        globals()["HID" + "DEN"] = shelf
-        shelf[key] = x.sin()
+        shelf.put(x.sin())
         return x.cos()
 
     with pytest.raises(EscapeError, match="cannot be seen"):
@@ -913,13 +910,8 @@ def test_an_attribute_made_later_over_that_of_the_class(change, monkeypatch):
 
 
 def test_names_of_a_class_pattern():
-    # Python 3.10 has match; the names are in a tuple, as those of a loop over names.
-    box = types.SimpleNamespace(a=2.0, b=3.0)
-
-    class Box:
-        pass
-
-    box = Box()
+    """The names are in a tuple, as those of a loop over names."""
+    box = Object()
     box.a, box.b = 2.0, 3.0
     x = tensor(3, requires_grad=True)
     out = remat(lambda x: sum((x * getattr(box, name)).sin() for name in ("a", "b")))(x).sum()
@@ -1069,3 +1061,172 @@ def test_bound_methods_of_iterators():
     ).sum()
     with pytest.raises(CheckpointError, match="other values"):
         loss.backward()
+
+
+class WithHooks(nn.Module):
+    """A module that removes its hooks when it goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.act = nn.Parameter(tensor(3, 3, seed=1)), nn.Tanh()
+        self.handle = self.act.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+    def forward(self, x):
+        return self.act(x @ self.w)
+
+    def __del__(self):
+        self.handle.remove()
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(tensor(3, 3, seed=1))
+
+    @functools.cache  # noqa: B019
+    def table(self, n):
+        return torch.ones(n, dtype=F64)
+
+    def forward(self, x):
+        return (x @ self.w).sin() * self.table(3)
+
+
+# Under hessian plain torch cannot use again what a cache keeps of an inner level.
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
+@pytest.mark.parametrize("make", [WithHooks, WithTable])
+def test_modules_that_would_notice_a_copy(make, transform):
+    def run(wrap):
+        module = make()
+        f = lambda x: wrap(module)(wrap(module)(x))
+        return TRANSFORMS[transform](f), TRANSFORMS[transform](f), [p.grad for p in module.parameters()]
+
+    assert_same(run(remat), run(plain))
+    gc.collect()
+    assert WithTable.table.cache_info().currsize <= 2 * len(TRANSFORMS)
+
+
+class Object:
+    pass
+
+
+def _weak_key():
+    known, key = weakref.WeakKeyDictionary(), Object()
+    known[key] = 2.0
+    return lambda: known[key], lambda: known.update({key: 5.0})
+
+
+def _of_metaclass():
+    class Meta(type):
+        k = 2.0
+
+    class Of(metaclass=Meta):
+        pass
+
+    return lambda: Of.k, lambda: setattr(Meta, "k", 5.0)
+
+
+@pytest.mark.parametrize("make", [_weak_key, _of_metaclass])
+def test_what_has_changed_where_no_copy_can_stand(make):
+    read, change = make()
+    loss = remat(lambda x: (x * read()).sin())(tensor(3, requires_grad=True)).sum()
+    change()
+    with pytest.raises(MutationError, match="not what it was"):
+        loss.backward()
+
+
+def _default():
+    def inner(k=2.0):
+        return k
+
+    return inner, lambda: setattr(inner, "__defaults__", (5.0,))
+
+
+def _by_getter():
+    box, get = Object(), operator.attrgetter("k")
+    box.k = 2.0
+    return lambda: next(map(get, [box])), lambda: setattr(box, "k", 5.0)
+
+
+def _by_caller():
+    box, call = Scaled(), operator.methodcaller("forward", tensor(3))
+    return lambda: call(box), lambda: setattr(box, "k", 5.0)
+
+
+@pytest.mark.parametrize("make", [_default, _by_getter, _by_caller])
+def test_what_has_changed_is_what_it_was(make):
+    read, change = make()
+    x = tensor(3, requires_grad=True)
+    k = read()
+    loss = remat(lambda x: (x * read()).sin())(x).sum()
+    change()
+    loss.backward()
+    assert_same(x.grad, k * (k * x.detach()).cos())
+
+
+def test_backward_inside():
+    module = nn.Linear(3, 3, dtype=F64)
+
+    def f(x):
+        module(x.detach()).sum().backward()
+        return x * module.weight.grad.sum()
+
+    with pytest.raises(MutationError, match="calls backward"):
+        remat(f)(tensor(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
+def test_tables_in_a_cache(transform):
+    def run(wrap):
+        @functools.cache
+        def table(n):
+            return torch.arange(n, dtype=F64).cos()
+
+        f = wrap(lambda x: (x * table(3)).sin())
+        return [TRANSFORMS[transform](lambda x: f(f(x))) for _ in range(2)]
+
+    assert_same(run(remat), run(plain))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_operators_counted_by_torch(transform):
+    """Its module tracker puts hooks on the inputs of each module; torch has none for a leaf under grad."""
+
+    def run(wrap):
+        module = nn.Linear(3, 3, dtype=F64)
+        with torch.no_grad():
+            module.weight.copy_(tensor(3, 3, seed=1))
+            module.bias.copy_(tensor(3, seed=2))
+        with FlopCounterMode(display=False) as counter:
+            found = TRANSFORMS[transform](lambda x: wrap(lambda x: module(x).sin())(x.cos()))
+        return (found, module.weight.grad), counter.get_total_flops()
+
+    (found, flops), (expected, expected_flops) = run(remat), run(plain)
+    assert_same(found, expected)
+    assert flops > expected_flops
+
+
+class Methods:
+    w = 2.0
+
+    @remat
+    @staticmethod
+    def static(x):
+        return (x * 2).sin()
+
+    @remat
+    @classmethod
+    def of_class(cls, x):
+        return (x * cls.w).sin()
+
+
+@pytest.mark.parametrize("method", [Methods.static, Methods().static, Methods.of_class, Methods().of_class])
+def test_static_methods_and_those_of_classes(method):
+    assert_same(_backward(method), _backward(lambda x: (x * 2).sin()))
+
+
+def test_parameters_carry_no_marks():
+    module = nn.Linear(3, 3, dtype=F64)
+    module.bias.requires_grad_(False)
+    _backward(remat(module))
+    assert [vars(p) for p in module.parameters()] == [{}, {}]
