@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -137,9 +138,14 @@ def states(streams: Sequence[torch.Generator]) -> States:
     return [(stream, stream.get_state()) for stream in streams]
 
 
+def moved(before: States) -> States:
+    """Those of the streams from which random numbers were drawn since."""
+    return [(stream, state) for stream, state in before if not _same_bytes(state, stream.get_state())]
+
+
 def have_moved(before: States) -> bool:
     """Whether any random number was drawn since."""
-    return any(not _same_bytes(state, stream.get_state()) for stream, state in before)
+    return bool(moved(before))
 
 
 def set_streams(recorded: States) -> None:
@@ -147,15 +153,23 @@ def set_streams(recorded: States) -> None:
         stream.set_state(state)
 
 
+# A process has one stream a device, and may go backward in several threads.
+_rewound = threading.RLock()
+
+
 @contextmanager
 def streams_at(recorded: States) -> Iterator[None]:
     """Random streams as they were recorded for the time of a block, and then as they are now."""
-    now = states([stream for stream, _ in recorded])
-    try:
-        set_streams(recorded)
+    if not recorded:
         yield
-    finally:
-        set_streams(now)
+        return
+    with _rewound:
+        now = states([stream for stream, _ in recorded])
+        try:
+            set_streams(recorded)
+            yield
+        finally:
+            set_streams(now)
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

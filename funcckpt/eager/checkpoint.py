@@ -260,7 +260,7 @@ def _call(
         # With hooks of the caller active, the functional path would be refused as well.
         if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
             raise
-        region.restore_streams()
+        region.undo()
     else:
         if use_reentrant:
             _check_reentrant_result(f, args, out)
