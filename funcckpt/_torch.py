@@ -790,4 +790,5 @@ def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
 
 
 # Operators, as a list of them is checked: aten's, and those that take functions.
-OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+HigherOrderOperator = torch._ops.HigherOrderOperator
+OPERATORS = (torch._ops.OpOverload, HigherOrderOperator)
