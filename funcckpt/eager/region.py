@@ -99,6 +99,9 @@ class Region:
         self._early_stop = early_stop
         self._contexts = contexts
         self._log = log
+        self._hint = "The function has to do the same each time" + (
+            "." if log else "; pass debug=True to see the operators of both runs."
+        )
         self._structure = None
         leaves: Any = args
         if kwargs or not all(type(x) in _SIMPLE for x in args):
@@ -181,7 +184,10 @@ class Region:
         except CheckpointError as error:
             if self._log is None:
                 raise
-            raise CheckpointError(f"{error}\n\n{self._log()}") from error
+            raise CheckpointError(
+                f"{error}\n\nYou are seeing this error because you passed `debug=True` to checkpoint; these "
+                f"are the operators of both runs.\n\n{self._log()}"
+            ) from error
         if key not in slot.values:
             raise self._differ(f"{len(self._slots)} tensors", "fewer")
         value = slot.values[key]
@@ -267,8 +273,7 @@ class Region:
     def _differ(self, there: str, here: str) -> CheckpointError:
         return CheckpointError(
             f"{self._name}: A different number of tensors was saved during the original forward and "
-            f"recomputation: {there}, and {here}. The function has to do the same each time; pass "
-            "debug=True to see the operators of both runs."
+            f"recomputation: {there}, and {here}. {self._hint}"
         )
 
 
@@ -373,8 +378,7 @@ class _Again:
             if region._complete:
                 raise CheckpointError(
                     f"{region._name}: trying to save more tensors during recomputation than during the "
-                    f"original forward pass ({len(region._slots)}). The function has to do the same each "
-                    "time; pass debug=True to see the operators of both runs."
+                    f"original forward pass ({len(region._slots)}). {region._hint}"
                 )
             self._more = True  # the forward asks for a backward of its own part, and goes on
             return x
@@ -422,8 +426,7 @@ class _Again:
         if self._different:
             raise CheckpointError(
                 f"{region._name}: Recomputed values for the following tensors have different metadata than "
-                "during the forward pass. The function has to do the same each time; pass debug=True to see "
-                "the operators of both runs.\n" + "\n".join(self._different)
+                f"during the forward pass. {region._hint}\n" + "\n".join(self._different)
             )
 
 
