@@ -689,6 +689,11 @@ def backward_id() -> Any:
     return object() if number == -1 else number
 
 
+def at_end_of_backward(f: Callable[[], None]) -> None:
+    """Call `f` when the backward that runs in this thread is over; public torch can tell of leaves alone."""
+    torch.autograd.Variable._execution_engine.queue_callback(f)  # type: ignore[attr-defined]
+
+
 def is_tracing_plain() -> bool:
     """Whether `make_fx` records what is done, and no transform is active."""
     return torch._C._len_torch_dispatch_stack() > 0 and maybe_current_level() is None and is_tracing()
@@ -764,6 +769,13 @@ def alias(x: Tensor) -> Tensor:
         return x.detach()
 
 
+def same_memory(x: Tensor) -> Tensor:
+    """A tensor with the memory of `x`, and no other relation to it."""
+    with torch.no_grad(), plain():
+        empty = torch.empty(0, dtype=x.dtype, device=x.device)
+        return empty.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+
+
 def subclasses_asleep() -> Any:
     """No `__torch_function__` of a subclass is asked inside."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -807,4 +819,5 @@ def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
 
 
 # Operators, as a list of them is checked: aten's, and those that take functions.
-OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+HigherOrderOperator = torch._ops.HigherOrderOperator
+OPERATORS = (torch._ops.OpOverload, HigherOrderOperator)

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import pickle
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
+from .errors import CheckpointError
 
 
 class PythonStream:
@@ -173,9 +175,14 @@ def states(streams: Sequence[Stream]) -> States:
     return [(stream, stream.get_state()) for stream in streams]
 
 
+def moved(before: States) -> States:
+    """Those of the streams from which random numbers were drawn since."""
+    return [(stream, state) for stream, state in before if not _same_bytes(state, stream.get_state())]
+
+
 def have_moved(before: States) -> bool:
     """Whether any random number was drawn since."""
-    return any(not _same_bytes(state, stream.get_state()) for stream, state in before)
+    return bool(moved(before))
 
 
 def set_streams(recorded: States) -> None:
@@ -183,15 +190,33 @@ def set_streams(recorded: States) -> None:
         stream.set_state(state)
 
 
+# A process has one stream a device, and may go backward in several threads.
+_rewound = threading.RLock()
+# Seconds. A backward may wait for that of another device, which has a thread of its own.
+_PATIENCE = 600
+
+
 @contextmanager
 def streams_at(recorded: States) -> Iterator[None]:
     """Random streams as they were recorded for the time of a block, and then as they are now."""
-    now = states([stream for stream, _ in recorded])
-    try:
-        set_streams(recorded)
+    if not recorded:
         yield
+        return
+    if not _rewound.acquire(timeout=_PATIENCE):
+        raise CheckpointError(
+            f"a recomputation has waited {_PATIENCE} seconds for one in another thread to be done with the "
+            "random streams: they may wait for each other. Run the backwards one after the other, or draw the "
+            "random numbers outside of the checkpoint."
+        )
+    try:
+        now = states([stream for stream, _ in recorded])
+        try:
+            set_streams(recorded)
+            yield
+        finally:
+            set_streams(now)
     finally:
-        set_streams(now)
+        _rewound.release()
 
 
 def _same_bytes(a: Any, b: Any) -> bool:
