@@ -42,6 +42,12 @@ from .errors import (
 )
 from .mixed import inner_grad as inner_grad
 from .remat import remat as remat
+from .residuals import (
+    print_saved_residuals as print_saved_residuals,
+)
+from .residuals import (
+    saved_residuals as saved_residuals,
+)
 from .scan import (
     fori_loop as fori_loop,
 )

@@ -622,6 +622,10 @@ try:
     def save(x: Tensor) -> Saved:
         return _make_saved_tensor(x, is_output=False)
 
+    def raw_of(saved: Saved) -> Saved:
+        """What tells the hooks of a saved tensor, and what those have made of it."""
+        return saved
+
 except ImportError:  # torch 2.11
 
     class Saved:  # type: ignore[no-redef]
@@ -637,6 +641,9 @@ except ImportError:  # torch 2.11
             return x
 
     save = Saved  # type: ignore[assignment]
+
+    def raw_of(saved: Saved) -> Any:
+        return saved._output.grad_fn._raw_saved_tensors[0]
 
 
 class _Saving(torch.autograd.Function):

@@ -801,6 +801,10 @@ class _Call(Leaf):
 
     # -- what `net` and the backward need to know ----------------------------------------------
 
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept here and not by the graph: constants of f, and copies to compare with."""
+        return [*self._closure.constants, *self._closure.copies(), *[x for x, _ in self._values]]
+
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
         return [None if x.is_inference() else x._version for x in inputs]

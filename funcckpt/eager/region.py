@@ -137,6 +137,10 @@ class Region:
             )
         return out
 
+    def kept(self) -> tuple[str, list[Any]]:
+        """The name of the region, and what it keeps of its inputs, as autograd saves tensors."""
+        return self._name, [_torch.raw_of(x) for x in self._inputs if isinstance(x, _torch.Saved)]
+
     def restore_streams(self) -> None:
         for stream, state in self._states:
             stream.set_state(state)
