@@ -41,6 +41,7 @@ from .errors import (
     TransformError as TransformError,
 )
 from .mixed import inner_grad as inner_grad
+from .policies import checkpoint_name as checkpoint_name
 from .remat import remat as remat
 from .residuals import (
     print_saved_residuals as print_saved_residuals,

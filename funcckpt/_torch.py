@@ -145,6 +145,11 @@ def batch_size_of(interpreter: Interpreter) -> int:
     return size
 
 
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active, innermost last."""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+
+
 def adds_back_views(interpreter: Interpreter) -> bool:
     views: bool = CFunctionalizeInterpreterPtr(interpreter).functionalizeAddBackViews()
     return views
