@@ -40,6 +40,7 @@ from .errors import (
 from .errors import (
     TransformError as TransformError,
 )
+from .explain import explain as explain
 from .mixed import inner_grad as inner_grad
 from .policies import checkpoint_name as checkpoint_name
 from .remat import remat as remat

@@ -647,8 +647,9 @@ except ImportError:  # torch 2.11
 
     save = Saved  # type: ignore[assignment]
 
-    def raw_of(saved: Saved) -> Any:
-        return saved._output.grad_fn._raw_saved_tensors[0]
+    def raw_of(saved: Saved) -> Saved:
+        raw: Any = saved._output.grad_fn._raw_saved_tensors[0]  # type: ignore[attr-defined]
+        return raw
 
 
 class _Saving(torch.autograd.Function):

@@ -20,6 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -159,6 +160,12 @@ def remat(
     return wrap if f is None else wrap(f)
 
 
+# What decides whether a call is checkpointed, while `explain` compares: it is given f, a title, f called as
+# it is, and f called with other options, checkpointed.
+instead: ContextVar[Callable[[Any, str, Callable[[], Any], Callable[..., Any]], Any] | None]
+instead = ContextVar("funcckpt_instead", default=None)
+
+
 class _Options(NamedTuple):
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
@@ -242,6 +249,14 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _call_uncompiled(*self._made_of, args, kwargs)
+        if (ask := instead.get()) is not None:
+            f, name, options = self._made_of
+            return ask(
+                f,
+                f"remat({name})",
+                lambda: f(*args, **kwargs),
+                lambda **changes: _call(f, name, options._replace(**changes), args, kwargs),
+            )
         return _call(*self._made_of, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -41,8 +40,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from . import _torch, world
 from .closure import Closure
-from .errors import InputError, describe
+from .errors import InputError
 from .meter import _storages
+from .policies import current_name
 from .program import Program
 
 __all__ = ["Residual", "print_saved_residuals", "saved_residuals"]
@@ -117,8 +117,8 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list
 
     Notes
     -----
-    The counterpart of JAX's `saved_residuals`; torch has none. Without transforms f may be run twice: to
-    see whether it takes a derivative, and again with arguments that require grad.
+    The counterpart of JAX's `saved_residuals`; torch has none. f may be run twice: to see whether it takes
+    a derivative, and again with arguments that require grad. Random streams are left as they were.
 
     Examples
     --------
@@ -133,7 +133,7 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list
     >>> saved_residuals(vmap(grad(loss), (None, 0)), w, x)[-1].source.split(" at ")[0]
     'output of aten.tanh'
     """
-    return _look(f, args, kwargs).residuals
+    return Subject(f, args, kwargs).first.residuals
 
 
 def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -168,38 +168,65 @@ def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 # -- one run of f ---------------------------------------------------------------------------------------
 
 
-class _Run:
-    """What one run of f has returned, and what it kept."""
+class Run:
+    """One run of f: what it has returned, and what it kept."""
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sources = _Sources(f, args, kwargs)
+        self.sources = sources = _Sources(f, args, kwargs)
         # What there was to keep when each backward began.
-        self.kept: list[list[Residual]] = []
-        with sources, _Backwards(lambda outputs: self._take(sources, outputs)):
-            self.result = f(*args, **kwargs)
-        self.outputs = [
-            y for y in pytree.tree_leaves(self.result) if isinstance(y, Tensor) and y.requires_grad
-        ]
+        self._kept: list[list[Residual]] = []
+        with sources, _Backwards(self._take):
+            result = f(*args, **kwargs)
+        # Whether f has taken a derivative itself.
+        self.is_complete = bool(self._kept)
+        self.outputs = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
         if self.outputs:
-            self._take(sources, self.outputs)
+            self._take(self.outputs)
 
-    def _take(self, sources: _Sources, outputs: Iterable[Tensor]) -> None:
-        self.kept.append(sources.residuals(_kept_by_graph(outputs)))
+    def _take(self, outputs: Iterable[Tensor]) -> None:
+        self._kept.append(self.sources.residuals(_kept_by_graph(outputs)))
 
     @property
     def residuals(self) -> list[Residual]:
-        return max(self.kept, key=lambda kept: sum(r.bytes for r in kept), default=[])
+        return max(self._kept, key=lambda kept: sum(r.bytes for r in kept), default=[])
 
 
-def _look(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
-    if not callable(f):
-        raise InputError(f"saved_residuals takes a callable and its arguments, not {type(f).__name__}.")
-    streams = world.states(world.random_streams(()))
-    run = _Run(f, args, kwargs)
-    if not run.kept and torch.is_grad_enabled():
-        world.set_streams(streams)
-        run = _Run(f, *_differentiated(args, kwargs))
-    return run
+class Subject:
+    """A function and its arguments, to be run several times under the same conditions.
+
+    Random streams are where they were after each run. If f neither takes a derivative nor returns anything
+    that could be differentiated, its arguments of floating point are made to require grad.
+    """
+
+    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not callable(f):
+            raise InputError(f"give a function and its arguments, not {type(f).__name__}: f, *args.")
+        self._f = f
+        self._args, self._kwargs = args, kwargs
+        self._streams = world.states(world.random_streams(()))
+        self.first = self.run()
+        if not self.first.is_complete and not self.first.outputs and torch.is_grad_enabled():
+            self._args, self._kwargs = _differentiated(args, kwargs)
+            self.first = self.run()
+
+    def run(self) -> Run:
+        with world.streams_at(self._streams):
+            return Run(self._f, self._args, self._kwargs)
+
+    def run_all(self) -> Run:
+        """Run f, and its backward with it if it has none of its own."""
+        run = self.run()
+        if run.is_complete or not run.outputs:
+            return run
+        leaves = pytree.tree_leaves((self._args, self._kwargs))
+        inputs = [
+            x for x in (*leaves, *Closure(self._f).tensors) if isinstance(x, Tensor) and x.requires_grad
+        ]
+        unique = list({id(x): x for x in inputs}.values())
+        outputs, run.outputs = run.outputs, []
+        cotangents = [torch.ones_like(y) for y in outputs]
+        torch.autograd.grad(outputs, unique, cotangents, allow_unused=True)
+        return run
 
 
 def _differentiated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -245,9 +272,13 @@ class _Source:
 class _Sources(TorchDispatchMode):
     """Which operator has made, or written to, each storage; and what there was before."""
 
+    sees_names = True
+
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self._count = 0
+        # How many storages were made.
+        self.made = 0
         self._known: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         for words, x in _arguments(f, args, kwargs):
@@ -267,6 +298,8 @@ class _Sources(TorchDispatchMode):
             return NotImplemented  # The subclass acts first; its inner tensors come by here.
         out = func(*args, **(kwargs or {}))
         self._count += 1
+        if (name := current_name()) is not None:
+            self._names.update(dict.fromkeys(_storages(out), name))
         source = None
         writes = func._schema.is_mutable
         for storage in _storages(out):
@@ -274,6 +307,7 @@ class _Sources(TorchDispatchMode):
             if known is None or (writes and known.kind == "output"):
                 source = source or _Source("output", self._count, _made_by(func))
                 self._known[storage] = source
+                self.made += known is None
         return out
 
     def residuals(self, kept: Iterable[tuple[Tensor, str]]) -> list[Residual]:
@@ -301,6 +335,11 @@ class _Sources(TorchDispatchMode):
             )
             residuals.append((_KINDS.index(source.kind), source.order, residual))
         return [residual for _, _, residual in sorted(residuals, key=lambda item: item[:2])]
+
+
+def number_of_tensors_made() -> int:
+    """How many tensors, views not counted, the run that is being looked at has made so far."""
+    return sum(mode.made for mode in _torch.dispatch_modes() if isinstance(mode, _Sources))
 
 
 _KINDS = ("argument", "closure", "output")
@@ -390,7 +429,7 @@ def _file(name: str) -> str:
     return "<cell>" if os.path.basename(os.path.dirname(name)).startswith("ipykernel_") else base
 
 
-_ENTRY = _Run.__init__.__code__
+_ENTRY = Run.__init__.__code__
 
 
 # -- the walk through the graph -------------------------------------------------------------------------
@@ -449,7 +488,7 @@ _CUSTOM = "_raw_saved_tensors"
 
 def _packed(raw: Any, name: str) -> Iterator[tuple[Tensor, str]]:
     """What stands in the graph in place of a saved tensor, where a hook has put something else there."""
-    owner = getattr(raw.unpack_hook, "__self__", None)
+    owner: Any = getattr(raw.unpack_hook, "__self__", None)
     if raw.unpack_hook is None:
         if raw.data is not None:
             yield raw.data, name
