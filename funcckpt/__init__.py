@@ -42,6 +42,8 @@ from .errors import (
 )
 from .explain import explain as explain
 from .mixed import inner_grad as inner_grad
+from .plot import plot_memory as plot_memory
+from .plot import plot_tradeoff as plot_tradeoff
 from .policies import checkpoint_name as checkpoint_name
 from .remat import remat as remat
 from .residuals import (

@@ -250,14 +250,23 @@ class _Checkpointed:
         if torch.compiler.is_dynamo_compiling():
             return _call_uncompiled(*self._made_of, args, kwargs)
         if (ask := instead.get()) is not None:
-            f, name, options = self._made_of
+            f, name, _ = self._made_of
             return ask(
                 f,
                 f"remat({name})",
                 lambda: f(*args, **kwargs),
-                lambda **changes: _call(f, name, options._replace(**changes), args, kwargs),
+                lambda **changes: _call(*self._with(changes), args, kwargs),
             )
         return _call(*self._made_of, args, kwargs)
+
+    def _with(self, changes: dict[str, Any]) -> tuple[Callable[..., Any], str, _Options]:
+        """What this is made of, were it made with other options."""
+        if not changes:
+            return self._made_of
+        f, _, options = self._made_of
+        other: Any = remat(f, **{**options._asdict(), **changes})
+        made: tuple[Callable[..., Any], str, _Options] = other._made_of
+        return made
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

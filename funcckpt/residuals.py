@@ -99,7 +99,7 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list
         (``vmap(grad(loss))``, or a training step), what is kept is told for the moment when its backward
         begins, and, if it runs several, for the one that has the most to keep. If it takes none, for its
         end: with respect to the arguments, parameters and captured tensors that require grad, or, if none
-        does, to all floating-point arguments.
+        does and no transform is active, to all floating-point arguments.
     *args, **kwargs
         What to call it with; tensors of any shape in any pytree.
 
@@ -205,7 +205,9 @@ class Subject:
         self._args, self._kwargs = args, kwargs
         self._streams = world.states(world.random_streams(()))
         self.first = self.run()
-        if not self.first.is_complete and not self.first.outputs and torch.is_grad_enabled():
+        known = self.first.is_complete or self.first.outputs
+        # Under a transform that one decides what is differentiated.
+        if not known and torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:
             self._args, self._kwargs = _differentiated(args, kwargs)
             self.first = self.run()
 
