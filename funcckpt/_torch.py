@@ -25,6 +25,9 @@ try:
     # wrapped and unwrapped at one level.
     from torch._C import DispatchKeySet, _dispatch_key_parse, _ExcludeDispatchKeyGuard
 
+    # What a graph node holds for a tensor that is saved, to be looked at without unpacking it.
+    from torch._C._autograd import SavedTensor
+
     # Whether Dynamo watches the frames of this thread.
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._C._functorch import (  # type: ignore[attr-defined]
@@ -636,10 +639,6 @@ try:
     def save(x: Tensor) -> Saved:
         return _make_saved_tensor(x, is_output=False)
 
-    def raw_of(saved: Saved) -> Saved:
-        """What tells the hooks of a saved tensor, and what those have made of it."""
-        return saved
-
 except ImportError:  # torch 2.11
 
     class Saved:  # type: ignore[no-redef]
@@ -655,10 +654,6 @@ except ImportError:  # torch 2.11
             return x
 
     save = Saved  # type: ignore[assignment]
-
-    def raw_of(saved: Saved) -> Saved:
-        raw: Any = saved._output.grad_fn._raw_saved_tensors[0]  # type: ignore[attr-defined]
-        return raw
 
 
 class _Saving(torch.autograd.Function):

@@ -9,19 +9,20 @@ end. Three observers stand around one run of f:
   for which line of the user's code;
 * a function mode sees a backward begin, with all functorch levels still active;
 * at that moment a walk goes through the graph: from the outputs to all nodes, through what each node has
-  saved, through the wrappers of every level to the graphs and tangents of the levels below.
+  saved, or a saved-tensor hook in its place, and through the wrappers of every level to the graphs and
+  tangents of the levels below.
 
 So it is the storages that are counted, each once, with their size below all levels: the batched one. Of a
 backward inside of a backward (a recomputation) nothing is counted. If f runs several backwards, one after
 the other, the one that has the most to keep is reported.
 
-What is not seen: what saved-tensor hooks other than funcckpt's keep in objects of their own
-(`torch.utils.checkpoint` does), and what autograd nodes that are written in C++ keep without saying so.
+What is not seen: what autograd nodes that are written in C++ keep without saying so.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -29,7 +30,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -184,7 +185,7 @@ class Run:
             self._take(self.outputs)
 
     def _take(self, outputs: Iterable[Tensor]) -> None:
-        self._kept.append(self.sources.residuals(_kept_by_graph(outputs)))
+        self._kept.append(self.sources.residuals(_Walk(outputs)))
 
     @property
     def residuals(self) -> list[Residual]:
@@ -312,10 +313,17 @@ class _Sources(TorchDispatchMode):
                 self.made += known is None
         return out
 
-    def residuals(self, kept: Iterable[tuple[Tensor, str]]) -> list[Residual]:
+    def _is_of_the_call(self, storage: torch.UntypedStorage) -> bool:
+        source = self._known.get(storage)
+        return source is not None and source.kind != "closure"
+
+    def residuals(self, walk: _Walk) -> list[Residual]:
         found: dict[int, tuple[Tensor, torch.UntypedStorage, str]] = {}
-        for x, by in kept:
+        for i, (x, by) in enumerate([*walk.saved, *walk.held]):
             for storage in _storages(x):
+                # An object may know the parameters of a whole module, which live anyway.
+                if i >= len(walk.saved) and not self._is_of_the_call(storage):
+                    continue
                 before = found.get(storage._cdata)
                 # Of several views, the one that shows the most.
                 if before is None or before[0].numel() < x.numel():
@@ -437,71 +445,114 @@ _ENTRY = Run.__init__.__code__
 # -- the walk through the graph -------------------------------------------------------------------------
 
 
-def _kept_by_graph(outputs: Iterable[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    """The plain tensors that the graphs of some outputs keep, each with the node that does."""
-    pending: list[Any] = []
-    for y in outputs:
-        nodes, _ = _levels_of(y)
-        pending += nodes
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        pending += [n for n, _ in node.next_functions if n is not None]
-        for x, by in _kept_by_node(node):
+class _Walk:
+    """What the graphs of some outputs keep: plain tensors, each with the node that does.
+
+    A tensor that is saved is kept. So is one that is held by a Python object on which the graph has a hold:
+    the context of a custom function, a saved-tensor hook, what that has put in the place of a tensor.
+
+    Attributes
+    ----------
+    saved : list of (Tensor, str)
+        As autograd saves tensors.
+    held : list of (Tensor, str)
+        By Python objects.
+    """
+
+    def __init__(self, outputs: Iterable[Tensor]) -> None:
+        self.saved: list[tuple[Tensor, str]] = []
+        self.held: list[tuple[Tensor, str]] = []
+        # By id, with the object, so that no other one takes its id.
+        self._seen: dict[int, Any] = {}
+        self._pending: list[Any] = []
+        for y in outputs:
+            self._pending += _levels_of(y)[0]
+        while self._pending:
+            node = self._pending.pop()
+            if self._is_new(node):
+                self._pending += [n for n, _ in node.next_functions if n is not None]
+                self._visit(node)
+
+    def _is_new(self, item: Any) -> bool:
+        if id(item) in self._seen:
+            return False
+        self._seen[id(item)] = item
+        return True
+
+    def _add(self, found: list[tuple[Tensor, str]], x: Any, by: str) -> None:
+        if isinstance(x, Tensor):
             nodes, plain = _levels_of(x)
-            pending += nodes
-            yield from [(p, by) for p in plain]
+            self._pending += nodes
+            found += [(part, by) for part in plain]
 
+    def _visit(self, node: Any) -> None:
+        by = node.name()
+        if isinstance(program := getattr(node, "program", None), Program):
+            by = f"remat({program.source.name})"
+            for x in program.source.held():
+                self._add(self.saved, x, by)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            self._search(vars(node), by)
+        for attribute in dir(type(node)):
+            if not attribute.startswith("_raw_saved_"):
+                continue
+            raw = getattr(node, attribute)
+            raw = raw if isinstance(raw, (tuple, list)) else (raw,)
+            if any(r.unpack_hook is not None for r in raw):
+                for r in raw:
+                    self._unpack(r, by)
+                continue
+            try:
+                value = getattr(node, "saved_tensors" if attribute == _CUSTOM else "_" + attribute[5:])
+            except RuntimeError:  # freed, or changed in place since, which is for the backward to say
+                value = [r.data for r in raw]
+            for x in pytree.tree_leaves(value):
+                self._add(self.saved, x, by)
 
-def _kept_by_node(node: Any) -> Iterator[tuple[Tensor, str]]:
-    program = getattr(node, "program", None)
-    name = node.name()
-    if isinstance(program, Program):
-        name = f"remat({program.source.name})"
-        for x in program.source.held():
-            yield x, name
-    elif isinstance(node, torch.autograd.function.BackwardCFunction):
-        for x in pytree.tree_leaves(vars(node)):
-            if isinstance(x, Tensor):
-                yield x, name
-    for attribute in dir(type(node)):
-        if not attribute.startswith("_raw_saved_"):
-            continue
-        raw = getattr(node, attribute)
-        raw = raw if isinstance(raw, (tuple, list)) else (raw,)
-        if any(r.unpack_hook is not None for r in raw):
-            for r in raw:
-                yield from _packed(r, name)
-            continue
-        try:
-            value = getattr(node, "saved_tensors" if attribute == _CUSTOM else "_" + attribute[5:])
-        except RuntimeError:  # freed, or changed in place since, which is for the backward to say
-            value = [r.data for r in raw]
-        for x in pytree.tree_leaves(value):
-            if isinstance(x, Tensor):
-                yield x, name
+    def _unpack(self, raw: Any, by: str) -> None:
+        """What stands in the graph for a tensor that is saved; to unpack it might be to recompute it."""
+        if raw.unpack_hook is None:
+            self._add(self.saved, raw.data, by)
+            return
+        owner = getattr(raw.unpack_hook, "__self__", None)
+        by = getattr(owner, "title", by)
+        self._search((raw.data, raw.unpack_hook), by)
+
+    def _search(self, root: Any, by: str) -> None:
+        """All that an object holds."""
+        pending = [root]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, _LEAVES) or not self._is_new(item):
+                continue
+            if isinstance(item, Tensor):
+                self._add(self.held, item, by)
+            elif isinstance(item, _torch.SavedTensor):
+                self._unpack(item, by)
+            elif isinstance(item, torch.autograd.graph.Node):
+                del self._seen[id(item)]
+                self._pending.append(item)
+            elif isinstance(item, FunctionType):  # and not its globals
+                pending += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+            else:
+                pending += gc.get_referents(item)
 
 
 _CUSTOM = "_raw_saved_tensors"
-
-
-def _packed(raw: Any, name: str) -> Iterator[tuple[Tensor, str]]:
-    """What stands in the graph in place of a saved tensor, where a hook has put something else there."""
-    owner: Any = getattr(raw.unpack_hook, "__self__", None)
-    if raw.unpack_hook is None:
-        if raw.data is not None:
-            yield raw.data, name
-    elif hasattr(owner, "kept"):
-        by, inputs = owner.kept()
-        for x in inputs:
-            yield from _packed(x, by)
-    else:
-        for x in pytree.tree_leaves(raw.data):
-            if isinstance(x, Tensor):
-                yield x, name
+# What holds no tensors, or those of the whole program.
+_LEAVES = (
+    type,
+    ModuleType,
+    CodeType,
+    FrameType,
+    str,
+    bytes,
+    int,
+    float,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
 
 
 def _levels_of(x: Tensor) -> tuple[list[Any], list[Tensor]]:

@@ -1,5 +1,6 @@
 """What is kept, exactly: records of functions small enough to be counted by hand, and the meter's bytes."""
 
+import functools
 import gc
 import inspect
 from pathlib import Path
@@ -15,12 +16,14 @@ from funcckpt import (
     InputError,
     checkpoint,
     checkpoint_name,
+    checkpoint_scope,
+    create_selective_checkpoint_contexts,
     print_saved_residuals,
     remat,
     saved_residuals,
 )
 from funcckpt.meter import Meter
-from funcckpt.nn import apply_remat
+from funcckpt.nn import Remat, apply_remat
 
 FILE = Path(__file__).name
 N, D, H, B = 3, 4, 8, 5  # rows, features in, features hidden, batch
@@ -367,6 +370,41 @@ def test_under_a_transform(params):
     assert [row[2] for row in seen[0]] == [row[2] for row in (W2, XS, tanh(B), square(B), exp(loss, B))]
 
 
+def test_selective_checkpoint(params):
+    """What a policy keeps is kept beside the graph, for the recomputation."""
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default])
+
+    def f(params, x):
+        return checkpoint(block, params, x, context_fn=context_fn).exp().sum()
+
+    assert rows(f, params, torch.ones(N, D)) == [W1, W2, X, tanh(), exp(f)]
+
+
+def test_torchs_checkpoint(params):
+    def f(params, x):
+        return torch.utils.checkpoint.checkpoint(block, params, x, use_reentrant=False).exp().sum()
+
+    assert rows(f, params, torch.ones(N, D)) == [W1, W2, X, exp(f)]
+
+
+def test_scope():
+    def f(x):
+        with checkpoint_scope():
+            y = x.cos().sin()
+        return (y * y).exp().sum()
+
+    where = line(f, "exp()")
+    x = (f32, (N, D), 4 * N * D, "argument x", None)
+    assert rows(f, torch.ones(N, D)) == [x, (f32, (N, D), 4 * N * D, f"output of aten.exp at {where}", None)]
+
+
+def test_statistics_of_a_recomputed_module():
+    """A copy of the count of batches is held for the recomputation."""
+    model = Remat(nn.BatchNorm1d(D))
+    found = saved_residuals(lambda x: model(x.sin()), torch.ones(N, D))
+    assert [(r.dtype, r.bytes) for r in found if r.kind == "output"] == [(f32, 4 * N * D), (torch.int64, 8)]
+
+
 def test_saved_tensors_on_the_host():
     """A tensor that a hook keeps in place of the saved one."""
 
@@ -404,15 +442,27 @@ def convolution(params, x):
     return F.gelu(F.layer_norm(y, y.shape[-1:])).logsumexp(-1)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, remat], ids=["plain", "remat"])
+def checkpointed(f):
+    return lambda *args: checkpoint(f, *args)
+
+
+def plain(value, params, x):
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    return torch.autograd.grad(value(leaves, x), list(leaves.values()), allow_unused=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, remat, checkpointed], ids=["plain", "remat", "checkpoint"])
 @pytest.mark.parametrize("f", [block, attention, convolution])
-@pytest.mark.parametrize("stack", ["grad", "vmap(grad)", "grad(vmap)", "jacrev", "grad(grad)", "jvp(grad)"])
+@pytest.mark.parametrize(
+    "stack", ["plain", "grad", "vmap(grad)", "grad(vmap)", "jacrev", "grad(grad)", "jvp(grad)"]
+)
 def test_the_meter_sees_the_same_bytes(stack, f, wrap, params):
     """Alive when the (last) backward begins: what is kept, and the value that is differentiated."""
     xs = torch.randn(B, N, D)
     randomness = {"randomness": "different"}
     value = lambda params, x: wrap(f)(params, x * 1.5).sum()  # nothing else refers to what it computes
     runs = {
+        "plain": (lambda p, x: plain(value, p, x[0]), 4),
         "grad": (lambda p, x: grad(value)(p, x[0]), 4),
         "vmap(grad)": (vmap(grad(value), (None, 0), **randomness), 4 * B),
         "grad(vmap)": (grad(lambda p, x: vmap(value, (None, 0), **randomness)(p, x).sum()), 4),

@@ -114,6 +114,10 @@ class Region:
         self._done: set[Any] = set()
         self._lock = threading.RLock()
 
+    @property
+    def title(self) -> str:
+        return self._name
+
     # -- the forward --------------------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,10 +140,6 @@ class Region:
                 "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
             )
         return out
-
-    def kept(self) -> tuple[str, list[Any]]:
-        """The name of the region, and what it keeps of its inputs, as autograd saves tensors."""
-        return self._name, [_torch.raw_of(x) for x in self._inputs if isinstance(x, _torch.Saved)]
 
     def restore_streams(self) -> None:
         for stream, state in self._states:
