@@ -730,6 +730,19 @@ def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
         push_saved_tensors_hooks(*hooks)
 
 
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """What is done in the block, the modes that are active do not see."""
+    modes = _get_current_dispatch_mode_stack()
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
 def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
     """Leave a dispatch mode, from under others if need be."""
     stack = _get_current_dispatch_mode_stack()

@@ -264,7 +264,16 @@ class _Checkpointed:
         if not changes:
             return self._made_of
         f, _, options = self._made_of
-        other: Any = remat(f, **{**options._asdict(), **changes})
+        other: Any = remat(
+            f,
+            static_argnums=tuple(options.static_argnums),
+            static_argnames=tuple(options.static_argnames),
+            **{
+                "preserve_rng_state": options.preserve_rng_state,
+                "determinism_check": options.determinism_check,
+                **changes,
+            },
+        )
         made: tuple[Callable[..., Any], str, _Options] = other._made_of
         return made
 

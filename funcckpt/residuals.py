@@ -185,7 +185,8 @@ class Run:
             self._take(self.outputs)
 
     def _take(self, outputs: Iterable[Tensor]) -> None:
-        self._kept.append(self.sources.residuals(_Walk(outputs)))
+        with _torch.without_dispatch_modes():
+            self._kept.append(self.sources.residuals(_Walk(outputs)))
 
     @property
     def residuals(self) -> list[Residual]:

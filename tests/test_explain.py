@@ -1,5 +1,7 @@
 """Exact costs with and without each checkpoint, and advice where one cannot help."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +9,11 @@ from torch import nn
 from torch.func import grad, vmap
 
 from funcckpt import InputError, checkpoint, explain, remat
+from funcckpt.explain import Calls
+from funcckpt.explain import measure as measure_with
 from funcckpt.meter import measure
 from funcckpt.nn import apply_remat
+from funcckpt.residuals import Subject
 
 N, D, H, LAYERS = 32, 8, 64, 4
 FIRST = 2 * N * D * H  # FLOPs of the first matmul of a block; the second takes as many
@@ -158,6 +163,16 @@ def test_modules():
     assert found.without == before.cost and found.sites[0].calls == 3
     assert found.cost.peak_bytes < before.cost.peak_bytes
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_other_options():
+    """What `plot_tradeoff` does with policies: each call is made with another option."""
+    subject = Subject(
+        grad(deep(functools.partial(remat, static_argnums=(), determinism_check="none"))), (PS, X), {}
+    )
+    cost, _ = measure_with(subject, Calls())
+    more, _ = measure_with(subject, Calls(determinism_check="values"))
+    assert more.kept_bytes == cost.kept_bytes + LAYERS * 4 * N * D  # a copy of each output
 
 
 def test_randomness_is_the_same_in_each_run():

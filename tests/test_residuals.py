@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from compositions.programs import draw
+from compositions.test_random_programs import inputs
+from support import no_remat, outcome
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
@@ -478,6 +481,20 @@ def test_the_meter_sees_the_same_bytes(stack, f, wrap, params):
     if stack == "jacrev":  # the basis of the cotangents is there already
         size_of_value *= 2
     assert kept + size_of_value == at.seen[-1]
+
+
+@pytest.mark.parametrize("wrap", [remat, no_remat])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs(seed, wrap):
+    """To look breaks nothing, all that is kept is alive, and all of it has a source."""
+    program, (x, w) = draw(seed), inputs(seed)
+    expected = outcome(lambda: program.run(wrap, x, w), seed)
+    with Meter() as meter:
+        found = outcome(lambda: saved_residuals(lambda x, w: program.run(wrap, x, w), x, w), seed)
+    assert type(found.error) is type(expected.error), found.error
+    residuals = found.value or []
+    assert sum(r.bytes for r in residuals if r.kind == "output") <= meter.peak_bytes
+    assert not [r for r in residuals if r.source == "a captured tensor"]
 
 
 def test_random_streams_and_gradients_are_left_alone():
