@@ -23,7 +23,14 @@ from torch import Tensor
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
     # wrapped and unwrapped at one level.
-    from torch._C import DispatchKeySet, _dispatch_key_parse, _ExcludeDispatchKeyGuard
+    from torch._C import (  # type: ignore[attr-defined]
+        DispatchKeySet,
+        _dispatch_key_parse,
+        _ExcludeDispatchKeyGuard,
+        # Whether subclasses of Tensor have their say: not below `backward` of one, where f runs again.
+        _get_torch_function_state,
+        _set_torch_function_state,
+    )
 
     # What a graph node holds for a tensor that is saved, to be looked at without unpacking it.
     from torch._C._autograd import SavedTensor
@@ -494,6 +501,25 @@ def requires_grad_at_this_level(x: Tensor) -> None:
         x.requires_grad_()
     finally:
         set_inplace_requires_grad_allowed(False)
+
+
+@contextmanager
+def torch_function_as(state: Any) -> Iterator[None]:
+    """Subclasses of Tensor and function modes have their say, or not, as at another time."""
+    now = _get_torch_function_state()
+    _set_torch_function_state(state)
+    try:
+        yield
+    finally:
+        _set_torch_function_state(now)
+
+
+def has_torch_function(x: Tensor) -> bool:
+    """Whether `x` is of a subclass that takes part in what operators do."""
+    return type(x) not in (Tensor, torch.nn.Parameter) and not (
+        getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+        or type(x).__torch_function__ is torch._C._disabled_torch_function_impl
+    )
 
 
 def without_vmap_mode() -> Any:

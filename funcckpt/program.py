@@ -71,6 +71,7 @@ class Leaf(Program):
         self.home = _torch.current_level()
         # Whether a run draws random numbers; None before the first.
         self.random: bool | None = None
+        self.torch_function = _torch._get_torch_function_state()
 
     @property
     def source(self) -> Leaf:
@@ -225,6 +226,9 @@ class Vjp(_Derived):
             program = program._unbatched
 
     def run(self, *inputs: Tensor) -> Tensors:
+        if self._source.torch_function != _torch._get_torch_function_state():
+            with _torch.torch_function_as(self._source.torch_function):
+                return self.run(*inputs)
         primals = list(inputs[: self.arity])
         cotangents = inputs[self.arity :]
         originals: list[Tensor] = []
