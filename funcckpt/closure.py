@@ -324,6 +324,14 @@ class Closure:
             if isinstance(node, _TensorNode) and node.shared and node.snapshot is not None
         }
 
+    def copies(self) -> list[Tensor]:
+        """Copies that are held of what f may update."""
+        return [
+            node.snapshot[1]
+            for node in self._nodes.values()
+            if isinstance(node, _TensorNode) and node.snapshot is not None
+        ]
+
     def keep_as_constants(self, tensors: Mapping[int, Tensor]) -> None:
         """Hold tracked tensors that turned out to be no inputs, as they are."""
         for key, x in tensors.items():

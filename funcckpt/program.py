@@ -86,6 +86,10 @@ class Leaf(Program):
         """How often each input was changed in place."""
 
     @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept for a recomputation, beside the inputs."""
+
+    @abstractmethod
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         """Raise if f has changed an input in place."""
 

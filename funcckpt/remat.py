@@ -20,6 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -161,6 +162,12 @@ def remat(
     return wrap if f is None else wrap(f)
 
 
+# What decides whether a call is checkpointed, while `explain` compares: it is given f, a title, f called as
+# it is, and f called with other options, checkpointed.
+instead: ContextVar[Callable[[Any, str, Callable[[], Any], Callable[..., Any]], Any] | None]
+instead = ContextVar("funcckpt_instead", default=None)
+
+
 class _Options(NamedTuple):
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
@@ -244,7 +251,33 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _call_uncompiled(*self._made_of, args, kwargs)
+        if (ask := instead.get()) is not None:
+            f, name, _ = self._made_of
+            return ask(
+                f,
+                f"remat({name})",
+                lambda: f(*args, **kwargs),
+                lambda **changes: _call(*self._with(changes), args, kwargs),
+            )
         return _call(*self._made_of, args, kwargs)
+
+    def _with(self, changes: dict[str, Any]) -> tuple[Callable[..., Any], str, _Options]:
+        """What this is made of, were it made with other options."""
+        if not changes:
+            return self._made_of
+        f, _, options = self._made_of
+        other: Any = remat(
+            f,
+            static_argnums=tuple(options.static_argnums),
+            static_argnames=tuple(options.static_argnames),
+            **{
+                "preserve_rng_state": options.preserve_rng_state,
+                "determinism_check": options.determinism_check,
+                **changes,
+            },
+        )
+        made: tuple[Callable[..., Any], str, _Options] = other._made_of
+        return made
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -839,6 +872,10 @@ class _Call(Leaf):
             )
 
     # -- what `net` and the backward need to know ----------------------------------------------
+
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept here and not by the graph: constants of f, and copies to compare with."""
+        return [*self._closure.constants, *self._closure.copies(), *[x for x, _ in self._values]]
 
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
