@@ -25,11 +25,11 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import _torch
 from ..errors import CheckpointError, InputError, OptionError, describe
-from ..remat import remat
+from ..remat import instead, remat
 from . import redirect
 from .debug import logged
 from .region import Contexts, Region, is_of_checkpoint
-from .selective import Forward, Recompute
+from .selective import Forward, Recompute, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -236,7 +236,49 @@ def _call(
     known = context_fn is noop_context_fn and _is_known(f, args, kwargs)
     if known or _torch.maybe_current_level() is not None or _torch.in_dual_level():
         return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
+    run = functools.partial(
+        _by_hooks,
+        f,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
+    if (ask := instead.get()) is not None:
+        return ask(f, _title(f), lambda: f(*args, **kwargs), lambda **changes: run(**_contexts(**changes)))
+    return run()
 
+
+# -- the hook path ------------------------------------------------------------------------------
+
+
+def _contexts(**changes: Any) -> dict[str, Any]:
+    """The options of `remat` as those of `checkpoint`."""
+    if "policy" in changes:
+        policy = changes.pop("policy")
+        selective = functools.partial(create_selective_checkpoint_contexts, policy)
+        changes["context_fn"] = noop_context_fn if policy is None else selective
+    return changes
+
+
+def _by_hooks(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None,
+    preserve_rng_state: bool,
+    context_fn: Callable[[], Contexts],
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+) -> Any:
     stop = _torch.checkpoint_early_stop()
     contexts: Any = None
     log = None

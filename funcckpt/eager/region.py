@@ -124,6 +124,10 @@ class Region:
         self._done: set[Any] = set()
         self._lock = threading.RLock()
 
+    @property
+    def title(self) -> str:
+        return self._name
+
     # -- the forward --------------------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -319,15 +323,8 @@ class _Unchanged(TorchFunctionMode):
 
 def _copy(x: Tensor) -> Tensor:
     """A copy, which is no operator of the function for the dispatch modes that are active in it."""
-    modes = _torch._get_current_dispatch_mode_stack()
-    for _ in modes:
-        _torch._pop_mode()
-    try:
-        with torch.no_grad():
-            return x.clone()
-    finally:
-        for mode in modes:
-            _torch._push_mode(mode)
+    with _torch.without_dispatch_modes(), torch.no_grad():
+        return x.clone()
 
 
 # A module that is called with other tensors than its own: their names, and which they are.
