@@ -1210,6 +1210,22 @@ def test_they_are_formatted_like_others():
     assert_same(copy.deepcopy(module).weight, module.weight)
 
 
+@both
+def test_an_inner_gradient_between_scopes_of_a_checkpoint(checkpoint):
+    """What is saved in the region must not depend on which tensors of a block happen to be alive."""
+
+    def f(x, scope=checkpoint_scope):
+        with scope():
+            x = x.sin().exp()
+        with scope():
+            (g,) = torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)
+            return x + g.tanh()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(f(x, nullcontext).sum(), x)
+    assert_same(torch.autograd.grad(checkpoint(f, x).sum(), x), expected)
+
+
 def recordings():
     gc.collect()
     return sum(type(x) is scope_module.Recording for x in gc.get_objects())
