@@ -304,8 +304,8 @@ class Closure:
             for item in function.reassigned():
                 raise MutationError(
                     f"{function.label_of(item)} of {self._path(function) or name}, which remat({name}) "
-                    "reads, was assigned since the forward, and the recomputation would read the new value. Pass it "
-                    "as an argument, or assign it after the backward."
+                    "reads, was assigned since the forward, and the recomputation would read the new value. "
+                    "Pass it as an argument, or assign it after the backward."
                 )
         for node in self._shared:
             for item in set(node.changes()) - node.assigned:
