@@ -1185,6 +1185,7 @@ def test_resized_in_the_block():
         same(f, (4, 4))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
 def test_operators_that_take_functions():
     def f(scope, x):
         with scope():
