@@ -1185,7 +1185,9 @@ def test_resized_in_the_block():
         same(f, (4, 4))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # Dynamo's
 def test_operators_that_take_functions():
     def f(scope, x):
         with scope():
