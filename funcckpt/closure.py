@@ -162,6 +162,11 @@ class Closure:
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
 
+    @property
+    def has_updated_buffers(self) -> bool:
+        """Whether f has updated buffers, of which the copies are kept. After `settle`."""
+        return any(isinstance(node, _TensorNode) and node.snapshot for node in self._nodes.values())
+
     def rebuild(self, mapped: Mapped) -> Any:
         """The callable as it was at the time of the search, around other tensors.
 
