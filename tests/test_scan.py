@@ -374,6 +374,36 @@ def test_each_step_draws_its_numbers_again(options):
         assert torch.equal(after, after_plain)
 
 
+# -- autocast ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": "every"}, {"checkpoints": 2}, {}], ids=str)
+def test_under_autocast_a_loop_is_the_plain_one_that_casts_in_each_step(options):
+    """The plain loop casts a weight once for all steps, and sums its gradients in bfloat16: so they differ
+    from those of checkpointed steps, which cast it again, and sum in float32. Those are the better ones.
+    """
+    linear = torch.nn.Linear(D, D)
+
+    def run(loop, dtype=torch.bfloat16, anew=False, **options):
+        def step(c, x):
+            if anew:
+                torch.clear_autocast_cache()
+            return torch.tanh(linear(c)).float() + x, torch.sin(linear(c))
+
+        linear.zero_grad()
+        x = X.float().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            end, ys = loop(step, x, XS.float(), **options)
+            (end.square().sum() + ys.float().sum()).backward()
+        return end.detach(), ys.detach(), x.grad, linear.weight.grad.clone(), linear.bias.grad.clone()
+
+    got, plain = run(scan, **options), run(plain_scan)
+    assert_same(got[:3], plain[:3])
+    assert_same(got, run(plain_scan, anew=True))
+    exact = run(plain_scan, None)[3]
+    assert (got[3] - exact).norm() < (plain[3] - exact).norm()
+
+
 # -- fori_loop and while_loop -----------------------------------------------------------------------
 
 
