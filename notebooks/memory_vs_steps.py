@@ -92,22 +92,22 @@ def best_times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     return best
 
 
-def ours(steps: list[int]) -> dict[str, dict]:
+def ours(steps: list[int], found: dict[str, dict]) -> None:
+    """Measure what is not in `found` yet."""
     w, h = parameters(32, 8)
-    found: dict[str, dict] = {}
     for name, (options, _, _) in SCHEDULES.items():
-        peaks, evaluations = [], []
+        one = found.setdefault(name, {"steps": [], "bytes": [], "evaluations": []})
         for n in steps:
-            try:
-                m = measure(grad(last), w, h, n, options)
-            except ValueError as error:  # too many repetitions, too few bytes: the message says so
-                print(f"{name}, {n} steps: {error}")
-                break
-            peaks.append(m.peak_bytes)
+            if n in one["steps"]:
+                continue
+            m = measure(grad(last), w, h, n, options)
+            one["steps"].append(n)
+            one["bytes"].append(m.peak_bytes)
             # A product forward, and two backward for each step that is recorded.
-            evaluations.append(m.flops / (2 * 8 * 32 * 32) / n - 2)
-        found[name] = {"steps": steps[: len(peaks)], "bytes": peaks, "evaluations": evaluations}
-        print(f"{name:>28}" + "".join(f"{p / 1024:>12.0f}" for p in peaks) + "   KiB", flush=True)
+            one["evaluations"].append(m.flops / (2 * 8 * 32 * 32) / n - 2)
+            print(f"{name:>28}{n:>10,} steps{m.peak_bytes / 1024:>10.0f} KiB", flush=True)
+    if all("time_ratio" in found[name] for name in SCHEDULES):
+        return
     w, h = parameters(256, 64)
     runs = {
         name: (lambda options=options: grad(last)(w, h, TIMED, options))
@@ -116,7 +116,6 @@ def ours(steps: list[int]) -> dict[str, dict]:
     times = best_times(runs)
     for name, seconds in times.items():
         found[name]["time_ratio"] = seconds / times["checkpoint=None"]
-    return found
 
 
 def peers(steps: list[int]) -> dict[str, dict]:
@@ -154,7 +153,6 @@ def peers(steps: list[int]) -> dict[str, dict]:
         found[name] = {"steps": steps, "bytes": bytes_}
         step = compiled(how, TIMED, *large)
         runs[name] = lambda step=step: jax.block_until_ready(step(*large))
-        print(f"{name:>28}" + "".join(f"{p / 1024:>12.0f}" for p in bytes_) + "   KiB", flush=True)
     times = best_times(runs)
     for name, seconds in times.items():
         found[name]["time_ratio"] = seconds / times["jax.lax.scan"]
@@ -182,19 +180,23 @@ def draw(found: dict[str, dict], steps: list[int], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
+    parser.add_argument("--add", action="store_true", help="to what is in the file already")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'':>28}" + "".join(f"{n:>12,}" for n in arguments.steps))
-    found = ours(arguments.steps) | peers(arguments.steps)
-    print(f"{'':>28}{'exponent':>12}{'evaluations':>12}{'time ratio':>12}")
+    path = Path(__file__).with_suffix(".json")
+    found = json.loads(path.read_text())["loops"] if arguments.add else {}
+    ours(arguments.steps, found)
+    found |= peers(arguments.steps)
+    steps = sorted({n for one in found.values() for n in one["steps"]})
+    print(f"{'KiB':>28}" + "".join(f"{n:>10,}" for n in steps) + f"{'exponent':>10}{'runs':>8}{'time':>8}")
     for name, one in found.items():
         one["exponent"] = exponent(one["steps"], one["bytes"])
-        runs = f"{one['evaluations'][-1]:>12.2f}" if "evaluations" in one else f"{'':>12}"
-        print(f"{name:>28}{one['exponent']:>12.2f}{runs}{one['time_ratio']:>12.2f}")
-    path = Path(__file__).with_suffix(".json")
+        runs = f"{one['evaluations'][-1]:>8.2f}" if "evaluations" in one else f"{'':>8}"
+        kib = "".join(f"{b / 1024:>10.0f}" for b in one["bytes"]).ljust(10 * len(steps))
+        print(f"{name:>28}{kib}{one['exponent']:>10.2f}{runs}{one['time_ratio']:>8.2f}")
     about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1}
     path.write_text(json.dumps({"about": about, "loops": found}, indent=1) + "\n")
-    draw(found, arguments.steps, path.with_suffix(".png"))
+    draw(found, steps, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
