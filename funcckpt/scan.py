@@ -410,7 +410,7 @@ def _while_online(
     max_steps: int | None,
     checkpoints: int | None,
     progress: bool,
-    streams: Sequence[torch.Generator],
+    streams: Sequence[world.Stream],
 ) -> Any:
     """The loop in one sweep: first the values, with few carries kept, and then their history."""
     schedule = Online(checkpoints)
@@ -528,7 +528,7 @@ def _count(
 
 
 def _drawing_nothing(
-    cond: Callable[..., Any], streams: Sequence[torch.Generator], name: str
+    cond: Callable[..., Any], streams: Sequence[world.Stream], name: str
 ) -> Callable[..., Any]:
     """The condition is not asked again when the steps are run again, and must not move their streams."""
 
