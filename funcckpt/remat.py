@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar
@@ -537,13 +537,16 @@ class _Call(Leaf):
         self._arguments_are_plain = not others and not arguments.static
         self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
-        given = {id(x): net.stand_in(x) for x in arguments.tensors}
-        captured = {id(x): net.stand_in(x) for x in (*self._closure.tensors, *hidden) if id(x) not in given}
-        self._originals = {id(given[key]): key for key in given} | {
-            id(captured[key]): key for key in captured
-        }
-        arguments.tensors = list(given.values())
-        self._captured = list(captured.values())
+        # One tensor may stand for several by which f refers to it.
+        stand_ins: dict[int, Tensor] = {}
+        self._originals: dict[int, list[int]] = defaultdict(list)
+        for x in {id(x): x for x in (*arguments.tensors, *self._closure.tensors, *hidden)}.values():
+            stand_in = net.stand_in(x)
+            self._originals[id(stand_in)].append(id(x))
+            stand_ins[id(stand_in)] = stand_in
+        arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
+        given = {id(x) for x in arguments.tensors}
+        self._captured = [x for key, x in stand_ins.items() if key not in given]
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
@@ -551,7 +554,7 @@ class _Call(Leaf):
         # Inputs that f writes to, without autograd: a recomputation does so on copies.
         self._written: frozenset[int] = frozenset()
         self.replaces = bool(self._replaced)
-        self._ids: list[int] = []
+        self._ids: list[list[int]] = []
         self._labels: list[str] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
@@ -605,14 +608,14 @@ class _Call(Leaf):
         for x, before in zip(captured, hooks, strict=True):
             if len(x._backward_hooks or ()) > before:
                 raise MutationError(
-                    f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
+                    f"remat({self._name}) registers a hook on {self._where_captured(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
                 )
         for x, gradient in zip(captured, gradients, strict=True):
             if _gradient(x) != gradient:
                 raise MutationError(
                     f"remat({self._name}) calls backward(), which accumulates the gradient of "
-                    f"{self._closure.where(self._originals[id(x)])} ({describe(x)}), and would do so again "
+                    f"{self._where_captured(x)} ({describe(x)}), and would do so again "
                     "in the recomputation. Use torch.autograd.grad inside of it."
                 )
         written = {
@@ -628,16 +631,14 @@ class _Call(Leaf):
         used = self._find_captured(outputs, own, first_node)
         found = {id(x) for x in self._closure.tensors}
         by_rebuilding = found - {id(x) for x in self._closure.loose}
-        self._replaced = {
-            key: x for x in used if (key := self._originals.get(id(x), id(x))) not in by_rebuilding
-        }
+        self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
         del inner, given
         self._check_escaped(lambda x: _leads_to(x, own))
         inputs_by_capture = {id(x) for x in used}
         self._closure.keep_as_constants(
-            {self._originals[id(x)]: x for x in captured if id(x) not in inputs_by_capture}
+            {key: x for x in captured if id(x) not in inputs_by_capture for key in self._keys(x)}
         )
         for x in captured:
             if id(x) in written and id(x) not in inputs_by_capture:
@@ -660,7 +661,8 @@ class _Call(Leaf):
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
         inputs = (*self._arguments.tensors, *self._captured)
-        f, others, static = self._parts(self._closure.rebuild({self._originals[id(x)]: x for x in inputs}))
+        mapped = {key: x for x in inputs for key in self._keys(x)}
+        f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
@@ -673,8 +675,8 @@ class _Call(Leaf):
     def _take_inputs(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
-        self._ids = [self._originals.get(id(x), id(x)) for x in inputs]
-        self._labels = [self._closure.where(key) for key in self._ids[len(self._arguments.tensors) :]]
+        self._ids = [self._keys(x) for x in inputs]
+        self._labels = [self._where_captured(x) for x in captured]
         self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
@@ -779,7 +781,7 @@ class _Call(Leaf):
         return layers
 
     def _run_under_net(self, inputs: Tensors) -> Tensors:
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         with (
@@ -811,7 +813,7 @@ class _Call(Leaf):
         )
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
         f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
@@ -845,6 +847,16 @@ class _Call(Leaf):
             return rebuilt, self._arguments.others, {}
         f, others, static = rebuilt
         return f, others or self._arguments.others, static or {}
+
+    def _keys(self, x: Tensor) -> list[int]:
+        """The ids of the tensors for which one stands."""
+        return self._originals.get(id(x)) or [id(x)]
+
+    def _mapped(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {key: x for keys, x in zip(self._ids, inputs, strict=True) for key in keys}
+
+    def _where_captured(self, x: Tensor) -> str:
+        return self._closure.where(self._keys(x)[0])
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
         replaced = {key: mapped[key] for key in self._replaced}
@@ -896,7 +908,7 @@ class _Call(Leaf):
 
     def _changed_captured(self, x: Tensor) -> MutationError:
         return MutationError(
-            f"remat({self._name}) changed {self._closure.where(self._originals[id(x)])} ({describe(x)}) in "
+            f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
             "place. The recomputation would start from the changed values: change it outside."
         )
 
