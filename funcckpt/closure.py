@@ -179,6 +179,11 @@ class Closure:
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
 
+    @property
+    def has_updated_buffers(self) -> bool:
+        """Whether f has updated buffers, of which the copies are kept. After `settle`."""
+        return any(isinstance(node, _TensorNode) and node.snapshot for node in self._nodes.values())
+
     def _is_told_by_identity(self) -> bool:
         """Whether f may ask if a tensor, module or object is a certain one. A copy is not."""
         nodes = self._nodes
