@@ -28,9 +28,9 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -154,13 +154,131 @@ class Closure:
             *((_EVERYTHING, *_LOOK_UP_ANYTHING) if everything else ()),
         }
         self._named: list[_NamedNode] = []
-        self._root = self._visit(root, None, "", 0)
-        self._opaque = root if self._root is None else None  # a builtin function
-        self._visit_named()
+        self._opaque: Any = None
+        if everything:
+            self._search(root)
+        else:
+            key = _key(root)
+            plans = _plans.get(key, ())
+            if not any(self._follow(plan, root) for plan in plans):
+                self._search(root)
+                if (plan := self._plan()) is not None:
+                    if len(_plans) >= _MAX_PLANS:
+                        _plans.clear()
+                    _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
+        self._share()
         _spread(self._nodes)
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
+
+    def _search(self, root: Any) -> None:
+        self._nodes = {}
+        self._root = self._visit(root, None, "", 0)
+        self._opaque = root if self._root is None else None  # a builtin function
+        self._visit_named()
+
+    def _plan(self) -> _Plan | None:
+        """How to find all of this again without a search, if what was found says so by its types."""
+        if self._root is None or self.generators:
+            return None
+        numbers = {key: i for i, key in enumerate(self._nodes)}
+        found_by = {self._root: (-1, 0)}
+        steps = []
+        for i, node in enumerate(self._nodes.values()):
+            items = node.read(node.value)
+            pairs = [*items.items(), *node.extra()]
+            children, same = [], []
+            for position, (name, value) in enumerate(pairs):
+                kind = type(value)
+                if not _is_plain_name(name):
+                    return None
+                if kind in _ATOMS:
+                    continue
+                if (child := node.children.get(name)) is not None and child == id(value):
+                    children.append((position, name, numbers[child]))
+                    if self._nodes[child].parent == node.key:
+                        found_by.setdefault(child, (i, position))
+                elif isinstance(value, Tensor | torch.Generator):
+                    return None
+                elif isinstance(value, _TOLD_BY_VALUE):
+                    if not isinstance(getattr(value, "__self__", None), types.ModuleType | None):
+                        return None
+                    same.append((position, value))
+            if items.keys() != node.items.keys() or node.key not in found_by:
+                return None
+            marks = {slot: getattr(node, slot) for slot in ("looked_up", "is_called") if hasattr(node, slot)}
+            steps.append(
+                _Step(
+                    type(node),
+                    type(node.value),
+                    *found_by[node.key],
+                    node.label,
+                    node.identity(),
+                    tuple(marks.items()),
+                    [name for name, _ in pairs],
+                    [type(value) for _, value in pairs],
+                    children,
+                    same,
+                )
+            )
+        return _Plan(steps, self._names, self.is_pure, self.has_rnn)
+
+    def _follow(self, plan: _Plan, root: Any) -> bool:
+        """Look where another search has looked; False if it would look elsewhere now.
+
+        What it did depends on the types of what it has met, on the names by which it is referred to, on
+        what is the same, and on the code of functions. All this is compared.
+        """
+        nodes: list[_Node] = []
+        contents: list[list[Any]] = []
+        for step in plan.steps:
+            parent = step.parent
+            if parent < 0:
+                value, node = root, step.node(root, None, step.label)
+                if type(root) is not step.kind:
+                    return False
+            else:
+                value = contents[parent][step.position]
+                node = step.node(value, nodes[parent].key, step.label)
+            nodes.append(node)
+            if step.node is _TensorNode:
+                if _torch.is_left_over(value):
+                    return False
+                contents.append([])
+                continue
+            for slot, mark in step.marks:
+                setattr(node, slot, mark)
+            items = node.items = node.read(value)
+            names, content = [*items], [*items.values()]
+            for name, item in node.extra():
+                names.append(name)
+                content.append(item)
+            if names != step.names or [*map(type, content)] != step.kinds or node.identity() != step.identity:
+                return False
+            for position, item in step.same:
+                if content[position] is not item:
+                    return False
+            contents.append(content)
+        keys = [node.key for node in nodes]
+        self._nodes = dict(zip(keys, nodes, strict=True))
+        if len(self._nodes) < len(keys):
+            return False
+        for step, node, content in zip(plan.steps, nodes, contents, strict=True):
+            if step.children:
+                node.children = {name: keys[child] for _, name, child in step.children}
+                for position, _, child in step.children:
+                    if id(content[position]) != keys[child]:
+                        return False
+        self._root = keys[0]
+        self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
+        for node in nodes:
+            if type(node) is _TensorNode:
+                self._take(node)
+        for node in nodes:
+            if type(node) is _ModuleNode:
+                self._take_snapshots(node)
+        return True
 
     def rebuild(self, mapped: Mapped) -> Any:
         """The callable as it was at the time of the search, around other tensors.
@@ -317,10 +435,7 @@ class Closure:
             )
         if isinstance(value, Tensor):
             node = _TensorNode(value, parent, label)
-            node.needed = is_tracked(value)
-            if may_be_statistics(value) and not node.needed:
-                node.take_snapshot(of_buffer=False)
-            (self.tensors if node.needed else self.constants).append(value)
+            self._take(node)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
             return None
@@ -340,11 +455,21 @@ class Closure:
         self._names |= node.names()
         node.items = node.read(value)
         self._visit_items(node, (*node.items.items(), *node.extra()), depth)
+        self._take_snapshots(node)
+        return key
+
+    def _take(self, node: _TensorNode) -> None:
+        x = node.value
+        node.needed = is_tracked(x)
+        if not node.needed and may_be_statistics(x):
+            node.take_snapshot(of_buffer=False)
+        (self.tensors if node.needed else self.constants).append(x)
+
+    def _take_snapshots(self, node: _Node) -> None:
         for x in node.updated_buffers():
             found = self._nodes[id(x)]
             if isinstance(found, _TensorNode) and not found.needed:
                 found.take_snapshot(of_buffer=True)
-        return key
 
     def _visit_items(self, node: _Node, items: Iterable[tuple[Any, Any]], depth: int) -> None:
         for name, item in items:
@@ -371,19 +496,70 @@ class Closure:
                 named.items.update(new)
                 self._visit_items(named, new, 0)
             now = len(self._names) + sum([len(named.items) for named in self._named])
-        functions = [node for node in self._nodes.values() if isinstance(node, _FunctionNode)]
-        assigned: set[int] = set().union(*[node.assigned_cells() for node in functions])
+
+    def _share(self) -> None:
+        """What no copy can stand for, f finds as it is, and all that it reaches from there."""
+        nodes = self._nodes
+        functions = [node for node in nodes.values() if type(node) is _FunctionNode]
+        assigned = {cell for function in functions for cell in function.assigned_cells()}
         for function in functions:
             function.share(assigned)
         # What is reached from there is shared with the original, whatever other ways lead to it.
-        pending: list[_Node] = [node for node in self._nodes.values() if isinstance(node, _FixedNode)]
+        pending: list[_Node] = [node for node in nodes.values() if isinstance(node, _FixedNode)]
         while pending:
             node = pending.pop()
             if not node.shared:
                 node.shared = True
-                pending.extend([self._nodes[child] for child in node.children.values()])
+                pending.extend([nodes[child] for child in node.children.values()])
                 if isinstance(node, _TensorNode) and node.needed:
                     self.loose.append(node.value)
+
+
+class _Step(NamedTuple):
+    """How a search has met one object, and by what it would know one in its place."""
+
+    node: type[_Node]
+    kind: type
+    # Which step has met what refers to it, and at which position.
+    parent: int
+    position: int
+    label: str
+    identity: Any
+    marks: Sequence[tuple[str, Any]]
+    # What it refers to: by name, and of which type.
+    names: list[Any]
+    kinds: list[type]
+    # Of this what was followed, by position, name and step; and what was not, and has to be the same object.
+    children: list[tuple[int, Any, int]]
+    same: list[tuple[int, Any]]
+
+
+class _Plan(NamedTuple):
+    """Where a search has looked. Holds types, code, names and modules of Python, and no values."""
+
+    steps: list[_Step]
+    names: set[str]
+    is_pure: bool
+    has_rnn: bool
+
+
+# Plans of earlier searches, by the code or type of their root: some for each, and for so many of them.
+_plans: dict[Any, tuple[_Plan, ...]] = {}
+_MAX_PLANS_EACH = 4
+_MAX_PLANS = 256
+
+
+def _key(root: Any) -> Any:
+    if type(root) is tuple:  # a function with its arguments
+        root = root[0]
+    if type(root) is types.MethodType:
+        root = root.__func__
+    return root.__code__ if type(root) is types.FunctionType else type(root)
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether a name holds nothing, and compares like a value."""
+    return all(map(_is_plain_name, name)) if type(name) is tuple else type(name) in _ATOMS
 
 
 class _Node:
@@ -423,6 +599,10 @@ class _Node:
     def is_of_library(self) -> bool:
         """Whether the object is one of a library's, which stores what it likes (`LSTM._flat_weights`)."""
         return isinstance(self.value, nn.Module) and _is_library(type(self.value).__module__)
+
+    def identity(self) -> Any:
+        """What tells it from others of its type that refer to the same types by the same names."""
+        return None
 
     def names(self) -> frozenset[str]:
         """What the code of this object may look up in classes and Python modules."""
@@ -609,6 +789,9 @@ class _FunctionNode(_Node):
         self.state |= {name for name, cell in self.cells.items() if cell in assigned}
         if self.cells.keys() - self.state:
             self.frozen = _BOUND
+
+    def identity(self) -> Any:
+        return self.value.__code__, _is_of_library(self.value)
 
     def names(self) -> frozenset[str]:
         function = self.value
@@ -938,20 +1121,18 @@ class _ModuleNode(_NamedNode):
     were, and must not update them again.
     """
 
-    __slots__ = ("looked_up", "origin", "parameters", "state", "type")
+    __slots__ = ("hooks", "looked_up", "origin", "parameters", "state", "type")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
         self.frozen = _HELD
         self.type = type(value)
         self.origin = _weak(value)
-        self.parameters = {name for name, x in value._parameters.items() if isinstance(x, nn.Parameter)}
         state = value.__dict__
-        self.state = {name: state[name] for name in _MODULE_FLAGS & state.keys()}
-        for name in _MODULE_HOOKS & state.keys():
-            # Hooks may be registered and removed later: this is what they are now.
-            hooks = state[name]
-            self.state[name] = hooks.copy() if hooks else _NO_HOOKS
+        self.parameters = {name for name, x in state["_parameters"].items() if isinstance(x, nn.Parameter)}
+        self.state = {name: state[name] for name in _MODULE_FLAGS if name in state}
+        # Hooks may be registered and removed later: these are there now.
+        self.hooks = {name: hooks.copy() for name in _MODULE_HOOKS if (hooks := state.get(name))}
 
     @property
     def is_named(self) -> bool:
@@ -959,12 +1140,9 @@ class _ModuleNode(_NamedNode):
 
     def read(self, value: Any) -> Content:
         state = value.__dict__
-        content: Content = {}
-        for part in _PARTS:
-            for name, item in state[part].items():
-                content[part, name] = item
-        attributes = {name: state[name] for name in state.keys() - _MODULE_STATE}
-        if self.is_named:
+        content: Content = {(part, name): item for part in _PARTS for name, item in state[part].items()}
+        attributes = {name: item for name, item in state.items() if name not in _MODULE_STATE}
+        if attributes and self.is_named:
             attributes = self.named(attributes)
         for name in _HOOKS:
             if item := state.get(name):
@@ -981,8 +1159,12 @@ class _ModuleNode(_NamedNode):
 
     def changes(self) -> Iterator[Any]:
         yield from super().changes()
+        now = self.value.__dict__
         for name, item in self.state.items():
-            if self.value.__dict__.get(name) != item:
+            if now.get(name) != item:
+                yield "", name
+        for name in _MODULE_HOOKS:
+            if (now.get(name) or None) != self.hooks.get(name):
                 yield "", name
 
     def label_of(self, name: Any) -> str:
@@ -993,7 +1175,7 @@ class _ModuleNode(_NamedNode):
 
     def allocate(self, rebuild: _Rebuild) -> Any:
         new = object.__new__(self.type)
-        state = {name: OrderedDict() if item is _NO_HOOKS else item for name, item in self.state.items()}
+        state = {**self.state, **{name: OrderedDict() for name in _MODULE_HOOKS}, **self.hooks}
         for part in _PARTS:
             state[part] = {}
         origin = self.origin()
@@ -1178,6 +1360,9 @@ class _PythonModuleNode(_FixedNode, _NamedNode):
 
     __slots__ = ("looked_up",)
 
+    def identity(self) -> Any:
+        return self.value
+
     def read(self, value: Any) -> Content:
         content = value.__dict__
         return {name: content[name] for name in self.looked_up if name in content}
@@ -1193,6 +1378,9 @@ class _ClassNode(_FixedNode, _NamedNode):
         super().__init__(value, parent, label)
         # Whether code may make an instance; an instance that is there has been made.
         self.is_called = False
+
+    def identity(self) -> Any:
+        return self.value
 
     def read(self, value: Any) -> Content:
         content: Content = {}
@@ -1215,7 +1403,8 @@ class _ClassNode(_FixedNode, _NamedNode):
         return f"attribute {name!r} of {self.value.__name__}"
 
 
-_NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
+# Whether these are followed depends on which they are.
+_TOLD_BY_VALUE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _BINDERS = (_FunctionNode, _FrozenNode)
 _MUTABLE = (_SequenceNode, _DictNode, _ObjectNode, _FunctionNode)
 # Types written in C whose instances have nothing but attributes, and object itself.
@@ -1311,25 +1500,23 @@ class _Rebuild:
 
 def _spread(nodes: Mapping[int, _Node]) -> None:
     """What refers to something that is rebuilt has to be rebuilt."""
-    pending = [node for node in nodes.values() if node.needed or node.frozen]
-    if not pending:
-        return
-    referrers: dict[int, list[_Node]] = defaultdict(list)
-    for node in nodes.values():
-        for child in node.children.values():
-            referrers[child].append(node)
-    while pending:
-        node = pending.pop()
-        for referrer in referrers[node.key]:
-            if isinstance(referrer, _FixedNode):
+    # Most of what an object refers to was met after it.
+    backwards = [*reversed(nodes.values())]
+    spreading = True
+    while spreading:
+        spreading = False
+        for node in backwards:
+            if not node.children or isinstance(node, _FixedNode):
                 continue
-            frozen = node.frozen
-            if frozen == _BOUND and not isinstance(referrer, _BINDERS):
-                frozen = _THAWED
-            if (node.needed and not referrer.needed) or frozen > referrer.frozen:
-                referrer.needed |= node.needed
-                referrer.frozen = max(frozen, referrer.frozen)
-                pending.append(referrer)
+            needed, frozen = node.needed, node.frozen
+            for key in node.children.values():
+                child = nodes[key]
+                needed |= child.needed
+                if child.frozen > frozen and (child.frozen != _BOUND or isinstance(node, _BINDERS)):
+                    frozen = child.frozen
+            if needed != node.needed or frozen != node.frozen:
+                node.needed, node.frozen = needed, frozen
+                spreading = True
 
 
 def _version(x: Tensor) -> int | None:
@@ -1346,7 +1533,7 @@ def _cleared(value: Any) -> Any:
 
 def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if kind is types.FunctionType:
-        return _FunctionNode
+        return None if _is_inert(value) else _FunctionNode
     if kind is types.MethodType:
         return _MethodNode
     if isinstance(value, functools.partial):
@@ -1393,10 +1580,12 @@ def take_for_own(f: Any) -> None:
     package = (getattr(f, "__module__", None) or type(f).__module__).partition(".")[0]
     if package not in _own_packages and package not in _LIBRARIES:
         _own_packages.add(package)
-        for cached in (_is_installed, _own_classes, _is_own):
+        for cached in (_is_library, _is_installed, _own_classes, _is_own):
             cached.cache_clear()
+        _plans.clear()
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_library(module: str | None) -> bool:
     package = (module or "").partition(".")[0]
     return package in _LIBRARIES or _is_installed(package)
@@ -1407,6 +1596,13 @@ def _is_installed(package: str) -> bool:
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed and package not in _own_packages
+
+
+def _is_inert(function: types.FunctionType) -> bool:
+    """Whether a function of a library refers to nothing but to its globals."""
+    return _is_of_library(function) and not (
+        function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__
+    )
 
 
 def _is_of_library(function: types.FunctionType) -> bool:
