@@ -155,7 +155,13 @@ class Closure:
         }
         self._named: list[_NamedNode] = []
         self._opaque: Any = None
-        if everything:
+        if type(root) is types.FunctionType and _refers_to_nothing(root):
+            self._names |= _names(root.__code__)
+            self._root = None
+            # A copy: the original may be given defaults, or other code.
+            self._opaque = types.FunctionType(root.__code__, root.__globals__, root.__name__)
+            self._opaque.__qualname__, self._opaque.__module__ = root.__qualname__, root.__module__
+        elif everything:
             self._search(root)
         else:
             key = _key(root)
@@ -166,8 +172,9 @@ class Closure:
                     if len(_plans) >= _MAX_PLANS:
                         _plans.clear()
                     _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
-        self._share()
-        _spread(self._nodes)
+        if self._nodes:
+            self._share()
+            _spread(self._nodes)
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
@@ -1533,7 +1540,7 @@ def _cleared(value: Any) -> Any:
 
 def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if kind is types.FunctionType:
-        return None if _is_inert(value) else _FunctionNode
+        return None if _is_of_library(value) and _holds_nothing(value) else _FunctionNode
     if kind is types.MethodType:
         return _MethodNode
     if isinstance(value, functools.partial):
@@ -1598,11 +1605,16 @@ def _is_installed(package: str) -> bool:
     return is_installed and package not in _own_packages
 
 
-def _is_inert(function: types.FunctionType) -> bool:
-    """Whether a function of a library refers to nothing but to its globals."""
-    return _is_of_library(function) and not (
+def _holds_nothing(function: types.FunctionType) -> bool:
+    """Whether a function refers to nothing but to its globals."""
+    return not (
         function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__
     )
+
+
+def _refers_to_nothing(function: types.FunctionType) -> bool:
+    code = function.__code__
+    return _holds_nothing(function) and not _global_names(code) and not _imported(code)
 
 
 def _is_of_library(function: types.FunctionType) -> bool:

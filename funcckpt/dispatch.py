@@ -229,9 +229,10 @@ class _Node:
         ctx.level = level
         ctx.thread = threading.get_ident()
         ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(
-            *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
-        )
+        if not all(active):
+            ctx.mark_non_differentiable(
+                *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
+            )
         return outputs
 
     @staticmethod

@@ -17,9 +17,8 @@ import operator
 import sys
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -396,24 +395,29 @@ class _Arguments:
 class _Outputs:
     """What f returned: its structure, what is no tensor, and how each tensor looked."""
 
+    # Each tensor is an input, which is handed back as it is, or an output, once.
+    _sources: list[tuple[bool, int]]
+    _kept: list[int]
+    _aliased: frozenset[int]
+
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
         given = {id(x): i for i, x in enumerate(inputs)}
         leaves: list[Any] = [out]
         self.structure: pytree.TreeSpec | None = None
+        if isinstance(out, Tensor) and id(out) not in given:  # as most of them are
+            self.positions, self.others, self.tensors = [0], [None], [out]
+            self.looks = [_look_of(out)]
+            self._sources, self._kept = [(False, 0)], [0]
+            self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
+            return
         if not isinstance(out, Tensor):
             leaves, self.structure = pytree.tree_flatten(out)
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._sources, self._kept = [], []
         everything = [leaves[i] for i in self.positions]
-        # A nested tensor with strides has no shape that one may ask for.
-        self.looks = [
-            (x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device)
-            for x in everything
-        ]
-        # Each tensor is an input, which is handed back as it is, or an output, once.
+        self.looks = [_look_of(x) for x in everything]
         outputs: dict[int, Tensor] = {}
-        self._sources: list[tuple[bool, int]] = []
-        self._kept: list[int] = []
         for i, x in enumerate(everything):
             if id(x) in given:
                 self._sources.append((True, given[id(x)]))
@@ -471,6 +475,11 @@ class _Outputs:
         if self.positions != again.positions:
             return f"tensors at {again.positions}, and the forward at {self.positions}"
         return None
+
+
+def _look_of(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
+    # A nested tensor with strides has no shape that one may ask for.
+    return x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device
 
 
 def _look(look: tuple[torch.dtype, tuple[int, ...], torch.device]) -> str:
@@ -634,6 +643,8 @@ class _Call(Leaf):
                 raise
         self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)
         self.random |= self._closure.moves_streams
+        if not self.random:
+            self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
         self._outputs = _Outputs(self._name, out, given)
         return self._outputs.take()
@@ -746,14 +757,14 @@ class _Call(Leaf):
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
         del others, static, inputs, mapped
-        with ExitStack() as stack:
-            replacing = stack.enter_context(replacer)
-            if not self._world.is_here():
-                stack.enter_context(self._world.replayed())
-            stack.enter_context(world.own_autocast_cache())
-            if self.random and self._options.preserve_rng_state and self._states is not None:
-                stack.enter_context(world.streams_at(self._states))
-                stack.enter_context(_torch.without_vmap_mode())
+        draws = self.random and self._options.preserve_rng_state and self._states is not None
+        with (
+            replacer as replacing,
+            nullcontext() if self._world.is_here() else self._world.replayed(),
+            world.own_autocast_cache(),
+            world.streams_at(self._states or []) if draws else nullcontext(),
+            _torch.without_vmap_mode() if draws else nullcontext(),
+        ):
             out = f(*args, **kwargs)
         if replacing is not None and self._met - replacing.met:
             label = describe(self._replaced[min(self._met - replacing.met)])
@@ -882,8 +893,14 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
     if len(outputs) < 2 and not any([y._is_view() or _torch.is_functorch_wrapped_tensor(y) for y in outputs]):
         return frozenset()
     storages = [_torch.storage_of(y) for y in outputs]
-    others = Counter(storages) + Counter({_torch.storage_of(x) for x in inputs} & set(storages))
-    return frozenset([i for i, key in enumerate(storages) if key is not None and others[key] > 1])
+    others = {_torch.storage_of(x) for x in inputs}
+    return frozenset(
+        [
+            i
+            for i, key in enumerate(storages)
+            if key is not None and (key in others or (len(storages) > 1 and storages.count(key) > 1))
+        ]
+    )
 
 
 def _guarded(y: Tensor) -> Tensor:

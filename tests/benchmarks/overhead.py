@@ -1,9 +1,9 @@
 """What a call of remat costs beside what it computes, and a call of torch.utils.checkpoint.
 
-    python tests/benchmarks/overhead.py [--rounds 200] [--json overhead.json]
+    python tests/benchmarks/overhead.py [--seconds 3] [--json overhead.json]
 
-Tensors are tiny, so that the time is that of the calls. All variants of a row take turns, one thread
-computes, and the shortest round (about a millisecond) of each counts; only the ratios mean something.
+Tensors are tiny, so that the time is that of the calls. All variants of a row take turns, call by call,
+and one thread computes; only the ratios mean something.
 """
 
 import argparse
@@ -93,24 +93,22 @@ CASES: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def seconds(run: Callable, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
-
-
-def best(runs: list[Callable], rounds: int) -> list[float]:
-    for run in runs * 3:
-        run()
-    calls = max(1, int(0.001 / seconds(runs[-1], 3)))
-    table = [[seconds(run, calls) for run in runs] for _ in range(rounds)]
-    return [min(column) for column in zip(*table)]
+def best(runs: list[Callable], seconds: float) -> list[float]:
+    """The time of a call of each, in turns: that which one in twenty falls below."""
+    times: list[list[float]] = [[] for _ in runs]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for run, column in zip(runs, times):
+            run()  # what the others have driven out of the caches comes back
+            start = time.perf_counter()
+            run()
+            column.append(time.perf_counter() - start)
+    return [sorted(column)[len(column) // 20] for column in times]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=3, help="for each row")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--json", help="a file for the results")
     arguments = parser.parse_args()
@@ -123,7 +121,7 @@ def main() -> None:
         if arguments.only not in name:
             continue
         wrappers = (plain, remat) if reference is plain else (plain, theirs, remat)
-        times = best([case(wrap) for wrap in wrappers], arguments.rounds)
+        times = best([case(wrap) for wrap in wrappers], arguments.seconds)
         found = dict(zip(("plain", "remat") if reference is plain else ("plain", "torch", "remat"), times))
         to = "plain" if reference is plain else "torch"
         rows[name] = {**found, "ratio": found["remat"] / found[to], "to": to}
