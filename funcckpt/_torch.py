@@ -316,6 +316,21 @@ class shadows:
                 pop_dynamic_layer_stack()
 
 
+class recording:
+    """Reverse and forward mode switched on for the time of a block, by one context instead of two."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        torch._C._set_fwd_grad_enabled(True)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._before[0])
+        torch._C._set_fwd_grad_enabled(self._before[1])
+
+
 class vmap_level:
     """A vmap level for the time of a block, which is given its number."""
 

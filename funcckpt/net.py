@@ -117,7 +117,7 @@ _HOW = {
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program with no level active, under the net if f has not run before."""
-    return run_recorded(program, inputs)[0]
+    return program.run(*inputs) if program.source.random is not None else run_recorded(program, inputs)[0]
 
 
 def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
@@ -130,7 +130,7 @@ def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, t
     recording = Recording(program, differentiated) if differentiated else None
     versions = source.versions(inputs)
     detached = [_torch.fresh(x) if x.requires_grad else x for x in inputs]
-    with torch.enable_grad(), _torch._set_fwd_grad_enabled(True):
+    with _torch.recording():
         with _torch.shadows(layers) as levels:
             outputs = (recording or program).run(*detached)
             outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])

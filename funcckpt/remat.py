@@ -524,7 +524,6 @@ class _Call(Leaf):
         self._met: set[int] = set()
         self.replaces = bool(self._replaced)
         self._ids: list[int] = []
-        self._labels: list[str] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators)
@@ -615,7 +614,6 @@ class _Call(Leaf):
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
         self._ids = [self._originals.get(id(x), id(x)) for x in inputs]
-        self._labels = [self._closure.where(key) for key in self._ids[len(self._arguments.tensors) :]]
         self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
@@ -840,7 +838,7 @@ class _Call(Leaf):
 
     def where(self, i: int) -> str:
         arity = self._arguments.arity
-        return self._arguments.where(i) if i < arity else self._labels[i - arity]
+        return self._arguments.where(i) if i < arity else self._closure.where(self._ids[i])
 
 
 # What may be an argument and holds nothing.
