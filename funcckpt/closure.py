@@ -29,7 +29,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -301,8 +301,7 @@ class Closure:
             return self._opaque
         return _Rebuild(self._nodes, mapped, first=False).build(self._root)
 
-    @contextmanager
-    def rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
+    def rebuilt_once(self, mapped: Mapped, name: str) -> AbstractContextManager[Any]:
         """The callable around other tensors for its first run, whose side effects are to be seen.
 
         What holds no tracked tensor is shared with the original. What f stores in the rest is
@@ -313,9 +312,13 @@ class Closure:
         EscapeError
             f stored a tensor in something that had to be rebuilt.
         """
+        return nullcontext(self._opaque) if self._root is None else self._rebuilt_once(mapped, name)
+
+    @contextmanager
+    def _rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
         rebuild = _Rebuild(self._nodes, mapped, first=True)
         try:
-            yield self._opaque if self._root is None else rebuild.build(self._root)
+            yield rebuild.build(self._root)
         except BaseException:
             # Without remat, what f has assigned before it failed would stay.
             with suppress(EscapeError):
@@ -414,8 +417,11 @@ class Closure:
     def escaped(self) -> Iterator[tuple[Tensor, str]]:
         """Tensors that were stored, since the search, where it has been; and the place in words."""
         for node in list(self._nodes.values()):
-            before = {id(x) for x in node.items.values()}
-            for name, value in node.assignable(node.value).items():
+            items = node.items
+            now = [*node.assignable(node.value).items()]
+            now = [(name, value) for name, value in now if value is not items.get(name)]
+            before = {id(x) for x in items.values()} if now else set()
+            for name, value in now:
                 if id(value) in before or type(value) in _ATOMS or id(value) in self._nodes:
                     continue
                 if node.is_of_library and not isinstance(value, Tensor):
