@@ -40,8 +40,18 @@ from .errors import (
 from .errors import (
     TransformError as TransformError,
 )
+from .explain import explain as explain
 from .mixed import inner_grad as inner_grad
+from .plot import plot_memory as plot_memory
+from .plot import plot_tradeoff as plot_tradeoff
+from .policies import checkpoint_name as checkpoint_name
 from .remat import remat as remat
+from .residuals import (
+    print_saved_residuals as print_saved_residuals,
+)
+from .residuals import (
+    saved_residuals as saved_residuals,
+)
 from .scan import (
     fori_loop as fori_loop,
 )

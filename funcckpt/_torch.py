@@ -23,7 +23,17 @@ from torch import Tensor
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
     # wrapped and unwrapped at one level.
-    from torch._C import DispatchKeySet, _dispatch_key_parse, _ExcludeDispatchKeyGuard
+    from torch._C import (  # type: ignore[attr-defined]
+        DispatchKeySet,
+        _dispatch_key_parse,
+        _ExcludeDispatchKeyGuard,
+        # Whether subclasses of Tensor have their say: not below `backward` of one, where f runs again.
+        _get_torch_function_state,
+        _set_torch_function_state,
+    )
+
+    # What a graph node holds for a tensor that is saved, to be looked at without unpacking it.
+    from torch._C._autograd import SavedTensor
 
     # Whether Dynamo watches the frames of this thread.
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -78,6 +88,9 @@ try:
     # The one kind of autograd.Function that functorch lets record at a single level.
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    # Hooks on all modules, by which a module tracker (that of FlopCounterMode, say) holds their inputs.
+    from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
 
     # The function modes under which f runs, and the one of them that stands for the default device.
     from torch.overrides import _get_current_function_mode_stack as function_modes
@@ -143,6 +156,11 @@ def randomness_of(interpreter: Interpreter) -> str:
 def batch_size_of(interpreter: Interpreter) -> int:
     size: int = CVmapInterpreterPtr(interpreter).batchSize()
     return size
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active, innermost last."""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
 
 
 def adds_back_views(interpreter: Interpreter) -> bool:
@@ -524,6 +542,25 @@ def requires_grad_at_this_level(x: Tensor) -> None:
         set_inplace_requires_grad_allowed(False)
 
 
+@contextmanager
+def torch_function_as(state: Any) -> Iterator[None]:
+    """Subclasses of Tensor and function modes have their say, or not, as at another time."""
+    now = _get_torch_function_state()
+    _set_torch_function_state(state)
+    try:
+        yield
+    finally:
+        _set_torch_function_state(now)
+
+
+def has_torch_function(x: Tensor) -> bool:
+    """Whether `x` is of a subclass that takes part in what operators do."""
+    return type(x) not in (Tensor, torch.nn.Parameter) and not (
+        getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+        or type(x).__torch_function__ is torch._C._disabled_torch_function_impl
+    )
+
+
 def without_vmap_mode() -> Any:
     return _ExcludeDispatchKeyGuard(_VMAP_MODE)
 
@@ -601,6 +638,8 @@ def physical(x: Tensor) -> tuple[Tensor, int]:
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_GRAD = torch.autograd.grad.__code__
+_HANDLE = torch.overrides.handle_torch_function.__code__
 _AUTOGRAD_GRAD = eager_transforms._autograd_grad.__code__
 _GRAD_TRANSFORM = getattr(
     eager_transforms.grad_and_value_impl, "__wrapped__", eager_transforms.grad_and_value_impl
@@ -620,18 +659,25 @@ def is_final_backward(level: int, thread: int) -> bool:
     `torch.autograd.grad`, called by `_autograd_grad`, called by the transform.
     """
     frame = _call_of_engine(sys._getframe(2)) or _call_of_engine(sys._current_frames().get(thread))
-    callers: list[FrameType | None] = []
-    while frame is not None and len(callers) < 3:
+    frame = frame and frame.f_back
+    while frame is not None and _is_on_the_way(frame):
         frame = frame.f_back
-        callers.append(frame)
-    return (
-        len(callers) == 3
-        and callers[1] is not None
-        and callers[1].f_code is _AUTOGRAD_GRAD
-        and callers[2] is not None
-        and callers[2].f_code is _GRAD_TRANSFORM
-        and callers[2].f_locals.get("level") == level
-    )
+    if frame is None or frame.f_code is not _AUTOGRAD_GRAD or frame.f_back is None:
+        return False
+    caller = frame.f_back
+    return caller.f_code is _GRAD_TRANSFORM and caller.f_locals.get("level") == level
+
+
+def _is_on_the_way(frame: FrameType) -> bool:
+    """Whether a frame below `_autograd_grad` is that of `torch.autograd.grad`, called through modes or not.
+
+    A mode of somebody else might differentiate what it is handed; those of torch (a default device, for
+    one) and of ours do not.
+    """
+    if frame.f_code in (_GRAD, _HANDLE):
+        return True
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return frame.f_code.co_name == "__torch_function__" and package in ("torch", "funcckpt")
 
 
 def _call_of_engine(frame: FrameType | None) -> FrameType | None:
@@ -696,6 +742,11 @@ def backward_id() -> Any:
     return object() if number == -1 else number
 
 
+def at_end_of_backward(f: Callable[[], None]) -> None:
+    """Call `f` when the backward that runs in this thread is over; public torch can tell of leaves alone."""
+    torch.autograd.Variable._execution_engine.queue_callback(f)  # type: ignore[attr-defined]
+
+
 def is_tracing_plain() -> bool:
     """Whether `make_fx` records what is done, and no transform is active."""
     return torch._C._len_torch_dispatch_stack() > 0 and maybe_current_level() is None and is_tracing()
@@ -749,6 +800,19 @@ def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
         push_saved_tensors_hooks(*hooks)
 
 
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """What is done in the block, the modes that are active do not see."""
+    modes = _get_current_dispatch_mode_stack()
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
 def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
     """Leave a dispatch mode, from under others if need be."""
     stack = _get_current_dispatch_mode_stack()
@@ -769,6 +833,13 @@ def alias(x: Tensor) -> Tensor:
     """`x.detach()`, with the version counter of `x` also where operators arrive below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False), plain():
         return x.detach()
+
+
+def same_memory(x: Tensor) -> Tensor:
+    """A tensor with the memory of `x`, and no other relation to it."""
+    with torch.no_grad(), plain():
+        empty = torch.empty(0, dtype=x.dtype, device=x.device)
+        return empty.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
 
 
 def subclasses_asleep() -> Any:
@@ -814,4 +885,5 @@ def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
 
 
 # Operators, as a list of them is checked: aten's, and those that take functions.
-OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+HigherOrderOperator = torch._ops.HigherOrderOperator
+OPERATORS = (torch._ops.OpOverload, HigherOrderOperator)

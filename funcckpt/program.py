@@ -71,6 +71,7 @@ class Leaf(Program):
         self.home = _torch.current_level()
         # Whether a run draws random numbers; None before the first.
         self.random: bool | None = None
+        self.torch_function = _torch._get_torch_function_state()
 
     @property
     def source(self) -> Leaf:
@@ -83,6 +84,10 @@ class Leaf(Program):
     @abstractmethod
     def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
         """How often each input was changed in place."""
+
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept for a recomputation, beside the inputs."""
 
     @abstractmethod
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
@@ -221,6 +226,9 @@ class Vjp(_Derived):
             program = program._unbatched
 
     def run(self, *inputs: Tensor) -> Tensors:
+        if self._source.torch_function != _torch._get_torch_function_state():
+            with _torch.torch_function_as(self._source.torch_function):
+                return self.run(*inputs)
         primals = list(inputs[: self.arity])
         cotangents = inputs[self.arity :]
         originals: list[Tensor] = []
@@ -251,7 +259,7 @@ class Vjp(_Derived):
             leaves.append(leaf)
             primals[i] = leaf
         with _recording():
-            outputs = self.inner.run(*primals)
+            outputs = self.inner.run(*_as_arguments(primals))
             return [outputs[i] for i in self.of], leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -262,7 +270,7 @@ class Vjp(_Derived):
             leaves = [wrapped[i] for i in self.wrt]
             for leaf in leaves:
                 _torch.requires_grad_at_this_level(leaf)
-            outputs = self.inner.run(*wrapped)
+            outputs = self.inner.run(*_as_arguments(wrapped))
             if self.source.replaces and _torch.current_level() == 1:
                 self._check_replaced(outputs, level)
             return [outputs[i] for i in self.of], leaves
@@ -323,6 +331,13 @@ class Vjp(_Derived):
 def _recording() -> AbstractContextManager[Any]:
     """Grad mode on, and inference mode off: a backward may be called there, and nothing be recorded."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
+
+
+def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
+    """What f is given. A module tracker puts hooks on it, and must not on a leaf in a backward."""
+    if not _torch.has_global_module_hook():
+        return leaves
+    return [x.view_as(x) if x.requires_grad and x.is_leaf else x for x in leaves]
 
 
 def _refuse_once_differentiable(outputs: Sequence[Tensor]) -> None:

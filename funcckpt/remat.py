@@ -17,8 +17,9 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -102,8 +103,8 @@ def remat(
     determinism_check : {"default", "none", "values"}
         Compare structure, shapes, dtypes and devices of the recomputed outputs with those of the
         forward; or nothing; or the values too, which keeps a copy of the outputs. The values are compared
-        by default as well if f has assigned what it captured, or draws from Python's or numpy's random
-        numbers, or from an iterator.
+        by default as well if f has assigned what it captured, draws from an iterator, or may tell a tensor
+        by its identity.
 
     Returns
     -------
@@ -150,12 +151,20 @@ def remat(
         )
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(f, staticmethod | classmethod):
+            return type(f)(wrap(f.__func__))
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
         return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check))
 
     return wrap if f is None else wrap(f)
+
+
+# What decides whether a call is checkpointed, while `explain` compares: it is given f, a title, f called as
+# it is, and f called with other options, checkpointed.
+instead: ContextVar[Callable[[Any, str, Callable[[], Any], Callable[..., Any]], Any] | None]
+instead = ContextVar("funcckpt_instead", default=None)
 
 
 class _Options(NamedTuple):
@@ -241,7 +250,33 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _call_uncompiled(*self._made_of, args, kwargs)
+        if (ask := instead.get()) is not None:
+            f, name, _ = self._made_of
+            return ask(
+                f,
+                f"remat({name})",
+                lambda: f(*args, **kwargs),
+                lambda **changes: _call(*self._with(changes), args, kwargs),
+            )
         return _call(*self._made_of, args, kwargs)
+
+    def _with(self, changes: dict[str, Any]) -> tuple[Callable[..., Any], str, _Options]:
+        """What this is made of, were it made with other options."""
+        if not changes:
+            return self._made_of
+        f, _, options = self._made_of
+        other: Any = remat(
+            f,
+            static_argnums=tuple(options.static_argnums),
+            static_argnames=tuple(options.static_argnames),
+            **{
+                "preserve_rng_state": options.preserve_rng_state,
+                "determinism_check": options.determinism_check,
+                **changes,
+            },
+        )
+        made: tuple[Callable[..., Any], str, _Options] = other._made_of
+        return made
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -522,6 +557,8 @@ class _Call(Leaf):
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
         self._met: set[int] = set()
+        # Inputs that f writes to, without autograd: a recomputation does so on copies.
+        self._written: frozenset[int] = frozenset()
         self.replaces = bool(self._replaced)
         self._ids: list[int] = []
         self._attributes: list[dict[str, Any]] = []
@@ -541,6 +578,13 @@ class _Call(Leaf):
     def run_under_transforms(self) -> Any:
         self._layers = _torch.active_layers()
         inputs = self._take_inputs(self._captured)
+        for i, x in enumerate(inputs):
+            if _torch.has_torch_function(x):
+                raise InputError(
+                    f"remat({self._name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
+                    "__torch_function__ says what operators do. Recomputed under a transform it would be a "
+                    "plain tensor: use remat around what does not need it, or no transform."
+                )
         outputs = dispatch.call(self, inputs)
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
@@ -549,14 +593,18 @@ class _Call(Leaf):
         """Without transforms f runs as it is; the graph it leaves behind shows what it captured."""
         arguments = self._arguments.tensors
         captured = self._captured
-        versions = self.versions(arguments)
+        versions, versions_of_captured = self.versions(arguments), self.versions(captured)
+        copies = [_copy(x) if self._closure.writes_unseen else None for x in captured]
         hooks = [len(x._backward_hooks or ()) for x in captured]
+        gradients = [_gradient(x) for x in captured]
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
         inner = [
             _dress(x.detach().requires_grad_(), _attributes(x)) if x.requires_grad else x for x in arguments
         ]
         given = [*inner, *captured]
+        # f may make an argument require grad that did not: that is the caller's own.
+        leaves = [weakref.ref(x) for x in inner if x.requires_grad]
         outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
         assert self._outputs is not None
         if not any(y.requires_grad for y in outputs):
@@ -568,9 +616,24 @@ class _Call(Leaf):
                     f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
                 )
+        for x, gradient in zip(captured, gradients, strict=True):
+            if _gradient(x) != gradient:
+                raise MutationError(
+                    f"remat({self._name}) calls backward(), which accumulates the gradient of "
+                    f"{self._closure.where(self._originals[id(x)])} ({describe(x)}), and would do so again "
+                    "in the recomputation. Use torch.autograd.grad inside of it."
+                )
+        written = {
+            id(x)
+            for x, version, copy in zip(captured, versions_of_captured, copies, strict=True)
+            if self.versions([x]) != [version] or (copy is not None and not _same(x, copy))
+        }
+        if written:
+            # The same writes again change nothing (a norm is limited, say), or the outputs will tell.
+            self._closure.is_pure = False
         self._settle(outputs)
-        used = self._find_captured(outputs, inner, first_node)
-        leaves = [weakref.ref(x) for x in inner if x.requires_grad]
+        own = {_edge(x) for x in inner if x.requires_grad}
+        used = self._find_captured(outputs, own, first_node)
         found = {id(x) for x in self._closure.tensors}
         by_rebuilding = found - {id(x) for x in self._closure.loose}
         self._replaced = {
@@ -579,16 +642,21 @@ class _Call(Leaf):
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
         del inner, given
-        self._check_escaped(lambda x: x.requires_grad)
+        self._check_escaped(lambda x: _leads_to(x, own))
         inputs_by_capture = {id(x) for x in used}
         self._closure.keep_as_constants(
             {self._originals[id(x)]: x for x in captured if id(x) not in inputs_by_capture}
         )
+        for x in captured:
+            if id(x) in written and id(x) not in inputs_by_capture:
+                raise self._changed_captured(x)
         detached = [(y.detach(), y.requires_grad) for y in outputs]
         inputs = self._take_inputs(used)
+        self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
         self._closure.seal()
         del outputs, arguments, captured, used
-        if not self._closure.has_rnn and _outlive(leaves):
+        watched = self._closure.has_rnn or _torch.has_global_module_hook()
+        if not watched and _outlive(leaves):
             raise EscapeError(
                 f"remat({self._name}) stores a tensor that it has computed, or its input, where it cannot be "
                 "seen. It belongs to the inside of the checkpoint, and its gradient would be lost: return it "
@@ -664,13 +732,12 @@ class _Call(Leaf):
                 )
 
     def _find_captured(
-        self, outputs: Sequence[Tensor], inner: Sequence[Tensor], first_node: int
+        self, outputs: Sequence[Tensor], own: Collection[_Edge], first_node: int
     ) -> list[Tensor]:
         """The captured tensors to which the graph of the outputs leads."""
         # An argument that is captured as well is an input twice.
         known = {_edge(x): x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad}
         searched = False
-        own = {_edge(x) for x in inner if x.requires_grad}
         used: dict[_Edge, Tensor] = {}
         seen: set[_Edge] = set()
         pending = [_edge(y) for y in outputs if y.requires_grad]
@@ -726,6 +793,7 @@ class _Call(Leaf):
             _dress(x, attributes)
         with (
             self._closure.rebuilt_once(mapped, self._name) as rebuilt,
+            self._closure.caches_kept_clean(),
             self._replacing(mapped) as replacing,
         ):
             f, others, static = self._parts(rebuilt)
@@ -747,7 +815,9 @@ class _Call(Leaf):
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
-        inputs = tuple([x.clone() if may_be_statistics(x) else x for x in inputs])
+        inputs = tuple(
+            [x.clone() if may_be_statistics(x) or i in self._written else x for i, x in enumerate(inputs)]
+        )
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         mapped = dict(zip(self._ids, inputs, strict=True))
@@ -758,6 +828,8 @@ class _Call(Leaf):
         draws = self.random and self._options.preserve_rng_state and self._states is not None
         with (
             replacer as replacing,
+            self._closure.restored(),
+            self._closure.caches_kept_clean(),
             nullcontext() if self._world.is_here() else self._world.replayed(),
             world.own_autocast_cache(),
             world.streams_at(self._states or []) if draws else nullcontext(),
@@ -810,6 +882,10 @@ class _Call(Leaf):
 
     # -- what `net` and the backward need to know ----------------------------------------------
 
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept here and not by the graph: constants of f, and copies to compare with."""
+        return [*self._closure.constants, *self._closure.copies(), *[x for x, _ in self._values]]
+
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
         return [None if x.is_inference() else x._version for x in inputs]
@@ -825,6 +901,12 @@ class _Call(Leaf):
             f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
             f"{' or '.join(candidates)}. The recomputation would start from the changed values: work "
             "on a copy (x.clone()) inside the function."
+        )
+
+    def _changed_captured(self, x: Tensor) -> MutationError:
+        return MutationError(
+            f"remat({self._name}) changed {self._closure.where(self._originals[id(x)])} ({describe(x)}) in "
+            "place. The recomputation would start from the changed values: change it outside."
         )
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
@@ -856,6 +938,20 @@ def _edge(x: Tensor) -> _Edge:
 def _edge_to(node: Any, number: int) -> _Edge:
     variable = _variable(node)
     return (node, number) if variable is None else (id(variable), _LEAF)
+
+
+def _leads_to(x: Tensor, edges: Collection[_Edge]) -> bool:
+    """Whether the graph of a tensor leads to one of some others."""
+    pending, seen = [_edge(x)] if x.requires_grad else [], set()
+    while pending:
+        edge = pending.pop()
+        if edge in edges:
+            return True
+        node, number = edge
+        if number != _LEAF and node not in seen:
+            seen.add(node)
+            pending.extend([_edge_to(n, i) for n, i in node.next_functions if n is not None])
+    return False
 
 
 def _variable(node: Any) -> Tensor | None:
@@ -907,6 +1003,20 @@ def _guarded(y: Tensor) -> Tensor:
     The others would change with it, and their gradients would not know.
     """
     return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
+
+
+def _gradient(x: Tensor) -> tuple[int, int] | None:
+    """What tells whether the `.grad` of a tensor was assigned or added to."""
+    gradient = x.grad if x.is_leaf else None
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _copy(x: Tensor) -> Tensor | None:
+    return x.detach().clone() if x.layout == torch.strided and not x.is_meta else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a.detach(), b))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -1335,10 +1335,10 @@ IMPURE = {
     "list": lambda: lambda x, log=[]: log.append(1) or (x * len(log)).sin(),
     "iterator": lambda: lambda x, it=iter([2.0, 3.0, 4.0, 5.0, 6.0]): (x * next(it)).sin(),
     "generator": lambda: lambda x, it=(k for k in range(2, 9)): (x * next(it)).sin(),
-    "python_random": lambda: lambda x: (x * random.random()).sin(),
-    "python_random_object": lambda: lambda x, source=random.Random(0): (x * source.uniform(0, 1)).sin(),
-    "numpy_random": lambda: lambda x: (x * np.random.rand()).sin(),
-    "numpy_generator": lambda: lambda x, source=np.random.default_rng(0): (x * source.random()).sin(),
+    "system_random": lambda: lambda x, source=random.SystemRandom(): (x * source.random()).sin(),
+    "identity": lambda: (
+        lambda x, known=[]: known.append(id(x)) or (x * (2 if id(x) == known[0] else 3)).sin()
+    ),
 }
 
 

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import _torch
 from ..errors import CheckpointError, InputError, OptionError, describe
-from ..remat import remat
+from ..remat import instead, remat
 from . import redirect
 from .debug import logged
 from .region import Contexts, Region, is_of_checkpoint
-from .selective import Forward, Recompute
+from .selective import Forward, Recompute, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -128,8 +128,9 @@ def checkpoint(
     Notes
     -----
     When f uses a transform that refuses hooks, that shows when f is run: it is then started anew, with
-    the random streams put back, and is known from then on if it is a module or a function. Such an f
-    should not count its calls.
+    the random streams put back, and is known from then on if it is a module or a function. The tensors
+    and variables that it had changed by then are put back, if they were found (`MutationError` if they cannot
+    be); a list that it appends to is not.
 
     Examples
     --------
@@ -232,9 +233,52 @@ def _call(
         debug = enabled
     if debug and context_fn is not noop_context_fn:
         raise OptionError(f"{_title(f)}: debug=True is incompatible with non-default context_fn.")
-    if _torch.maybe_current_level() is not None or _torch.in_dual_level() or _is_known(f):
+    known = context_fn is noop_context_fn and _is_known(f, args, kwargs)
+    if known or _torch.maybe_current_level() is not None or _torch.in_dual_level():
         return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
+    run = functools.partial(
+        _by_hooks,
+        f,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
+    if (ask := instead.get()) is not None:
+        return ask(f, _title(f), lambda: f(*args, **kwargs), lambda **changes: run(**_contexts(**changes)))
+    return run()
 
+
+# -- the hook path ------------------------------------------------------------------------------
+
+
+def _contexts(**changes: Any) -> dict[str, Any]:
+    """The options of `remat` as those of `checkpoint`."""
+    if "policy" in changes:
+        policy = changes.pop("policy")
+        selective = functools.partial(create_selective_checkpoint_contexts, policy)
+        changes["context_fn"] = noop_context_fn if policy is None else selective
+    return changes
+
+
+def _by_hooks(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None,
+    preserve_rng_state: bool,
+    context_fn: Callable[[], Contexts],
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+) -> Any:
     stop = _torch.checkpoint_early_stop()
     contexts: Any = None
     log = None
@@ -260,12 +304,12 @@ def _call(
         # With hooks of the caller active, the functional path would be refused as well.
         if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
             raise
-        region.restore_streams()
+        region.undo()
     else:
         if use_reentrant:
             _check_reentrant_result(f, args, out)
         return out
-    _remember(f)
+    _remember(f, args, kwargs)
     return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
 
 
@@ -318,27 +362,40 @@ def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
 
 # -- the functional path ------------------------------------------------------------------------
 
-# Functions and modules that were seen to use a transform that refuses hooks.
-_known_functions: weakref.WeakSet[CodeType | FunctionType] = weakref.WeakSet()
-_known_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Functions and modules that were seen to use a transform that refuses hooks, and the functions and modules
+# that they were given then: a helper that calls what it is given does so with others, too.
+_known: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
-def _is_known(f: Any) -> bool:
-    if not _known_functions and not _known_modules:
+def _is_known(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not _known or (key := _key(f)) is None:
         return False
-    f = _innermost(f)
-    if isinstance(f, nn.Module):
-        return f in _known_modules
-    return isinstance(f, FunctionType) and (f.__code__ in _known_functions or f in _known_functions)
+    given = _known.get(key)
+    return given is not None and all(x in given for x in _functions(f, args, kwargs))
 
 
-def _remember(f: Any) -> None:
+def _remember(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    key = _key(f)
+    if key is not None:
+        _known.setdefault(key, weakref.WeakSet()).update(_functions(f, args, kwargs))
+
+
+def _key(f: Any) -> CodeType | FunctionType | nn.Module | None:
     f = _innermost(f)
     if isinstance(f, nn.Module):
-        _known_modules.add(f)
-    elif isinstance(f, FunctionType):
+        return f
+    if isinstance(f, FunctionType):
         # Closures share their code, and may call quite different things.
-        _known_functions.add(f if f.__closure__ else f.__code__)
+        return f if f.__closure__ else f.__code__
+    return None
+
+
+def _functions(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Functions and modules among the arguments."""
+    while isinstance(f, functools.partial):
+        args, kwargs, f = (*f.args, *args), {**f.keywords, **kwargs}, f.func
+    found = [_innermost(x) for x in pytree.tree_leaves((args, kwargs)) if callable(x)]
+    return [x for x in found if isinstance(x, (nn.Module, FunctionType))]
 
 
 def _innermost(f: Any) -> Any:

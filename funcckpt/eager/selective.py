@@ -48,7 +48,7 @@ def create_selective_checkpoint_contexts(
         the result. Or a list of operators (overloads, such as ``torch.ops.aten.mm.default``) to save.
         MUST and PREFER are the same in eager mode.
     allow_cache_entry_mutation : bool
-        Do not mind that a saved result was changed in place.
+        Do not mind that a saved result is changed in place: in the forward, a copy of it is made before.
 
     Returns
     -------
@@ -79,7 +79,7 @@ def create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
     results: Results = defaultdict(list)
-    forward = Forward(_policy(policy_fn_or_list), results)
+    forward = Forward(_policy(policy_fn_or_list), results, allow_cache_entry_mutation)
     return forward, Recompute(results, allow_cache_entry_mutation)
 
 
@@ -93,7 +93,11 @@ def _policy(policy_fn_or_list: Any) -> Policy:
         )
     for op in policy_fn_or_list:
         if not isinstance(op, _torch.OPERATORS):
-            hint = f": write {op}.default, or another of its overloads" if hasattr(op, "default") else ""
+            hint = (
+                f". Please update the OpOverloadPacket to a specific OpOverload, such as {op}.default"
+                if hasattr(op, "default")
+                else ""
+            )
             raise OptionError(f"Expected op in `op_list` to be an OpOverload but got: {op}{hint}.")
     saved = frozenset(policy_fn_or_list)
     return lambda ctx, op, *args, **kwargs: op in saved
@@ -118,6 +122,12 @@ class Kept:
         self._version = x._version
         # Whether the forward has written to its memory, be it under another version counter.
         self.written = False
+
+    def is_about_to_be_written(self) -> None:
+        """Go on with a copy."""
+        with torch.no_grad():
+            self._packed = self._packed.clone()
+        self._version = self._packed._version
 
     def get(self, allow_mutation: bool) -> Tensor:
         if self._unpack is not None:
@@ -193,10 +203,11 @@ class Forward(TorchDispatchMode):
     # The hooks that are active around the checkpoint.
     hooks: _torch.Hooks | None = None
 
-    def __init__(self, policy: Policy, results: Results) -> None:
+    def __init__(self, policy: Policy, results: Results, allow_mutation: bool) -> None:
         super().__init__()
         self._policy = policy
         self._results = results
+        self._allow_mutation = allow_mutation
         # What is kept where it is, by the address of its storage, which it keeps alive.
         self._kept: dict[int, list[Kept]] = defaultdict(list)
 
@@ -213,13 +224,17 @@ class Forward(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         before = _streams(func, args, kwargs)
+        if self._kept:
+            for x in written(func, args, kwargs):
+                if self._allow_mutation:
+                    for kept in self._kept.pop(_address(x), ()):
+                        kept.is_about_to_be_written()
+                else:
+                    for kept in self._kept.get(_address(x), ()):
+                        kept.written = True
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
-        if self._kept:
-            for x in written(func, args, kwargs):
-                for kept in self._kept.get(_address(x), ()):
-                    kept.written = True
         more = {"op_output": out} if _HAS_OUTPUT else {}
         context = SelectiveCheckpointContext(is_recompute=False, **more)
         if not _HAS_OUTPUT:

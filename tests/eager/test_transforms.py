@@ -1,5 +1,6 @@
 """checkpoint under transforms, around them, and in forward mode: the functional path."""
 
+import functools
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
 
 import funcckpt
-from funcckpt import checkpoint
+from funcckpt import checkpoint, create_selective_checkpoint_contexts
 from funcckpt.errors import OptionError
 
 from .implementations import gradients
@@ -132,6 +133,29 @@ def test_it_is_known_the_second_time():
     entered.reset()
     checkpoint(f, x).sum().backward()
     assert entered.calls == 2
+
+
+def test_a_helper_is_known_with_what_it_was_given():
+    """By itself it may do quite different things: what it stores would be an error in remat."""
+    stored = []
+
+    def helper(f, x):
+        return f(x)
+
+    def with_transform(x):
+        return vmap(grad(torch.sin))(x)
+
+    def storing(x):
+        stored.append(x.sin())
+        return stored[-1].exp()
+
+    x = leaf(3)
+    checkpoint(helper, with_transform, x).sum().backward()
+    checkpoint(helper, storing, x).sum().backward()
+    checkpoint(functools.partial(helper, storing), x).sum().backward()
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    checkpoint(helper, torch.sin, x, context_fn=contexts).sum().backward()
+    assert len(stored) == 4
 
 
 def test_modules_are_known_by_themselves():
