@@ -300,6 +300,7 @@ class shadows:
     tensors, and must not decide about random numbers a second time. In place of functionalize, which
     would wrap whatever passes, comes a level that only keeps its number.
     """
+
     __slots__ = ("_layers",)
 
     def __init__(self, layers: list[Layer]) -> None:

@@ -17,6 +17,7 @@ import operator
 import sys
 import types
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
@@ -434,6 +435,8 @@ class _Outputs:
     _sources: list[tuple[bool, int]]
     _kept: list[int]
     _aliased: frozenset[int]
+    tensors: list[Tensor]
+    others: list[Any]
 
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
@@ -461,7 +464,7 @@ class _Outputs:
                 outputs[id(x)] = x
                 self._kept.append(i)
             self._sources.append((False, list(outputs).index(id(x))))
-        self.tensors: list[Tensor] = list(outputs.values())
+        self.tensors = list(outputs.values())
         self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
         for i in self.positions:
             leaves[i] = None
@@ -546,13 +549,16 @@ class _Call(Leaf):
         self._arguments_are_plain = not others and not arguments.static
         self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
-        given = {id(x): net.stand_in(x) for x in arguments.tensors}
-        captured = {id(x): net.stand_in(x) for x in (*self._closure.tensors, *hidden) if id(x) not in given}
-        self._originals = {id(given[key]): key for key in given} | {
-            id(captured[key]): key for key in captured
-        }
-        arguments.tensors = list(given.values())
-        self._captured = list(captured.values())
+        # One tensor may stand for several by which f refers to it.
+        stand_ins: dict[int, Tensor] = {}
+        self._originals: dict[int, list[int]] = defaultdict(list)
+        for x in {id(x): x for x in (*arguments.tensors, *self._closure.tensors, *hidden)}.values():
+            stand_in = net.stand_in(x)
+            self._originals[id(stand_in)].append(id(x))
+            stand_ins[id(stand_in)] = stand_in
+        arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
+        given = {id(x) for x in arguments.tensors}
+        self._captured = [x for key, x in stand_ins.items() if key not in given]
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
@@ -560,7 +566,7 @@ class _Call(Leaf):
         # Inputs that f writes to, without autograd: a recomputation does so on copies.
         self._written: frozenset[int] = frozenset()
         self.replaces = bool(self._replaced)
-        self._ids: list[int] = []
+        self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators)
@@ -613,14 +619,14 @@ class _Call(Leaf):
         for x, before in zip(captured, hooks, strict=True):
             if len(x._backward_hooks or ()) > before:
                 raise MutationError(
-                    f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
+                    f"remat({self._name}) registers a hook on {self._where_captured(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
                 )
         for x, gradient in zip(captured, gradients, strict=True):
             if _gradient(x) != gradient:
                 raise MutationError(
                     f"remat({self._name}) calls backward(), which accumulates the gradient of "
-                    f"{self._closure.where(self._originals[id(x)])} ({describe(x)}), and would do so again "
+                    f"{self._where_captured(x)} ({describe(x)}), and would do so again "
                     "in the recomputation. Use torch.autograd.grad inside of it."
                 )
         written = {
@@ -636,16 +642,14 @@ class _Call(Leaf):
         used = self._find_captured(outputs, own, first_node)
         found = {id(x) for x in self._closure.tensors}
         by_rebuilding = found - {id(x) for x in self._closure.loose}
-        self._replaced = {
-            key: x for x in used if (key := self._originals.get(id(x), id(x))) not in by_rebuilding
-        }
+        self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
         del inner, given
         self._check_escaped(lambda x: _leads_to(x, own))
         inputs_by_capture = {id(x) for x in used}
         self._closure.keep_as_constants(
-            {self._originals[id(x)]: x for x in captured if id(x) not in inputs_by_capture}
+            {key: x for x in captured if id(x) not in inputs_by_capture for key in self._keys(x)}
         )
         for x in captured:
             if id(x) in written and id(x) not in inputs_by_capture:
@@ -668,7 +672,8 @@ class _Call(Leaf):
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
         inputs = (*self._arguments.tensors, *self._captured)
-        f, others, static = self._parts(self._closure.rebuild({self._originals[id(x)]: x for x in inputs}))
+        mapped = {key: x for x in inputs for key in self._keys(x)}
+        f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
@@ -681,7 +686,7 @@ class _Call(Leaf):
     def _take_inputs(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
-        self._ids = [self._originals.get(id(x), id(x)) for x in inputs]
+        self._ids = [self._keys(x) for x in inputs]
         self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
@@ -788,7 +793,7 @@ class _Call(Leaf):
         return layers
 
     def _run_under_net(self, inputs: Tensors) -> Tensors:
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         with (
@@ -820,7 +825,7 @@ class _Call(Leaf):
         )
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
         f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
@@ -854,6 +859,16 @@ class _Call(Leaf):
             return rebuilt, self._arguments.others, {}
         f, others, static = rebuilt
         return f, others or self._arguments.others, static or {}
+
+    def _keys(self, x: Tensor) -> list[int]:
+        """The ids of the tensors for which one stands."""
+        return self._originals.get(id(x)) or [id(x)]
+
+    def _mapped(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {key: x for keys, x in zip(self._ids, inputs, strict=True) for key in keys}
+
+    def _where_captured(self, x: Tensor) -> str:
+        return self._closure.where(self._keys(x)[0])
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
         replaced = {key: mapped[key] for key in self._replaced}
@@ -905,7 +920,7 @@ class _Call(Leaf):
 
     def _changed_captured(self, x: Tensor) -> MutationError:
         return MutationError(
-            f"remat({self._name}) changed {self._closure.where(self._originals[id(x)])} ({describe(x)}) in "
+            f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
             "place. The recomputation would start from the changed values: change it outside."
         )
 
@@ -920,7 +935,7 @@ class _Call(Leaf):
 
     def where(self, i: int) -> str:
         arity = self._arguments.arity
-        return self._arguments.where(i) if i < arity else self._closure.where(self._ids[i])
+        return self._arguments.where(i) if i < arity else self._closure.where(self._ids[i][0])
 
 
 # What may be an argument and holds nothing.
@@ -987,14 +1002,10 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
     if len(outputs) < 2 and not any([y._is_view() or _torch.is_functorch_wrapped_tensor(y) for y in outputs]):
         return frozenset()
     storages = [_torch.storage_of(y) for y in outputs]
-    others = {_torch.storage_of(x) for x in inputs}
-    return frozenset(
-        [
-            i
-            for i, key in enumerate(storages)
-            if key is not None and (key in others or (len(storages) > 1 and storages.count(key) > 1))
-        ]
-    )
+    shared = {_torch.storage_of(x) for x in inputs}
+    if len(storages) > 1:
+        shared |= {key for key, count in Counter(storages).items() if count > 1}
+    return frozenset([i for i, key in enumerate(storages) if key is not None and key in shared])
 
 
 def _guarded(y: Tensor) -> Tensor:

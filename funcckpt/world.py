@@ -205,8 +205,8 @@ def streams_at(recorded: States) -> Iterator[None]:
     if not _rewound.acquire(timeout=_PATIENCE):
         raise CheckpointError(
             f"a recomputation has waited {_PATIENCE} seconds for one in another thread to be done with the "
-            "random streams: they may wait for each other. Run the backwards one after the other, or draw the "
-            "random numbers outside of the checkpoint."
+            "random streams: they may wait for each other. Run the backwards one after the other, or draw "
+            "the random numbers outside of the checkpoint."
         )
     try:
         now = states([stream for stream, _ in recorded])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -31,6 +31,8 @@ from ..errors import CheckpointError, MutationError, describe
 # Buffers up to this size are copied before a forward that may change them.
 _SMALL = 2**16
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
+_PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
+_NO_TENSORS = {*_CONSTANTS, dict, OrderedDict, set}
 _CONTAINERS = (list, tuple, dict)
 _DEEPEST = 4
 # What these look up in their globals is not the user's.
@@ -70,7 +72,9 @@ class Held:
         self._seen: set[int] = set()
         self._search(f, 0)
         for x in others:
-            if isinstance(x, (nn.Module, FunctionType, MethodType, functools.partial)):
+            if type(x) not in _PLAIN and isinstance(
+                x, (nn.Module, FunctionType, MethodType, functools.partial)
+            ):
                 self._search(x, 0)
         self._snapshots = _copies([x for _, _, x, _ in self._small]) if self._small else []
 
@@ -118,7 +122,12 @@ class Held:
                 self._take_buffers(module)
             for name, x in module.__dict__.items():
                 # The result of an earlier forward would keep its graph alive.
-                if isinstance(x, Tensor) and x.grad_fn is None and (version := _version(x)) is not None:
+                if (
+                    type(x) not in _NO_TENSORS
+                    and isinstance(x, Tensor)
+                    and x.grad_fn is None
+                    and (version := _version(x)) is not None
+                ):
                     self._attributes.append((module.__dict__, name, x, version))
             for part in module._modules.values():
                 if part is not None and id(part) not in self._seen:

@@ -30,7 +30,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
 from typing import Any, NamedTuple
@@ -102,11 +102,14 @@ class Region:
         self._hint = "The function has to do the same each time" + (
             "." if log else "; pass debug=True to see the operators of both runs."
         )
-        self._structure = None
+        self._structure: Any = None
         leaves: Any = args
         if kwargs or not all(type(x) in _SIMPLE for x in args):
-            leaves, self._structure = pytree.tree_flatten((args, kwargs))
+            leaves = []
+            self._structure = _take_leaves((args, kwargs), leaves)
         self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
+        # Whoever keeps the inputs may hand out copies, whose versions mean nothing.
+        self._under_hooks = _torch.top_saved_tensors_hooks() is not None
         self._world = world.World()
         self._redirected = redirect.is_active()
         self._streams = world.random_streams(()) if preserve_rng_state else []
@@ -234,9 +237,12 @@ class Region:
 
     def _recompute(self, key: Any, only: Slot | None = None) -> None:
         leaves = [x.unpack() if isinstance(x, _torch.Saved) else x for x in self._inputs]
+        copies: set[int | None] = set()
+        if self._under_hooks:
+            copies.update([_torch.storage_of(x) for x in leaves if isinstance(x, Tensor)])
         args, kwargs = leaves, {}
         if self._structure is not None:
-            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+            args, kwargs = _with_leaves(self._structure, iter(leaves))
         del leaves
         statistics = [x for ref in self._statistics if (x := ref()) is not None]
         with (
@@ -251,7 +257,7 @@ class Region:
             torch.enable_grad(),
             suppress(_Stop),
         ):
-            run = _Again(self, key, only, held.copies)
+            run = _Again(self, key, only, copies | held.copies)
             with saved_tensors_hooks(run.pack, _itself):
                 _torch.without_dynamo(self._run_again)(args, kwargs)
         run.check()
@@ -356,7 +362,7 @@ def _put_back(replaced: list[Replaced]) -> dict[int, Tensor]:
 class _Again:
     """One recomputation: what is saved goes to the slots of the forward."""
 
-    def __init__(self, region: Region, key: Any, only: Slot | None, copies: set[int]) -> None:
+    def __init__(self, region: Region, key: Any, only: Slot | None, copies: set[int | None]) -> None:
         self._only = only
         self._region = region
         self._key = key
@@ -425,6 +431,32 @@ class _Again:
                 f"{region._name}: Recomputed values for the following tensors have different metadata than "
                 f"during the forward pass. {region._hint}\n" + "\n".join(self._different)
             )
+
+
+def _take_leaves(x: Any, leaves: list[Any]) -> Any:
+    """Containers without their leaves. Quicker than pytree, which does what is not so common."""
+    kind = type(x)
+    if kind in _SIMPLE:
+        leaves.append(x)
+        return None
+    if kind is tuple or kind is list:
+        return kind([_take_leaves(y, leaves) for y in x])
+    if kind is dict:
+        return {key: _take_leaves(y, leaves) for key, y in x.items()}
+    flat, structure = pytree.tree_flatten(x)
+    leaves.extend(flat)
+    return structure
+
+
+def _with_leaves(structure: Any, leaves: Iterator[Any]) -> Any:
+    kind = type(structure)
+    if structure is None:
+        return next(leaves)
+    if kind is tuple or kind is list:
+        return kind([_with_leaves(part, leaves) for part in structure])
+    if kind is dict:
+        return {key: _with_leaves(part, leaves) for key, part in structure.items()}
+    return pytree.tree_unflatten([next(leaves) for _ in range(structure.num_leaves)], structure)
 
 
 def readable_again(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:

@@ -126,8 +126,8 @@ class _Frame:
         self.task = _torch.graph_task()
         self.thread = threading.get_ident()
         self.open: list[checkpoint_scope] = []
-        self.recording = Recording()
         self.hooks = _Hooks(_torch.top_saved_tensors_hooks())
+        self.recording = Recording()
         self.mode = _Recorder(self)
 
     def start(self) -> None:
@@ -635,9 +635,15 @@ class _Hooks:
     def __init__(self, below: _torch.Hooks | None) -> None:
         self.below = below
 
+        in_checkpoint = is_of_checkpoint(below)
+
         def pack(x: Tensor) -> Slot | _Kept:
             entry = _find(x)
             frame = _here.current()
+            if in_checkpoint and (entry is None or frame is None or entry.recording is not frame.recording):
+                # The checkpoint keeps nothing. It counts what is saved: that must be the same in the
+                # recomputation, whichever tensors of other blocks are alive then.
+                return _Kept(x, below)
             if entry is not None and frame is not None and entry.recording is not frame.recording:
                 # The block keeps it in any case.
                 return _Kept(x, below) if below else frame.recording.keep(x, below)

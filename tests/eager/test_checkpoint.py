@@ -648,6 +648,15 @@ def test_under_save_on_cpu(checkpoint):
     assert_same([x.grad, w.grad], gradients(chain, x, w)[1:])
 
 
+def test_hooks_around_that_hand_out_copies():
+    """The copy of an input that was written to before has another version than the input had."""
+    x = leaf(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        z = funcckpt.checkpoint(lambda x: x.sin().exp() * x, x.exp().mul_(2))
+    y = x.exp() * 2
+    assert_same(torch.autograd.grad(z.sum(), x), torch.autograd.grad((y.sin().exp() * y).sum(), x))
+
+
 @both
 def test_save_on_cpu_inside(checkpoint):
     def f(x, w):

@@ -1185,6 +1185,9 @@ def test_resized_in_the_block():
         same(f, (4, 4))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # Dynamo's
 def test_operators_that_take_functions():
     def f(scope, x):
         with scope():
@@ -1208,6 +1211,22 @@ def test_they_are_formatted_like_others():
     module = torch.nn.Linear(1, 1)
     module.weight = torch.nn.Parameter(copied.detach()[None])
     assert_same(copy.deepcopy(module).weight, module.weight)
+
+
+@both
+def test_an_inner_gradient_between_scopes_of_a_checkpoint(checkpoint):
+    """What is saved in the region must not depend on which tensors of a block happen to be alive."""
+
+    def f(x, scope=checkpoint_scope):
+        with scope():
+            x = x.sin().exp()
+        with scope():
+            (g,) = torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)
+            return x + g.tanh()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(f(x, nullcontext).sum(), x)
+    assert_same(torch.autograd.grad(checkpoint(f, x).sum(), x), expected)
 
 
 def recordings():
