@@ -163,6 +163,37 @@ def dispatch_modes() -> list[TorchDispatchMode]:
     return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
 
 
+# A subclass whose operators only `__torch_dispatch__` sees.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def without_memory(
+    cls: Any,
+    size: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """A tensor of a subclass that has a look and no memory. Who asks for its address is told."""
+    x = Tensor._make_wrapper_subclass(
+        cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(x)
+    return x
+
+
+def no_dispatch() -> Any:
+    """Operators run as they are: no mode or subclass sees them."""
+    return torch._C._DisableTorchDispatch()
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled in this process. It refuses to run as such under a dispatch mode."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and len(eval_frame.cached_backends) > 1
+
+
 def adds_back_views(interpreter: Interpreter) -> bool:
     views: bool = CFunctionalizeInterpreterPtr(interpreter).functionalizeAddBackViews()
     return views
@@ -549,6 +580,31 @@ def below_wrappers(x: Tensor) -> Tensor:
     return x
 
 
+def everything_below(x: Tensor) -> list[Tensor]:
+    """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels."""
+    if not has_dual_level() and not (eager_transforms.JVP_NESTING > 0):
+        return [below_wrappers(x)]
+    with _set_fwd_grad_enabled(True):
+        return _everything_below(x)
+
+
+def _everything_below(x: Tensor) -> list[Tensor]:
+    x = alive(x)
+    found = [x]
+    interpreter = peek_interpreter_stack()
+    if (interpreter is None or kind_of(interpreter) == "jvp") and (tangent := tangent_of(x)) is not None:
+        found.append(tangent)
+    if interpreter is None:
+        return found
+    level = interpreter.level()
+    found = [get_unwrapped(y) if maybe_get_level(y) == level else y for y in found]
+    layer = pop_dynamic_layer_stack()
+    try:
+        return [z for y in found for z in _everything_below(y)]
+    finally:
+        push_dynamic_layer_stack(layer)
+
+
 def constant_of(x: Tensor) -> Tensor | None:
     """What is inside of a tensor that no active transform looks at; None if one does."""
     with _set_fwd_grad_enabled(True):
@@ -740,6 +796,16 @@ def may_push_hooks() -> bool:
     return maybe_current_level() is None and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
+@contextmanager
+def hooks_asleep() -> Iterator[None]:
+    """What is saved inside stays where it is, whatever hooks are active."""
+    if top_saved_tensors_hooks() is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+        yield
+
+
 def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
     """As entering the public context does, without an object for each operator."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
@@ -797,6 +863,12 @@ def alias(x: Tensor) -> Tensor:
     """`x.detach()`, with the version counter of `x` also where operators arrive below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False), plain():
         return x.detach()
+
+
+def alias_unseen(x: Tensor) -> Tensor:
+    """The same, and no mode sees it."""
+    with no_dispatch():
+        return alias(x)
 
 
 def same_memory(x: Tensor) -> Tensor:

@@ -155,6 +155,7 @@ class Closure:
         # a closure alive until the garbage collector comes.
         self._nodes: dict[int, _Node] = {}
         self._caches: list[Any] = []
+        self._functions: list[_FunctionNode] = []
         self._mutable: list[_Node] = []
         self._shared: list[_Node] = []
         # What code looks up by name, and where; more code is found there, which looks up more.
@@ -177,6 +178,11 @@ class Closure:
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
+
+    @property
+    def has_updated_buffers(self) -> bool:
+        """Whether f has updated buffers, of which the copies are kept. After `settle`."""
+        return any(isinstance(node, _TensorNode) and node.snapshot for node in self._nodes.values())
 
     def _is_told_by_identity(self) -> bool:
         """Whether f may ask if a tensor, module or object is a certain one. A copy is not."""
@@ -275,6 +281,9 @@ class Closure:
                 )
         # What f has assigned itself is its state. The rest has to be the same in the recomputation.
         for node in self._nodes.values():
+            if isinstance(node, _FunctionNode) and node.state:
+                node.leave_state()
+                self._functions.append(node)
             if node.shared:
                 node.assigned = frozenset(node.changes())
                 self.is_pure = self.is_pure and not node.assigned
@@ -295,6 +304,13 @@ class Closure:
                     f"place between the forward and the recomputation: it is at version "
                     f"{_version(x)}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
+                )
+        for function in self._functions:
+            for item in function.reassigned():
+                raise MutationError(
+                    f"{function.label_of(item)} of {self._path(function) or name}, which remat({name}) "
+                    "reads, was assigned since the forward, and the recomputation would read the new value. "
+                    "Pass it as an argument, or assign it after the backward."
                 )
         for node in self._shared:
             for item in set(node.changes()) - node.assigned:
@@ -414,6 +430,7 @@ class Closure:
                     )
                 return None
             node = node_type(value, parent, label)
+            self.is_pure = self.is_pure and not isinstance(node, _GeneratorNode)
             self.has_rnn |= isinstance(value, nn.RNNBase)
         self._nodes[key] = node
         if isinstance(value, _Cached):
@@ -711,7 +728,7 @@ class _TensorNode(_Node):
 class _FunctionNode(_Node):
     """A Python function: its cells, defaults, attributes, and the globals that its code names."""
 
-    __slots__ = ("cells", "state")
+    __slots__ = ("cells", "left", "state")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
@@ -719,6 +736,8 @@ class _FunctionNode(_Node):
         self.cells = dict(zip(value.__code__.co_freevars, map(id, value.__closure__ or ()), strict=True))
         # The variables that some function assigns. They are state, and not constants of the call.
         self.state = _assigned(value.__code__)
+        # Those of them that the first run has not assigned, and what they were.
+        self.left: Content = {}
 
     def assigned_cells(self) -> set[int]:
         return {self.cells[name] for name in self.state if name in self.cells}
@@ -727,6 +746,21 @@ class _FunctionNode(_Node):
         self.state |= {name for name, cell in self.cells.items() if cell in assigned}
         if self.cells.keys() - self.state:
             self.frozen = _BOUND
+
+    def leave_state(self) -> None:
+        now = self.assignable(self.value)
+        self.left = {
+            name: item
+            for name, item in self.items.items()
+            if name in now and now[name] is item and not isinstance(item, Tensor)
+        }
+
+    def reassigned(self) -> Iterator[Any]:
+        if self.left:
+            now = self.assignable(self.value)
+            for name, item in self.left.items():
+                if now.get(name, _GONE) is not item:
+                    yield name
 
     def names(self) -> frozenset[str]:
         function = self.value
@@ -781,10 +815,7 @@ class _FunctionNode(_Node):
                     for name, cell in zip(names, function.__closure__, strict=True)
                 ]
             )
-        new = types.FunctionType(function.__code__, namespace, function.__name__, None, cells)
-        new.__qualname__ = function.__qualname__
-        new.__module__ = function.__module__
-        return new
+        return _function(function, namespace, cells)
 
     def _shares(self, name: str, rebuild: _Rebuild) -> bool:
         """Whether a copy keeps the original's cell."""
@@ -882,10 +913,27 @@ class _FunctionNode(_Node):
                     for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
                 ]
             )
-        skeleton = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-        skeleton.__qualname__ = function.__qualname__
-        skeleton.__module__ = function.__module__
-        return skeleton
+        return _function(function, function.__globals__, cells)
+
+
+_DETAILS = (
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__type_params__",
+    "__annotate__" if sys.version_info >= (3, 14) else "__annotations__",
+)
+
+
+def _function(
+    like: types.FunctionType, namespace: dict[str, Any], cells: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    """A function like another one, around other variables."""
+    new = types.FunctionType(like.__code__, namespace, like.__name__, None, cells)
+    for name in _DETAILS:
+        if hasattr(like, name):
+            setattr(new, name, getattr(like, name))
+    return new
 
 
 class _FrozenNode(_Node):
@@ -945,14 +993,21 @@ class _PartialNode(_FrozenNode):
     __slots__ = ()
 
     def read(self, value: Any) -> Content:
-        return {"function": value.func, "args": value.args, "keywords": value.keywords}
+        return {
+            "function": value.func,
+            "args": value.args,
+            "keywords": value.keywords,
+            "dict": value.__dict__,
+        }
 
     def allocate(self, rebuild: _Rebuild) -> Any:
-        return self.kind()(
+        new = self.kind()(
             rebuild.item(self, "function"),
             *rebuild.item(self, "args"),
             **rebuild.item(self, "keywords"),
         )
+        new.__dict__.update(rebuild.item(self, "dict"))
+        return new
 
 
 class _TupleNode(_FrozenNode):
@@ -1288,6 +1343,21 @@ class _StayingNode(_FixedNode, _NamedNode):
         return "" if name == "__class__" else f"attribute {name!r}"
 
 
+class _GeneratorNode(_FixedNode):
+    """A generator, which holds the variables of its function."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {} if value.gi_frame is None else dict(value.gi_frame.f_locals)
+
+    def changes(self) -> Iterator[Any]:
+        return iter(())  # the values that it gives are compared
+
+    def label_of(self, name: Any) -> str:
+        return f"variable {name!r} of a generator"
+
+
 class _MemberNode(_FixedNode):
     """A member of an enumeration, which is told by its identity."""
 
@@ -1613,6 +1683,7 @@ _FIXED: dict[type | tuple[type, ...], type[_Node]] = {
     weakref.ref: _WeakNode,
     (weakref.WeakKeyDictionary, weakref.WeakValueDictionary): _WeakMappingNode,
     enum.Enum: _MemberNode,
+    types.GeneratorType: _GeneratorNode,
 }
 
 

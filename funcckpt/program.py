@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch
+from . import _torch, recompute, recording
 from .errors import ClosureError, describe
 
 Tensors = tuple[Tensor, ...]
@@ -71,11 +71,19 @@ class Leaf(Program):
         self.home = _torch.current_level()
         # Whether a run draws random numbers; None before the first.
         self.random: bool | None = None
+        # What its code is, to expect of another call what this one did.
+        self.code: Any = None
+        # What a policy has kept of the first run, until the nodes have it.
+        self.kept: recording.Kept | None = None
         self.torch_function = _torch._get_torch_function_state()
 
     @property
     def source(self) -> Leaf:
         return self
+
+    def recorder(self) -> recording.Record | None:
+        """The mode for the first run, if a policy has to see it."""
+        return None
 
     @abstractmethod
     def take_layers(self) -> list[_torch.Layer] | None:
@@ -155,6 +163,8 @@ class Recording(_Derived):
             for i in self.differentiated:
                 _torch.requires_grad_at_this_level(wrapped[i])
             outputs = self.inner.run(*wrapped)
+            if (watch := recording.watch_of(self._source)) is not None:
+                watch.note_graph(outputs)
             self.active = tuple([y.requires_grad for y in outputs])
             return tuple([_torch._unwrap_for_grad(y, level) for y in outputs])
 
@@ -234,13 +244,14 @@ class Vjp(_Derived):
         originals: list[Tensor] = []
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
-        if _torch.peek_interpreter_stack() is None and not _torch.in_dual_level() and not self.at_level:
-            if not nested:
-                originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
-            outputs, leaves = self._record_plain(primals, nested)
-        else:
-            outputs, leaves = self._record_at_level(primals)
-        primals.clear()
+        with recompute.recording(self._source):
+            if _torch.peek_interpreter_stack() is None and not _torch.in_dual_level() and not self.at_level:
+                if not nested:
+                    originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
+                outputs, leaves = self._record_plain(primals, nested)
+            else:
+                outputs, leaves = self._record_at_level(primals)
+            primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
         as_func = bool(self.batches) or _torch.number_of_vmaps() > 1
@@ -296,7 +307,8 @@ class Vjp(_Derived):
         def pull(*cotangents: Tensor) -> Tensors:
             if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
                 _refuse_once_differentiable(outputs)
-            pairs = [(y, ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
+            # Edges, since the values of the outputs are needed no more.
+            pairs = [(_edge(y), ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
             outputs.clear()
             gradients: Sequence[Tensor | None] = [None] * len(leaves)
             if pairs and leaves:
@@ -325,6 +337,10 @@ class Vjp(_Derived):
         for batch, owner in zip(self.batches, reversed(owners[:-1]), strict=True):
             pull = batch.over(pull, owner)
         return pull(*cotangents)
+
+
+def _edge(y: Tensor) -> Any:
+    return y if y.grad_fn is None else torch.autograd.graph.GradientEdge(y.grad_fn, y.output_nr)
 
 
 def _recording() -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ import operator
 import sys
 import types
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch, dispatch, net, world
+from . import _torch, dispatch, net, policies, recording, world
 from .closure import Closure, may_be_statistics, take_for_own
 from .errors import (
     CheckpointError,
@@ -61,6 +61,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
+    policy: policies.Policy | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -72,6 +73,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
+    policy: policies.Policy | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -82,6 +84,7 @@ def remat(
     static_argnames: str | Sequence[str] = (),
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
+    policy: policies.Policy | None = None,
 ) -> Any:
     """Recompute f in the backward instead of keeping what it computed.
 
@@ -106,6 +109,9 @@ def remat(
         forward; or nothing; or the values too, which keeps a copy of the outputs. The values are compared
         by default as well if f has assigned what it captured, draws from an iterator, or may tell a tensor
         by its identity.
+    policy : callable, list of operators, or None
+        What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
+        function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing.
 
     Returns
     -------
@@ -151,13 +157,15 @@ def remat(
             f"{determinism_check!r}"
         )
 
+    chooser = policies.chooser_of(policy, _title(f))
+
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(f, staticmethod | classmethod):
             return type(f)(wrap(f.__func__))
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check))
+        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check, chooser))
 
     return wrap if f is None else wrap(f)
 
@@ -173,6 +181,7 @@ class _Options(NamedTuple):
     static_argnames: frozenset[str]
     preserve_rng_state: bool
     determinism_check: str
+    chooser: policies.Chooser | None = None
 
 
 def _title(f: Callable[..., Any] | None) -> str:
@@ -529,6 +538,7 @@ class _Call(Leaf):
         hidden: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
+        self.code = getattr(f, "__code__", None) or type(f)
         self._name = name
         self._options = options
         self._arguments = arguments
@@ -537,13 +547,16 @@ class _Call(Leaf):
         self._arguments_are_plain = not others and not arguments.static
         self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
-        given = {id(x): net.stand_in(x) for x in arguments.tensors}
-        captured = {id(x): net.stand_in(x) for x in (*self._closure.tensors, *hidden) if id(x) not in given}
-        self._originals = {id(given[key]): key for key in given} | {
-            id(captured[key]): key for key in captured
-        }
-        arguments.tensors = list(given.values())
-        self._captured = list(captured.values())
+        # One tensor may stand for several by which f refers to it.
+        stand_ins: dict[int, Tensor] = {}
+        self._originals: dict[int, list[int]] = defaultdict(list)
+        for x in {id(x): x for x in (*arguments.tensors, *self._closure.tensors, *hidden)}.values():
+            stand_in = net.stand_in(x)
+            self._originals[id(stand_in)].append(id(x))
+            stand_ins[id(stand_in)] = stand_in
+        arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
+        given = {id(x) for x in arguments.tensors}
+        self._captured = [x for key, x in stand_ins.items() if key not in given]
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
@@ -551,7 +564,7 @@ class _Call(Leaf):
         # Inputs that f writes to, without autograd: a recomputation does so on copies.
         self._written: frozenset[int] = frozenset()
         self.replaces = bool(self._replaced)
-        self._ids: list[int] = []
+        self._ids: list[list[int]] = []
         self._labels: list[str] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
@@ -577,7 +590,10 @@ class _Call(Leaf):
                     "__torch_function__ says what operators do. Recomputed under a transform it would be a "
                     "plain tensor: use remat around what does not need it, or no transform."
                 )
-        outputs = dispatch.call(self, inputs)
+        try:
+            outputs = dispatch.call(self, inputs)
+        finally:
+            self._hand_over_kept()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
 
@@ -597,7 +613,12 @@ class _Call(Leaf):
         given = [*inner, *captured]
         # f may make an argument require grad that did not: that is the caller's own.
         leaves = [weakref.ref(x) for x in inner if x.requires_grad]
-        outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
+        record = self.recorder()
+        labels = [self._keys(x)[0] for x in originals]
+        with nullcontext() if record is None else record.of(labels, given):
+            outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
+            if record is not None:
+                record.note_graph(outputs, first_node)
         assert self._outputs is not None
         if not any(y.requires_grad for y in outputs):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
@@ -605,14 +626,14 @@ class _Call(Leaf):
         for x, before in zip(captured, hooks, strict=True):
             if len(x._backward_hooks or ()) > before:
                 raise MutationError(
-                    f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
+                    f"remat({self._name}) registers a hook on {self._where_captured(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
                 )
         for x, gradient in zip(captured, gradients, strict=True):
             if _gradient(x) != gradient:
                 raise MutationError(
                     f"remat({self._name}) calls backward(), which accumulates the gradient of "
-                    f"{self._closure.where(self._originals[id(x)])} ({describe(x)}), and would do so again "
+                    f"{self._where_captured(x)} ({describe(x)}), and would do so again "
                     "in the recomputation. Use torch.autograd.grad inside of it."
                 )
         written = {
@@ -628,16 +649,14 @@ class _Call(Leaf):
         used = self._find_captured(outputs, own, first_node)
         found = {id(x) for x in self._closure.tensors}
         by_rebuilding = found - {id(x) for x in self._closure.loose}
-        self._replaced = {
-            key: x for x in used if (key := self._originals.get(id(x), id(x))) not in by_rebuilding
-        }
+        self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
         del inner, given
         self._check_escaped(lambda x: _leads_to(x, own))
         inputs_by_capture = {id(x) for x in used}
         self._closure.keep_as_constants(
-            {self._originals[id(x)]: x for x in captured if id(x) not in inputs_by_capture}
+            {key: x for x in captured if id(x) not in inputs_by_capture for key in self._keys(x)}
         )
         for x in captured:
             if id(x) in written and id(x) not in inputs_by_capture:
@@ -646,7 +665,8 @@ class _Call(Leaf):
         inputs = self._take_inputs(used)
         self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
         self._closure.seal()
-        del outputs, arguments, captured, used
+        self.kept = None if record is None else record.finish()
+        del outputs, arguments, captured, used, record
         watched = self._closure.has_rnn or _torch.has_global_module_hook()
         if not watched and _outlive(leaves):
             raise EscapeError(
@@ -655,12 +675,14 @@ class _Call(Leaf):
                 "from the function, or store a detached copy."
             )
         attached = dispatch.attach(self, detached, inputs)
+        self._hand_over_kept()
         return self._outputs.assemble(attached, originals)
 
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
         inputs = (*self._arguments.tensors, *self._captured)
-        f, others, static = self._parts(self._closure.rebuild({self._originals[id(x)]: x for x in inputs}))
+        mapped = {key: x for x in inputs for key in self._keys(x)}
+        f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
@@ -673,12 +695,24 @@ class _Call(Leaf):
     def _take_inputs(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
-        self._ids = [self._originals.get(id(x), id(x)) for x in inputs]
-        self._labels = [self._closure.where(key) for key in self._ids[len(self._arguments.tensors) :]]
+        self._ids = [self._keys(x) for x in inputs]
+        self._labels = [self._where_captured(x) for x in captured]
         self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
         return inputs
+
+    def _hand_over_kept(self) -> None:
+        """What is kept belongs to the graph from here on."""
+        if self.kept is not None:
+            self.kept.tensors = []
+            self.kept = None
+
+    def recorder(self) -> recording.Record | None:
+        chooser = self._options.chooser
+        if chooser is None or _torch.is_tracing():
+            return None
+        return recording.Record(self, chooser, policies.current_name)
 
     def _run_first(
         self,
@@ -779,7 +813,9 @@ class _Call(Leaf):
         return layers
 
     def _run_under_net(self, inputs: Tensors) -> Tensors:
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label([keys[0] for keys in self._ids], inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         with (
@@ -806,12 +842,14 @@ class _Call(Leaf):
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label([keys[0] for keys in self._ids], inputs)
         inputs = tuple(
             [x.clone() if may_be_statistics(x) or i in self._written else x for i, x in enumerate(inputs)]
         )
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
         f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
@@ -845,6 +883,16 @@ class _Call(Leaf):
             return rebuilt, self._arguments.others, {}
         f, others, static = rebuilt
         return f, others or self._arguments.others, static or {}
+
+    def _keys(self, x: Tensor) -> list[int]:
+        """The ids of the tensors for which one stands."""
+        return self._originals.get(id(x)) or [id(x)]
+
+    def _mapped(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {key: x for keys, x in zip(self._ids, inputs, strict=True) for key in keys}
+
+    def _where_captured(self, x: Tensor) -> str:
+        return self._closure.where(self._keys(x)[0])
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
         replaced = {key: mapped[key] for key in self._replaced}
@@ -896,7 +944,7 @@ class _Call(Leaf):
 
     def _changed_captured(self, x: Tensor) -> MutationError:
         return MutationError(
-            f"remat({self._name}) changed {self._closure.where(self._originals[id(x)])} ({describe(x)}) in "
+            f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
             "place. The recomputation would start from the changed values: change it outside."
         )
 

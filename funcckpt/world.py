@@ -175,6 +175,14 @@ def states(streams: Sequence[Stream]) -> States:
     return [(stream, stream.get_state()) for stream in streams]
 
 
+def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> States:
+    """The streams from which an operator may draw, as they are now."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return []
+    explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+    return states(random_streams(explicit))
+
+
 def moved(before: States) -> States:
     """Those of the streams from which random numbers were drawn since."""
     return [(stream, state) for stream, state in before if not _same_bytes(state, stream.get_state())]

@@ -17,6 +17,7 @@ import queue
 import random
 import threading
 import types
+import typing
 import weakref
 
 import numpy as np
@@ -1230,3 +1231,110 @@ def test_parameters_carry_no_marks():
     module.bias.requires_grad_(False)
     _backward(remat(module))
     assert [vars(p) for p in module.parameters()] == [{}, {}]
+
+
+def _scheduled():
+    step = 2.0
+
+    def get():
+        return step
+
+    def advance():
+        nonlocal step
+        step += 3.0
+
+    return get, advance
+
+
+def test_a_variable_that_somebody_else_assigns():
+    get, advance = _scheduled()
+    both = {"get": get, "advance": advance}
+    loss = remat(lambda x: (x * both["get"]()).sin())(tensor(3, requires_grad=True)).sum()
+    advance()
+    with pytest.raises(MutationError, match=r"closure variable 'step' of item 'get'.*assigned"):
+        loss.backward()
+
+
+def accepts_what_it_is_annotated_with(wrap, x):
+    w = x.cos()
+
+    def f(x: torch.Tensor, k: float = 2.0):
+        """What it does."""
+        return x * w * k
+
+    def call(x):
+        hints = typing.get_type_hints(f)
+        given = {"x": x, "k": 3.0, "other": 1}
+        return f(**{name: value for name, value in given.items() if name in hints}) * len(f.__doc__)
+
+    return wrap(call)(x)
+
+
+def a_partial_with_an_attribute(wrap, x):
+    w = x.cos()
+    f = functools.partial(lambda a, x: x * a * w, 2.0)
+    f.scale = 3.0
+    return wrap(lambda x: f(x) * f.scale)(x)
+
+
+def a_tensor_by_two_ways_in_nested_remats(wrap, x):
+    w = x.cos()
+
+    class Holder:
+        v = w
+
+    inner = wrap(lambda x: (x * w).sin() * Holder.v)
+    return wrap(lambda x: inner(x).cos())(x)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        accepts_what_it_is_annotated_with,
+        a_partial_with_an_attribute,
+        a_tensor_by_two_ways_in_nested_remats,
+    ],
+)
+def test_like_the_function_in_detail(case, transform):
+    compare(lambda wrap: TRANSFORMS[transform](lambda x: case(wrap, x)), remat)
+
+
+def by_generator(w):
+    kept = []
+
+    def make():
+        v = w * 2
+        while True:
+            yield v
+
+    def twice():
+        if not kept:
+            kept.append(make())
+        return next(kept[0])
+
+    return twice
+
+
+def by_weak_key(w):
+    key, known = Object(), weakref.WeakKeyDictionary()
+
+    def twice():
+        if key not in known:
+            known[key] = w * 2
+        return known[key]
+
+    return twice
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap_grad", "hessian"])
+@pytest.mark.parametrize("memo", [by_generator, by_weak_key])
+def test_memos_that_cannot_be_put_back(memo, transform):
+    """The second call would find what the first one left."""
+
+    def f(x):
+        twice = memo(x)
+        return remat(lambda x: (x * twice()).sin())(x) + remat(lambda x: (x * twice()).cos())(x)
+
+    with pytest.raises(EscapeError):
+        TRANSFORMS[transform](f)

@@ -402,10 +402,10 @@ def test_scope():
 
 
 def test_statistics_of_a_recomputed_module():
-    """A copy of the count of batches is held for the recomputation."""
+    """No copy of them is held for the recomputation."""
     model = Remat(nn.BatchNorm1d(D))
     found = saved_residuals(lambda x: model(x.sin()), torch.ones(N, D))
-    assert [(r.dtype, r.bytes) for r in found if r.kind == "output"] == [(f32, 4 * N * D), (torch.int64, 8)]
+    assert [(r.dtype, r.bytes) for r in found if r.kind == "output"] == [(f32, 4 * N * D)]
 
 
 def test_saved_tensors_on_the_host():

@@ -98,7 +98,7 @@ def checkpoint(
         Draw in the recomputation the random numbers of the forward.
     context_fn : callable
         Gives two context managers, for the forward and for the recomputation; see
-        :func:`create_selective_checkpoint_contexts`, which is for plain eager code only.
+        :func:`create_selective_checkpoint_contexts`. Under transforms its policy is `remat`'s.
     determinism_check : {"default", "none"}
         Compare shapes, dtypes and devices of the recomputation with those of the forward, and look
         for tensors that were changed in place between the two; or not.
@@ -411,15 +411,20 @@ def _functional(
     debug: bool,
 ) -> Any:
     g = f
+    policy = None
     if redirect.is_active():
         g = _redirected(f)
     if debug:
         g = _debugged(g)
     elif context_fn is not noop_context_fn:
-        g = _in_contexts(g, *context_fn())
-    return remat(g, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)(
-        *args, **kwargs
-    )
+        contexts = context_fn()
+        if isinstance(contexts[0], Forward) and isinstance(contexts[1], Recompute):
+            policy = contexts[0].policy
+        else:
+            g = _in_contexts(g, *contexts)
+    return remat(
+        g, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, policy=policy
+    )(*args, **kwargs)
 
 
 def _redirected(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -439,10 +444,10 @@ def _in_contexts(
     for context in (forward, recompute):
         if is_selective(context):
             raise OptionError(
-                f"{title(f)}: selective checkpointing (context_fn) matches the operators of the "
-                "recomputation with those of the forward one by one, which cannot be done under torch.func "
-                "transforms or in forward mode, where the two differ. Leave context_fn out there: the "
-                "gradients are the same."
+                f"{title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
+                "of the recomputation with those of the forward one by one, which cannot be done under "
+                "torch.func transforms or in forward mode, where the two differ. Make them with "
+                "funcckpt.create_selective_checkpoint_contexts."
             )
     # A namespace, since remat gives a recomputation the values that other variables had in the call.
     run = SimpleNamespace(first=True)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
 import funcckpt
 from funcckpt import checkpoint, create_selective_checkpoint_contexts
 from funcckpt.errors import OptionError
+from funcckpt.meter import Meter
 
 from .implementations import gradients
 
@@ -264,11 +265,27 @@ def test_context_fn():
     assert y == 1 and notes == ["forward", "end", "recompute", "end"]
 
 
-@pytest.mark.parametrize("module", [torch.utils.checkpoint, funcckpt])
-def test_selective_contexts_cannot_be_honoured(module):
-    contexts = lambda: module.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+def test_contexts_of_torch_cannot_be_honoured():
+    contexts = lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(
+        [torch.ops.aten.sin.default]
+    )
     with pytest.raises(OptionError, match="context_fn"):
         grad(lambda x: checkpoint(torch.sin, x, context_fn=contexts))(torch.ones(()))
+
+
+def test_a_policy_is_honoured():
+    """Of the contexts it is taken, and given to remat."""
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return op is torch.ops.aten.sin.default
+
+    contexts = lambda: funcckpt.create_selective_checkpoint_contexts(policy)
+    with Meter() as meter:
+        y = grad(lambda x: checkpoint(lambda x: torch.sin(x).exp(), x, context_fn=contexts))(torch.ones(()))
+    assert torch.ops.aten.sin.default in asked and meter.ops["aten.sin.default"] == 1
+    assert y == torch.ones(()).cos() * torch.ones(()).sin().exp()
 
 
 def test_preserve_rng_state_false():
