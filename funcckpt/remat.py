@@ -165,7 +165,9 @@ def remat(
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check, chooser))
+        return _Checkpointed(
+            f, name, _Options(*static, preserve_rng_state, determinism_check, policy, chooser)
+        )
 
     return wrap if f is None else wrap(f)
 
@@ -181,6 +183,7 @@ class _Options(NamedTuple):
     static_argnames: frozenset[str]
     preserve_rng_state: bool
     determinism_check: str
+    policy: Any = None
     chooser: policies.Chooser | None = None
 
 
@@ -282,6 +285,7 @@ class _Checkpointed:
             **{
                 "preserve_rng_state": options.preserve_rng_state,
                 "determinism_check": options.determinism_check,
+                "policy": options.policy,
                 **changes,
             },
         )
