@@ -234,6 +234,8 @@ class lower:
 def active_layers() -> list[Layer]:
     """The active levels, outermost first."""
     layers: list[Layer] = []
+    if peek_interpreter_stack() is None:
+        return layers
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
             kind = kind_of(interpreter)
@@ -262,7 +264,7 @@ def without_levels() -> Iterator[None]:
 
 
 def number_of_vmaps() -> int:
-    return sum(layer.kind == "vmap" for layer in active_layers())
+    return sum([layer.kind == "vmap" for layer in active_layers()])
 
 
 def first_sample(level: int, like: Tensor) -> Tensor:
@@ -322,27 +324,40 @@ def function_modes_again(modes: Sequence[Any]) -> Iterator[None]:
             pop_function_mode()
 
 
-@contextmanager
-def shadows(layers: list[Layer]) -> Iterator[list[int]]:
-    """Put levels back below whatever is entered next; yields their numbers, outermost first.
+class shadows:
+    """Put levels back below whatever is entered next; gives their numbers, outermost first.
 
     A vmap level comes back with randomness "same": it only has to recognise its own batched
     tensors, and must not decide about random numbers a second time. In place of functionalize, which
     would wrap whatever passes, comes a level that only keeps its number.
     """
-    levels: list[int] = []
-    try:
-        for layer in layers:
-            if layer.kind == "vmap":
-                levels.append(_vmap_increment_nesting(layer.batch_size, "same"))
-            elif layer.kind == "functionalize":
-                levels.append(_grad_increment_nesting())
-            else:
-                push_dynamic_layer_stack(layer.dynamic)
-                levels.append(current_level())
-        yield levels
-    finally:
-        for layer in reversed(layers[: len(levels)]):
+
+    __slots__ = ("_layers",)
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self._layers = layers
+
+    def __enter__(self) -> list[int]:
+        levels: list[int] = []
+        try:
+            for layer in self._layers:
+                if layer.kind == "vmap":
+                    levels.append(_vmap_increment_nesting(layer.batch_size, "same"))
+                elif layer.kind == "functionalize":
+                    levels.append(_grad_increment_nesting())
+                else:
+                    push_dynamic_layer_stack(layer.dynamic)
+                    levels.append(current_level())
+        except BaseException:
+            self._leave(len(levels))
+            raise
+        return levels
+
+    def __exit__(self, *exception: object) -> None:
+        self._leave(len(self._layers))
+
+    def _leave(self, entered: int) -> None:
+        for layer in reversed(self._layers[:entered]):
             if layer.kind == "vmap":
                 _vmap_decrement_nesting()
             elif layer.kind == "functionalize":
@@ -351,21 +366,43 @@ def shadows(layers: list[Layer]) -> Iterator[list[int]]:
                 pop_dynamic_layer_stack()
 
 
-@contextmanager
-def vmap_level(batch_size: int, randomness: str) -> Iterator[int]:
-    level = _vmap_increment_nesting(batch_size, randomness)
-    try:
-        yield level
-    finally:
+class recording:
+    """Reverse and forward mode switched on for the time of a block, by one context instead of two."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        torch._C._set_fwd_grad_enabled(True)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._before[0])
+        torch._C._set_fwd_grad_enabled(self._before[1])
+
+
+class vmap_level:
+    """A vmap level for the time of a block, which is given its number."""
+
+    __slots__ = ("_options",)
+
+    def __init__(self, batch_size: int, randomness: str) -> None:
+        self._options = batch_size, randomness
+
+    def __enter__(self) -> int:
+        return _vmap_increment_nesting(*self._options)
+
+    def __exit__(self, *exception: object) -> None:
         _vmap_decrement_nesting()
 
 
-@contextmanager
-def grad_level() -> Iterator[int]:
-    level = _grad_increment_nesting()
-    try:
-        yield level
-    finally:
+class grad_level:
+    __slots__ = ()
+
+    def __enter__(self) -> int:
+        return _grad_increment_nesting()
+
+    def __exit__(self, *exception: object) -> None:
         _grad_decrement_nesting()
 
 

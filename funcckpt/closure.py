@@ -30,9 +30,9 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -166,14 +166,30 @@ class Closure:
         self._named: list[_NamedNode] = []
         # What lies so deep that Python's stack would not reach it.
         self._deep: list[tuple[_Node, Iterable[tuple[Any, Any]]]] = []
-        self._root = self._visit(root, None, "", 0)
-        self._opaque = root if self._root is None else None  # a builtin function
-        self._visit_named()
+        self._root: int | None = None
+        self._opaque: Any = None
+        if type(root) is types.FunctionType and _refers_to_nothing(root):
+            self._names |= _names(root.__code__)
+            # A copy: the original may be given defaults, or other code.
+            self._opaque = _function(root, root.__globals__, None)
+        elif everything:
+            self._search(root)
+        else:
+            key = _key(root)
+            plans = _plans.get(key, ())
+            if not any(self._follow(plan, root) for plan in plans):
+                self._search(root)
+                if (plan := self._plan()) is not None:
+                    if len(_plans) >= _MAX_PLANS:
+                        _plans.clear()
+                    _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
         # Whether f may write where no version counter sees it.
         self.writes_unseen = not self._names.isdisjoint(_WRITES_UNSEEN)
         if self.writes_unseen:
             self._take_snapshots()
-        _spread(self._nodes)
+        if self._nodes:
+            self._share()
+            _spread(self._nodes)
         self.is_pure = self.is_pure and not self._is_told_by_identity()
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
@@ -183,6 +199,116 @@ class Closure:
     def has_updated_buffers(self) -> bool:
         """Whether f has updated buffers, of which the copies are kept. After `settle`."""
         return any(isinstance(node, _TensorNode) and node.snapshot for node in self._nodes.values())
+
+    def _search(self, root: Any) -> None:
+        self._nodes = {}
+        self._root = self._visit(root, None, "", 0)
+        self._opaque = root if self._root is None else None  # a builtin function
+        self._visit_named()
+
+    def _plan(self) -> _Plan | None:
+        """How to find all of this again without a search, if what was found says so by its types."""
+        if self._root is None or self.generators or _is_transient(self._nodes[self._root].value):
+            return None
+        numbers = {key: i for i, key in enumerate(self._nodes)}
+        found_by = {self._root: (-1, 0)}
+        steps = []
+        for i, node in enumerate(self._nodes.values()):
+            items = node.read(node.value)
+            pairs = [*items.items(), *node.extra()]
+            children, same = [], []
+            for position, (name, value) in enumerate(pairs):
+                kind = type(value)
+                if not _is_plain_name(name) or _is_transient(value):
+                    return None
+                if kind in _ATOMS:
+                    continue
+                if (child := node.children.get(name)) is not None and child == id(value):
+                    children.append((position, name, numbers[child]))
+                    if self._nodes[child].parent == node.key:
+                        found_by.setdefault(child, (i, position))
+                elif isinstance(value, _HOLDS_UNSEEN):
+                    return None
+                elif isinstance(value, _TOLD_BY_VALUE):
+                    if not isinstance(getattr(value, "__self__", None), types.ModuleType | None):
+                        return None
+                    same.append((position, value))
+            if items.keys() != node.items.keys() or node.key not in found_by:
+                return None
+            marks = {slot: getattr(node, slot) for slot in ("looked_up", "is_called") if hasattr(node, slot)}
+            steps.append(
+                _Step(
+                    type(node),
+                    type(node.value),
+                    *found_by[node.key],
+                    node.label,
+                    node.identity(),
+                    tuple(marks.items()),
+                    [name for name, _ in pairs],
+                    [type(value) for _, value in pairs],
+                    children,
+                    same,
+                )
+            )
+        return _Plan(steps, self._names, self.is_pure, self.has_rnn)
+
+    def _follow(self, plan: _Plan, root: Any) -> bool:
+        """Look where another search has looked; False if it would look elsewhere now.
+
+        What it did depends on the types of what it has met, on the names by which it is referred to, on
+        what is the same, and on the code of functions. All this is compared.
+        """
+        nodes: list[_Node] = []
+        contents: list[list[Any]] = []
+        for step in plan.steps:
+            parent = step.parent
+            if parent < 0:
+                value, node = root, step.node(root, None, step.label)
+                if type(root) is not step.kind:
+                    return False
+            else:
+                value = contents[parent][step.position]
+                node = step.node(value, nodes[parent].key, step.label)
+            nodes.append(node)
+            if step.node is _TensorNode:
+                if _torch.is_left_over(value):
+                    return False
+                contents.append([])
+                continue
+            for slot, mark in step.marks:
+                setattr(node, slot, mark)
+            items = node.items = node.read(value)
+            names, content = [*items], [*items.values()]
+            for name, item in node.extra():
+                names.append(name)
+                content.append(item)
+            if names != step.names or [*map(type, content)] != step.kinds or node.identity() != step.identity:
+                return False
+            for position, item in step.same:
+                if content[position] is not item:
+                    return False
+            contents.append(content)
+        keys = [node.key for node in nodes]
+        self._nodes = dict(zip(keys, nodes, strict=True))
+        if len(self._nodes) < len(keys):
+            return False
+        for step, node, content in zip(plan.steps, nodes, contents, strict=True):
+            if step.children:
+                node.children = {name: keys[child] for _, name, child in step.children}
+                for position, _, child in step.children:
+                    if id(content[position]) != keys[child]:
+                        return False
+        self._root = keys[0]
+        self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
+        for node in nodes:
+            if type(node) is _TensorNode:
+                self._take(node)
+            elif type(node.value) is _Cached:
+                self._caches.append(node.value)
+        for node in nodes:
+            if isinstance(node, _ModuleNode):
+                self._take_buffers_of(node)
+        return True
 
     def _is_told_by_identity(self) -> bool:
         """Whether f may ask if a tensor, module or object is a certain one. A copy is not."""
@@ -224,8 +350,7 @@ class Closure:
             return self._opaque
         return _Rebuild(self._nodes, mapped, first=False).build(self._root)
 
-    @contextmanager
-    def rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
+    def rebuilt_once(self, mapped: Mapped, name: str) -> AbstractContextManager[Any]:
         """The callable around other tensors for its first run, whose side effects are to be seen.
 
         What holds no tracked tensor is shared with the original. What f stores in the rest is
@@ -236,9 +361,13 @@ class Closure:
         EscapeError
             f stored a tensor in something that had to be rebuilt.
         """
+        return nullcontext(self._opaque) if self._root is None else self._rebuilt_once(mapped, name)
+
+    @contextmanager
+    def _rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
         rebuild = _Rebuild(self._nodes, mapped, first=True)
         try:
-            yield self._opaque if self._root is None else rebuild.build(self._root)
+            yield rebuild.build(self._root)
         except BaseException:
             # Without remat, what f has assigned before it failed would stay.
             with suppress(EscapeError):
@@ -246,9 +375,12 @@ class Closure:
             raise
         rebuild.write_back(name)
 
-    @contextmanager
-    def caches_kept_clean(self) -> Iterator[None]:
+    def caches_kept_clean(self) -> AbstractContextManager[None]:
         """Forget what f puts into an `lru_cache` while it runs: it belongs to levels that come to an end."""
+        return self._caches_kept_clean() if self._caches else nullcontext()
+
+    @contextmanager
+    def _caches_kept_clean(self) -> Iterator[None]:
         sizes = [cache.cache_info().misses for cache in self._caches]
         try:
             yield
@@ -322,9 +454,12 @@ class Closure:
                     "or change it after the backward."
                 )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Context variables and thread-local attributes as they were: a backward has a thread of its own."""
+        return self._restored() if self._shared else nullcontext()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             for node in self._shared:
                 if isinstance(node, _OfContextNode):
@@ -382,8 +517,11 @@ class Closure:
     def escaped(self) -> Iterator[tuple[Tensor, str]]:
         """Tensors that were stored, since the search, where it has been; and the place in words."""
         for node in list(self._nodes.values()):
-            before = {id(x) for x in node.items.values()}
-            for name, value in node.assignable(node.value).items():
+            items = node.items
+            now = [*node.assignable(node.value).items()]
+            now = [(name, value) for name, value in now if value is not items.get(name)]
+            before = {id(x) for x in items.values()} if now else set()
+            for name, value in now:
                 if id(value) in before or type(value) in _ATOMS or id(value) in self._nodes:
                     continue
                 if node.is_of_library and not isinstance(value, Tensor):
@@ -410,10 +548,7 @@ class Closure:
             )
         if isinstance(value, Tensor):
             node = _TensorNode(value, parent, label)
-            node.needed = is_tracked(value)
-            if may_be_statistics(value) and not node.needed:
-                node.take_snapshot(of_buffer=False)
-            (self.tensors if node.needed else self.constants).append(value)
+            self._take(node)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
             return None
@@ -443,11 +578,21 @@ class Closure:
         self._names |= node.names()
         node.items = node.read(value)
         self._visit_items(node, (*node.items.items(), *node.extra()), depth)
+        self._take_buffers_of(node)
+        return key
+
+    def _take(self, node: _TensorNode) -> None:
+        x = node.value
+        node.needed = is_tracked(x)
+        if not node.needed and may_be_statistics(x):
+            node.take_snapshot(of_buffer=False)
+        (self.tensors if node.needed else self.constants).append(x)
+
+    def _take_buffers_of(self, node: _Node) -> None:
         for x in node.updated_buffers():
             found = self._nodes[id(x)]
             if isinstance(found, _TensorNode) and not found.needed:
                 found.take_snapshot(of_buffer=True)
-        return key
 
     def _visit_items(self, node: _Node, items: Iterable[tuple[Any, Any]], depth: int) -> None:
         if depth > _MAX_DEPTH:
@@ -479,19 +624,77 @@ class Closure:
                 named.items.update(new)
                 self._visit_items(named, new, 0)
             now = len(self._names) + sum([len(named.items) for named in self._named])
-        functions = [node for node in self._nodes.values() if isinstance(node, _FunctionNode)]
-        assigned: set[int] = set().union(*[node.assigned_cells() for node in functions])
+
+    def _share(self) -> None:
+        """What no copy can stand for, f finds as it is, and all that it reaches from there."""
+        nodes = self._nodes
+        functions = [node for node in nodes.values() if type(node) is _FunctionNode]
+        assigned = {cell for function in functions for cell in function.assigned_cells()}
         for function in functions:
             function.share(assigned)
         # What is reached from there is shared with the original, whatever other ways lead to it.
-        pending: list[_Node] = [node for node in self._nodes.values() if isinstance(node, _FixedNode)]
+        pending: list[_Node] = [node for node in nodes.values() if isinstance(node, _FixedNode)]
         while pending:
             node = pending.pop()
             if not node.shared:
                 node.shared = True
-                pending.extend([self._nodes[child] for child in node.children.values()])
+                pending.extend([nodes[child] for child in node.children.values()])
                 if isinstance(node, _TensorNode) and node.needed:
                     self.loose.append(node.value)
+
+
+class _Step(NamedTuple):
+    """How a search has met one object, and by what it would know one in its place."""
+
+    node: type[_Node]
+    kind: type
+    # Which step has met what refers to it, and at which position.
+    parent: int
+    position: int
+    label: str
+    identity: Any
+    marks: Sequence[tuple[str, Any]]
+    # What it refers to: by name, and of which type.
+    names: list[Any]
+    kinds: list[type]
+    # Of this what was followed, by position, name and step; and what was not, and has to be the same object.
+    children: list[tuple[int, Any, int]]
+    same: list[tuple[int, Any]]
+
+
+class _Plan(NamedTuple):
+    """Where a search has looked. Holds types, code, names and modules of Python, and no values."""
+
+    steps: list[_Step]
+    names: set[str]
+    is_pure: bool
+    has_rnn: bool
+
+
+# Plans of earlier searches, by the code or type of their root: some for each, and for so many of them.
+_plans: dict[Any, tuple[_Plan, ...]] = {}
+_MAX_PLANS_EACH = 4
+_MAX_PLANS = 256
+
+
+def _key(root: Any) -> Any:
+    if type(root) is tuple:  # a function with its arguments
+        root = root[0]
+    if type(root) is types.MethodType:
+        root = root.__func__
+    return root.__code__ if type(root) is types.FunctionType else type(root)
+
+
+def _is_transient(value: Any) -> bool:
+    """Whether a plan would keep alive what comes and goes with a function: a class, or a module of Python."""
+    if isinstance(value, types.ModuleType):
+        return sys.modules.get(value.__name__) is not value
+    return "<locals>" in (value if isinstance(value, type) else type(value)).__qualname__
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether a name holds nothing, and compares like a value."""
+    return all(map(_is_plain_name, name)) if type(name) is tuple else type(name) in _ATOMS
 
 
 class _Node:
@@ -536,6 +739,10 @@ class _Node:
     def is_of_library(self) -> bool:
         """Whether the object is one of a library's, which stores what it likes (`LSTM._flat_weights`)."""
         return isinstance(self.value, nn.Module) and _is_library(type(self.value).__module__)
+
+    def identity(self) -> Any:
+        """What tells it from others of its type that refer to the same types by the same names."""
+        return None
 
     def is_made_anew(self, name: Any) -> bool:
         """Whether what has this name is assigned before it is used, in each run."""
@@ -667,12 +874,15 @@ class _NamedNode(_Node):
         return True
 
     def named(self, content: Content) -> Content:
-        return {name: item for name, item in content.items() if self.may_look_up(name)}
+        if self._may_look_up_anything():
+            return content
+        return {name: item for name, item in content.items() if name in self.looked_up}
+
+    def _may_look_up_anything(self) -> bool:
+        return not (self.is_named and self.looked_up.isdisjoint(_LOOK_UP_ANYTHING))
 
     def may_look_up(self, name: Any) -> bool:
-        if not self.is_named or not self.looked_up.isdisjoint(_LOOK_UP_ANYTHING):
-            return True
-        return name in self.looked_up
+        return name in self.looked_up or self._may_look_up_anything()
 
 
 class _TensorNode(_Node):
@@ -746,6 +956,9 @@ class _FunctionNode(_Node):
         self.state |= {name for name, cell in self.cells.items() if cell in assigned}
         if self.cells.keys() - self.state:
             self.frozen = _BOUND
+
+    def identity(self) -> Any:
+        return self.value.__code__, _is_of_library(self.value)
 
     def leave_state(self) -> None:
         now = self.assignable(self.value)
@@ -1117,26 +1330,24 @@ class _ModuleNode(_NamedNode):
     were, and must not update them again.
     """
 
-    __slots__ = ("computed", "looked_up", "origin", "parameters", "state", "type")
+    __slots__ = ("computed", "hooks", "looked_up", "origin", "parameters", "state", "type")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
         self.frozen = _HELD
         self.type = type(value)
         self.origin = _weak(value)
-        self.parameters = {name for name, x in value._parameters.items() if isinstance(x, nn.Parameter)}
         state = value.__dict__
+        self.parameters = {name for name, x in state["_parameters"].items() if isinstance(x, nn.Parameter)}
         # What weight_norm, spectral_norm and prune of torch.nn.utils assign before each forward.
         self.computed = {
             ("", getattr(hook, "name", None) or getattr(hook, "_tensor_name", None))
-            for hook in value._forward_pre_hooks.values()
+            for hook in state["_forward_pre_hooks"].values()
             if type(hook).__module__.startswith("torch.nn.utils.")
         }
-        self.state = {name: state[name] for name in _MODULE_FLAGS & state.keys()}
-        for name in _MODULE_HOOKS & state.keys():
-            # Hooks may be registered and removed later: this is what they are now.
-            hooks = state[name]
-            self.state[name] = hooks.copy() if hooks else _NO_HOOKS
+        self.state = {name: state[name] for name in _MODULE_FLAGS if name in state}
+        # Hooks may be registered and removed later: these are there now.
+        self.hooks = {name: hooks.copy() for name in _MODULE_HOOKS if (hooks := state.get(name))}
 
     @property
     def is_named(self) -> bool:
@@ -1144,12 +1355,10 @@ class _ModuleNode(_NamedNode):
 
     def read(self, value: Any) -> Content:
         state = value.__dict__
-        content: Content = {}
-        for part in _PARTS:
-            for name, item in state[part].items():
-                content[part, name] = item
-        attributes = {name: state[name] for name in state.keys() - _MODULE_STATE}
-        attributes = self.named(attributes)
+        content: Content = {(part, name): item for part in _PARTS for name, item in state[part].items()}
+        attributes = {name: item for name, item in state.items() if name not in _MODULE_STATE}
+        if attributes:
+            attributes = self.named(attributes)
         for name in _HOOKS:
             if item := state.get(name):
                 attributes[name] = item
@@ -1165,8 +1374,12 @@ class _ModuleNode(_NamedNode):
 
     def changes(self) -> Iterator[Any]:
         yield from super().changes()
+        now = self.value.__dict__
         for name, item in self.state.items():
-            if self.value.__dict__.get(name) != item:
+            if now.get(name) != item:
+                yield "", name
+        for name in _MODULE_HOOKS:
+            if (now.get(name) or None) != self.hooks.get(name):
                 yield "", name
 
     def label_of(self, name: Any) -> str:
@@ -1177,7 +1390,7 @@ class _ModuleNode(_NamedNode):
 
     def allocate(self, rebuild: _Rebuild) -> Any:
         new = object.__new__(self.type)
-        state = {name: OrderedDict() if item is _NO_HOOKS else item for name, item in self.state.items()}
+        state = {**self.state, **{name: OrderedDict() for name in _MODULE_HOOKS}, **self.hooks}
         for part in _PARTS:
             state[part] = {}
         origin = self.origin()
@@ -1450,6 +1663,9 @@ class _PythonModuleNode(_FixedNode, _NamedNode):
 
     __slots__ = ("looked_up",)
 
+    def identity(self) -> Any:
+        return self.value
+
     def read(self, value: Any) -> Content:
         content = value.__dict__
         return {name: content[name] for name in self.looked_up if name in content}
@@ -1465,6 +1681,9 @@ class _ClassNode(_FixedNode, _NamedNode):
         super().__init__(value, parent, label)
         # Whether code may make an instance; an instance that is there has been made.
         self.is_called = False
+
+    def identity(self) -> Any:
+        return self.value
 
     def read(self, value: Any) -> Content:
         content: Content = {}
@@ -1490,7 +1709,17 @@ class _ClassNode(_FixedNode, _NamedNode):
         yield "", type(self.value)
 
 
-_NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
+# Whether these are followed depends on which they are.
+_TOLD_BY_VALUE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.ModuleType,
+    type,
+    operator.attrgetter,
+)
+# What no plan may hold, and is not followed.
+_HOLDS_UNSEEN = (Tensor, torch.Generator, operator.methodcaller)
 _BINDERS = (_FunctionNode, _FrozenNode)
 _MUTABLE = (_SequenceNode, _DictNode, _ObjectNode, _FunctionNode)
 # Types written in C whose instances have nothing but attributes, and object itself.
@@ -1604,25 +1833,23 @@ class _Rebuild:
 
 def _spread(nodes: Mapping[int, _Node]) -> None:
     """What refers to something that is rebuilt has to be rebuilt."""
-    pending = [node for node in nodes.values() if node.needed or node.frozen]
-    if not pending:
-        return
-    referrers: dict[int, list[_Node]] = defaultdict(list)
-    for node in nodes.values():
-        for child in node.children.values():
-            referrers[child].append(node)
-    while pending:
-        node = pending.pop()
-        for referrer in referrers[node.key]:
-            if isinstance(referrer, _FixedNode):
+    # Most of what an object refers to was met after it.
+    backwards = [*nodes.values()][::-1]
+    spreading = True
+    while spreading:
+        spreading = False
+        for node in backwards:
+            if not node.children or isinstance(node, _FixedNode):
                 continue
-            frozen = node.frozen
-            if frozen == _BOUND and not isinstance(referrer, _BINDERS):
-                frozen = _THAWED
-            if (node.needed and not referrer.needed) or frozen > referrer.frozen:
-                referrer.needed |= node.needed
-                referrer.frozen = max(frozen, referrer.frozen)
-                pending.append(referrer)
+            needed, frozen = node.needed, node.frozen
+            for key in node.children.values():
+                child = nodes[key]
+                needed |= child.needed
+                if child.frozen > frozen and (child.frozen != _BOUND or isinstance(node, _BINDERS)):
+                    frozen = child.frozen
+            if needed != node.needed or frozen != node.frozen:
+                node.needed, node.frozen = needed, frozen
+                spreading = True
 
 
 def _version(x: Tensor) -> int | None:
@@ -1639,7 +1866,7 @@ def _cleared(value: Any) -> Any:
 
 def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if kind is types.FunctionType:
-        return _FunctionNode
+        return None if _is_of_library(value) and _holds_nothing(value) else _FunctionNode
     if kind is types.MethodType:
         return _MethodNode
     if isinstance(value, functools.partial):
@@ -1694,9 +1921,12 @@ def take_for_own(f: Any) -> None:
         _own_packages.add(package)
         _is_installed.cache_clear()
         _is_own.forget()
+        _is_library.cache_clear()
+        _plans.clear()
 
 
-def _is_library(module: str | None) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _is_library(module: Any) -> bool:
     package = _package(module)
     return package in _LIBRARIES or _is_installed(package)
 
@@ -1711,6 +1941,16 @@ def _is_installed(package: str) -> bool:
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed and package not in _own_packages
+
+
+def _holds_nothing(function: types.FunctionType) -> bool:
+    """Whether a function refers to nothing but to its globals."""
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__)
+
+
+def _refers_to_nothing(function: types.FunctionType) -> bool:
+    code = function.__code__
+    return _holds_nothing(function) and not _global_names(code) and not _imported(code)
 
 
 def _is_of_library(function: types.FunctionType) -> bool:

@@ -230,9 +230,10 @@ class _Node:
         ctx.thread = threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
         ctx.save_for_backward(*inputs, *tensors)
-        ctx.mark_non_differentiable(
-            *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
-        )
+        if not all(active):
+            ctx.mark_non_differentiable(
+                *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
+            )
         return outputs
 
     @staticmethod
@@ -330,11 +331,7 @@ class _AtGradLevel(_Node, _torch.SingleLevelFunction):
         recording = recorded(program, differentiated)
         unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
         # An autograd.Function switches both modes off, for all levels below too.
-        with (
-            torch.enable_grad(),
-            _torch._set_fwd_grad_enabled(True),
-            _torch.lower(interpreter),
-        ):
+        with _torch.recording(), _torch.lower(interpreter):
             outputs = bind(recording, unwrapped)
         wrapped = tuple([_torch._wrap_for_grad(y, level) for y in outputs])
         active = recording.active if isinstance(recording, Recording) else None

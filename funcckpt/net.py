@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -118,7 +117,7 @@ _HOW = {
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program with no level active, under the net if f has not run before."""
-    return run_recorded(program, inputs)[0]
+    return program.run(*inputs) if program.source.random is not None else run_recorded(program, inputs)[0]
 
 
 def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
@@ -134,7 +133,7 @@ def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, t
     record = None
     if recording is not None or any([layer.kind == "grad" for layer in layers]):
         record = source.recorder()
-    with torch.enable_grad(), _torch._set_fwd_grad_enabled(True):
+    with _torch.recording():
         with _torch.shadows(layers) as levels, record or nullcontext():
             outputs = (recording or program).run(*detached)
             outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])

@@ -244,8 +244,9 @@ class Vjp(_Derived):
         originals: list[Tensor] = []
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
+        is_bottom = _torch.peek_interpreter_stack() is None
         with recompute.recording(self._source):
-            if _torch.peek_interpreter_stack() is None and not _torch.in_dual_level() and not self.at_level:
+            if is_bottom and not _torch.in_dual_level() and not self.at_level:
                 if not nested:
                     originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
                 outputs, leaves = self._record_plain(primals, nested)
@@ -254,7 +255,7 @@ class Vjp(_Derived):
             primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
-        as_func = bool(self.batches) or _torch.number_of_vmaps() > 1
+        as_func = bool(self.batches) or (not is_bottom and _torch.number_of_vmaps() > 1)
         gradients = self._pull(outputs, leaves, originals, cotangents, nested or as_func)
         if self.batches and not nested:
             gradients = tuple([_torch.fresh(g) for g in gradients])
@@ -441,10 +442,10 @@ def bind_legacy(
     program: Program, inputs: Sequence[Tensor], bind: Callable[[Program, Sequence[Tensor]], Tensors]
 ) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), if it has batched any input."""
+    if not any([_torch.is_legacy_batchedtensor(x) for x in inputs]):
+        return bind(program, inputs)
     unwrapped_and_dims = [_torch.unwrap_legacy(x) for x in inputs]
     in_dims = tuple([dim for _, dim in unwrapped_and_dims])
-    if all(dim is None for dim in in_dims):
-        return bind(program, inputs)
     unwrapped = [x for x, _ in unwrapped_and_dims]
     size = next(x.shape[dim] for x, dim in unwrapped_and_dims if dim is not None)
     batched = vmapped(program, program.home + 1, in_dims, size, "same")

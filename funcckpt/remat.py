@@ -19,7 +19,7 @@ import types
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -445,24 +445,31 @@ class _Arguments:
 class _Outputs:
     """What f returned: its structure, what is no tensor, and how each tensor looked."""
 
+    # Each tensor is an input, which is handed back as it is, or an output, once.
+    _sources: list[tuple[bool, int]]
+    _kept: list[int]
+    _aliased: frozenset[int]
+    tensors: list[Tensor]
+    others: list[Any]
+
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
         given = {id(x): i for i, x in enumerate(inputs)}
         leaves: list[Any] = [out]
         self.structure: pytree.TreeSpec | None = None
+        if isinstance(out, Tensor) and id(out) not in given:  # as most of them are
+            self.positions, self.others, self.tensors = [0], [None], [out]
+            self.looks = [_look_of(out)]
+            self._sources, self._kept = [(False, 0)], [0]
+            self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
+            return
         if not isinstance(out, Tensor):
             leaves, self.structure = pytree.tree_flatten(out)
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._sources, self._kept = [], []
         everything = [leaves[i] for i in self.positions]
-        # A nested tensor with strides has no shape that one may ask for.
-        self.looks = [
-            (x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device)
-            for x in everything
-        ]
-        # Each tensor is an input, which is handed back as it is, or an output, once.
+        self.looks = [_look_of(x) for x in everything]
         outputs: dict[int, Tensor] = {}
-        self._sources: list[tuple[bool, int]] = []
-        self._kept: list[int] = []
         for i, x in enumerate(everything):
             if id(x) in given:
                 self._sources.append((True, given[id(x)]))
@@ -471,7 +478,7 @@ class _Outputs:
                 outputs[id(x)] = x
                 self._kept.append(i)
             self._sources.append((False, list(outputs).index(id(x))))
-        self.tensors: list[Tensor] = list(outputs.values())
+        self.tensors = list(outputs.values())
         self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
         for i in self.positions:
             leaves[i] = None
@@ -522,6 +529,11 @@ class _Outputs:
         return None
 
 
+def _look_of(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
+    # A nested tensor with strides has no shape that one may ask for.
+    return x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device
+
+
 def _look(look: tuple[torch.dtype, tuple[int, ...], torch.device]) -> str:
     dtype, shape, device = look
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
@@ -570,7 +582,6 @@ class _Call(Leaf):
         self._written: frozenset[int] = frozenset()
         self.replaces = bool(self._replaced)
         self._ids: list[list[int]] = []
-        self._labels: list[str] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators)
@@ -701,7 +712,6 @@ class _Call(Leaf):
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
         self._ids = [self._keys(x) for x in inputs]
-        self._labels = [self._where_captured(x) for x in captured]
         self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
@@ -741,6 +751,8 @@ class _Call(Leaf):
                 raise
         self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)
         self.random |= self._closure.moves_streams
+        if not self.random:
+            self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
         self._outputs = _Outputs(self._name, out, given)
         return self._outputs.take()
@@ -859,16 +871,16 @@ class _Call(Leaf):
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
         del others, static, inputs, mapped
-        with ExitStack() as stack:
-            replacing = stack.enter_context(replacer)
-            stack.enter_context(self._closure.restored())
-            stack.enter_context(self._closure.caches_kept_clean())
-            if not self._world.is_here():
-                stack.enter_context(self._world.replayed())
-            stack.enter_context(world.own_autocast_cache())
-            if self.random and self._options.preserve_rng_state and self._states is not None:
-                stack.enter_context(world.streams_at(self._states))
-                stack.enter_context(_torch.without_vmap_mode())
+        draws = self.random and self._options.preserve_rng_state and self._states is not None
+        with (
+            replacer as replacing,
+            self._closure.restored(),
+            self._closure.caches_kept_clean(),
+            nullcontext() if self._world.is_here() else self._world.replayed(),
+            world.own_autocast_cache(),
+            world.streams_at(self._states or []) if draws else nullcontext(),
+            _torch.without_vmap_mode() if draws else nullcontext(),
+        ):
             out = f(*args, **kwargs)
         if replacing is not None and self._met - replacing.met:
             label = describe(self._replaced[min(self._met - replacing.met)])
@@ -964,7 +976,7 @@ class _Call(Leaf):
 
     def where(self, i: int) -> str:
         arity = self._arguments.arity
-        return self._arguments.where(i) if i < arity else self._labels[i - arity]
+        return self._arguments.where(i) if i < arity else self._closure.where(self._ids[i][0])
 
 
 # What may be an argument and holds nothing.
@@ -1031,8 +1043,10 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
     if len(outputs) < 2 and not any([y._is_view() or _torch.is_functorch_wrapped_tensor(y) for y in outputs]):
         return frozenset()
     storages = [_torch.storage_of(y) for y in outputs]
-    others = Counter(storages) + Counter({_torch.storage_of(x) for x in inputs} & set(storages))
-    return frozenset([i for i, key in enumerate(storages) if key is not None and others[key] > 1])
+    shared = {_torch.storage_of(x) for x in inputs}
+    if len(storages) > 1:
+        shared |= {key for key, count in Counter(storages).items() if count > 1}
+    return frozenset([i for i, key in enumerate(storages) if key is not None and key in shared])
 
 
 def _guarded(y: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, InputError, OptionError, describe
 from ..remat import instead, remat
 from . import redirect
 from .debug import logged
-from .region import Contexts, Region, is_of_checkpoint
+from .region import Contexts, Region, is_of_checkpoint, title
 from .selective import Forward, Recompute, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
@@ -207,7 +207,7 @@ def _call(
 ) -> Any:
     if determinism_check not in _CHECKS:
         raise OptionError(
-            f"{_title(f)}: determinism_check should be one of {list(_CHECKS)}, but got {determinism_check!r}."
+            f"{title(f)}: determinism_check should be one of {list(_CHECKS)}, but got {determinism_check!r}."
         )
     if use_reentrant:
         _check_reentrant(f, kwargs, context_fn, debug)
@@ -232,7 +232,7 @@ def _call(
     if enabled is not None:
         debug = enabled
     if debug and context_fn is not noop_context_fn:
-        raise OptionError(f"{_title(f)}: debug=True is incompatible with non-default context_fn.")
+        raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
     known = context_fn is noop_context_fn and _is_known(f, args, kwargs)
     if known or _torch.maybe_current_level() is not None or _torch.in_dual_level():
         return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
@@ -250,7 +250,7 @@ def _call(
         respect_saved_tensors_hooks=respect_saved_tensors_hooks,
     )
     if (ask := instead.get()) is not None:
-        return ask(f, _title(f), lambda: f(*args, **kwargs), lambda **changes: run(**_contexts(**changes)))
+        return ask(f, title(f), lambda: f(*args, **kwargs), lambda **changes: run(**_contexts(**changes)))
     return run()
 
 
@@ -291,7 +291,6 @@ def _by_hooks(
         f,
         args,
         kwargs,
-        name=_title(f),
         preserve_rng_state=preserve_rng_state,
         check=determinism_check != "none",
         early_stop=early_stop if stop is None else stop,
@@ -313,22 +312,18 @@ def _by_hooks(
     return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
 
 
-def _title(f: Callable[..., Any]) -> str:
-    return f"checkpoint({getattr(f, '__qualname__', None) or type(f).__qualname__})"
-
-
 # -- use_reentrant=True -------------------------------------------------------------------------
 
 
 def _check_reentrant(f: Any, kwargs: dict[str, Any], context_fn: Any, debug: bool) -> None:
     if kwargs:
         raise OptionError(
-            f"{_title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
+            f"{title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
             "torch takes none: pass use_reentrant=False."
         )
     if context_fn is not noop_context_fn or debug:
         raise OptionError(
-            f"{_title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+            f"{title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
         )
 
 
@@ -338,7 +333,7 @@ def _check_reentrant_result(f: Any, args: tuple[Any, ...], out: Any) -> None:
         return
     if any(isinstance(y, Tensor) and y.requires_grad for y in pytree.tree_leaves(out)):
         raise OptionError(
-            f"{_title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
+            f"{title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
             "to the parameters that the function uses, or to tensors inside of containers. Pass "
             "use_reentrant=False, which gives it."
         )
@@ -353,7 +348,7 @@ def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
     elif is_selective(forward):
         if respect:
             raise OptionError(
-                f"{_title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
+                f"{title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
             )
         # Torch 2.15 would warn of ours, which it takes for the caller's.
@@ -449,7 +444,7 @@ def _in_contexts(
     for context in (forward, recompute):
         if is_selective(context):
             raise OptionError(
-                f"{_title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
+                f"{title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
                 "of the recomputation with those of the forward one by one, which cannot be done under "
                 "torch.func transforms or in forward mode, where the two differ. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
@@ -489,7 +484,7 @@ def _debugged(f: Callable[..., Any]) -> Callable[..., Any]:
             run.looks = looks
         elif run.looks != looks:
             raise CheckpointError(
-                f"{_title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
+                f"{title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
                 f"has to do the same each time.\n\n{listed()}"
             )
         return out

@@ -85,11 +85,11 @@ class Held:
         if kind in _CONSTANTS or depth > _DEEPEST or id(x) in self._seen:
             return
         self._seen.add(id(x))
-        if isinstance(x, Tensor):
+        if isinstance(x, nn.Module):
+            self._take_module(x)
+        elif isinstance(x, Tensor):
             if (version := _version(x)) is not None:
                 self._tensors.append((weakref.ref(x), version))
-        elif isinstance(x, nn.Module):
-            self._take_module(x)
         elif kind is FunctionType:
             self._take_function(x, depth)
         elif kind is MethodType:

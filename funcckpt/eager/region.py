@@ -73,6 +73,11 @@ class Look(NamedTuple):
     parameter: weakref.ref[Tensor] | None
 
 
+def title(f: Callable[..., Any]) -> str:
+    """A call of checkpoint in words."""
+    return f"checkpoint({getattr(f, '__qualname__', None) or type(f).__qualname__})"
+
+
 class _Stop(BaseException):
     """All slots have their tensor. No exception that f could mean to catch."""
 
@@ -86,7 +91,6 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        name: str,
         preserve_rng_state: bool,
         check: bool,
         early_stop: bool,
@@ -94,7 +98,6 @@ class Region:
         log: Callable[[], str] | None,
     ) -> None:
         self._f = f
-        self._name = name
         self._check = check
         self._early_stop = early_stop
         self._contexts = contexts
@@ -127,6 +130,10 @@ class Region:
     @property
     def title(self) -> str:
         return self._name
+
+    @property
+    def _name(self) -> str:
+        return title(self._f)
 
     # -- the forward --------------------------------------------------------------------------------
 
