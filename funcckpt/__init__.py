@@ -1,6 +1,7 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
 from . import nn as nn
+from . import policies as policies
 from .eager.checkpoint import checkpoint as checkpoint
 from .eager.patched import install as install
 from .eager.patched import patched as patched

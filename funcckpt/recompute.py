@@ -225,8 +225,8 @@ class Replay(Watch):
     def plan(self) -> _Plan:
         """What to put off the next time."""
         unread = {number: flops for number, flops in self._put_off.items() if number not in self._ran}
-        if sum(unread.values()) < FLOPS_WORTH_A_CALL * self._calls:
-            unread = {}
+        if self._numbers is None and sum(unread.values()) < FLOPS_WORTH_A_CALL * self._calls:
+            unread = {}  # not worth to watch for
         return _Plan(tuple(self._heavy), frozenset(unread))
 
 
@@ -244,8 +244,8 @@ class _Plan(NamedTuple):
         return True  # another way than the last time
 
 
-# An operator that passes by costs some microseconds, in which this much could be computed.
-FLOPS_WORTH_A_CALL = 50_000
+# An operator that passes by costs some microseconds, in which more than this could be computed.
+FLOPS_WORTH_A_CALL = 10_000
 _NOT_KNOWN: Any = object()
 _plans: dict[Any, _Plan | None] = {}
 

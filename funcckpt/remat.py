@@ -159,13 +159,16 @@ def remat(
 
     chooser = policies.chooser_of(policy, _title(f))
 
-    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(f, staticmethod | classmethod):
-            return type(f)(wrap(f.__func__))
+    def made(f: Callable[..., Any]) -> Callable[..., Any]:
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check, chooser))
+        return _Checkpointed(
+            f, name, _Options(*static, preserve_rng_state, determinism_check, policy, chooser)
+        )
+
+    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+        return type(f)(made(f.__func__)) if isinstance(f, staticmethod | classmethod) else made(f)
 
     return wrap if f is None else wrap(f)
 
@@ -181,6 +184,7 @@ class _Options(NamedTuple):
     static_argnames: frozenset[str]
     preserve_rng_state: bool
     determinism_check: str
+    policy: Any = None
     chooser: policies.Chooser | None = None
 
 
@@ -282,6 +286,7 @@ class _Checkpointed:
             **{
                 "preserve_rng_state": options.preserve_rng_state,
                 "determinism_check": options.determinism_check,
+                "policy": options.policy,
                 **changes,
             },
         )
