@@ -40,7 +40,7 @@ def of_variable(w):
 
 
 def of_defaults(w, flag=True):
-    return functools.partial(lambda x, v=w, options={"flag": flag}: x * v, flag)  # noqa: B006
+    return functools.partial(lambda x, v=w, options={"flag": flag}: x * v, flag)
 
 
 def of_two(w, v):
@@ -89,8 +89,19 @@ def seen(found):
     """All that a closure has found, in the order in which it was."""
     return (
         [
-            (key, type(node), node.parent, node.label, node.children, node.needed, node.frozen, node.shared)
-            + ({name: id(item) for name, item in node.items.items()},)
+            (
+                *(
+                    key,
+                    type(node),
+                    node.parent,
+                    node.label,
+                    node.children,
+                    node.needed,
+                    node.frozen,
+                    node.shared,
+                ),
+                {name: id(item) for name, item in node.items.items()},
+            )
             for key, node in found._nodes.items()
         ],
         [[id(x) for x in xs] for xs in (found.tensors, found.constants, found.loose, found.generators)],
