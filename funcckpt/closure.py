@@ -1727,7 +1727,10 @@ _ALLOCATORS = (types.SimpleNamespace, object)
 _COPIED = (Tensor, nn.Module)
 _CONTAINERS = (dict, list, tuple, deque)
 _Cached = type(functools.lru_cache(lambda: None))
-_LOOK_UP_ANYTHING = ("getattr", "setattr", "vars", "__dict__", "__slots__", "attrgetter", "asdict", "copy")
+_LOOK_UP_ANYTHING = (
+    *("getattr", "setattr", "__getattribute__", "vars", "__dict__", "__slots__"),
+    *("attrgetter", "asdict", "astuple", "fields", "copy"),
+)
 _EVERYTHING = "*"
 _UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
