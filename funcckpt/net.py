@@ -117,7 +117,9 @@ _HOW = {
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program with no level active, under the net if f has not run before."""
-    return program.run(*inputs) if program.source.random is not None else run_recorded(program, inputs)[0]
+    if program.source.random is not None:
+        return recompute.run(program, inputs)
+    return run_recorded(program, inputs)[0]
 
 
 def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
