@@ -311,10 +311,10 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if not program.is_pullback:
         return program.run(*inputs)
     source = program.source
-    kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
     if _torch.is_tracing():
         return program.run(*inputs)
-    key = source.code, tuple([x.shape for x in inputs]), () if kept is None else tuple(kept.entries)
+    kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
+    key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
     plan = _plans.get(key)
     lazy = (plan is None or bool(plan.unread)) and not _torch.has_compiled()
     if not lazy and kept is None:
@@ -325,8 +325,10 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         )
     replay = Replay(source, kept, tensors, plan, lazy)
     try:
-        with replay, torch.no_grad():
-            outputs = replay.finish(program.run(*[forced(x) for x in inputs]))
+        with replay:
+            outputs = program.run(*[forced(x) for x in inputs])
+            with torch.no_grad():
+                outputs = replay.finish(outputs)
     except Exception:
         # Ours to blame, or f's: without us it will show.
         if not replay.has_interfered:
