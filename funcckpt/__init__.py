@@ -1,6 +1,7 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func."""
 
 from . import nn as nn
+from . import policies as policies
 from .eager.checkpoint import checkpoint as checkpoint
 from .eager.patched import install as install
 from .eager.patched import patched as patched
@@ -40,8 +41,18 @@ from .errors import (
 from .errors import (
     TransformError as TransformError,
 )
+from .explain import explain as explain
 from .mixed import inner_grad as inner_grad
+from .plot import plot_memory as plot_memory
+from .plot import plot_tradeoff as plot_tradeoff
+from .policies import checkpoint_name as checkpoint_name
 from .remat import remat as remat
+from .residuals import (
+    print_saved_residuals as print_saved_residuals,
+)
+from .residuals import (
+    saved_residuals as saved_residuals,
+)
 from .scan import (
     fori_loop as fori_loop,
 )

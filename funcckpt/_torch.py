@@ -24,7 +24,17 @@ from torch import Tensor
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
     # wrapped and unwrapped at one level.
-    from torch._C import DispatchKeySet, _dispatch_key_parse, _ExcludeDispatchKeyGuard
+    from torch._C import (  # type: ignore[attr-defined]
+        DispatchKeySet,
+        _dispatch_key_parse,
+        _ExcludeDispatchKeyGuard,
+        # Whether subclasses of Tensor have their say: not below `backward` of one, where f runs again.
+        _get_torch_function_state,
+        _set_torch_function_state,
+    )
+
+    # What a graph node holds for a tensor that is saved, to be looked at without unpacking it.
+    from torch._C._autograd import SavedTensor
 
     # Whether Dynamo watches the frames of this thread.
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -76,6 +86,9 @@ try:
     # The one kind of autograd.Function that functorch lets record at a single level.
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    # Hooks on all modules, by which a module tracker (that of FlopCounterMode, say) holds their inputs.
+    from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
 
     # The function modes under which f runs, and the one of them that stands for the default device.
     from torch.overrides import _get_current_function_mode_stack as function_modes
@@ -144,6 +157,42 @@ def batch_size_of(interpreter: Interpreter) -> int:
     return size
 
 
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active, innermost last."""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+
+
+# A subclass whose operators only `__torch_dispatch__` sees.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def without_memory(
+    cls: Any,
+    size: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """A tensor of a subclass that has a look and no memory. Who asks for its address is told."""
+    x = Tensor._make_wrapper_subclass(
+        cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(x)
+    return x
+
+
+def no_dispatch() -> Any:
+    """Operators run as they are: no mode or subclass sees them."""
+    return torch._C._DisableTorchDispatch()
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled in this process. It refuses to run as such under a dispatch mode."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and len(eval_frame.cached_backends) > 1
+
+
 def adds_back_views(interpreter: Interpreter) -> bool:
     views: bool = CFunctionalizeInterpreterPtr(interpreter).functionalizeAddBackViews()
     return views
@@ -184,6 +233,8 @@ class lower:
 def active_layers() -> list[Layer]:
     """The active levels, outermost first."""
     layers: list[Layer] = []
+    if peek_interpreter_stack() is None:
+        return layers
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
             kind = kind_of(interpreter)
@@ -212,7 +263,7 @@ def without_levels() -> Iterator[None]:
 
 
 def number_of_vmaps() -> int:
-    return sum(layer.kind == "vmap" for layer in active_layers())
+    return sum([layer.kind == "vmap" for layer in active_layers()])
 
 
 def first_sample(level: int, like: Tensor) -> Tensor:
@@ -272,27 +323,40 @@ def function_modes_again(modes: Sequence[Any]) -> Iterator[None]:
             pop_function_mode()
 
 
-@contextmanager
-def shadows(layers: list[Layer]) -> Iterator[list[int]]:
-    """Put levels back below whatever is entered next; yields their numbers, outermost first.
+class shadows:
+    """Put levels back below whatever is entered next; gives their numbers, outermost first.
 
     A vmap level comes back with randomness "same": it only has to recognise its own batched
     tensors, and must not decide about random numbers a second time. In place of functionalize, which
     would wrap whatever passes, comes a level that only keeps its number.
     """
-    levels: list[int] = []
-    try:
-        for layer in layers:
-            if layer.kind == "vmap":
-                levels.append(_vmap_increment_nesting(layer.batch_size, "same"))
-            elif layer.kind == "functionalize":
-                levels.append(_grad_increment_nesting())
-            else:
-                push_dynamic_layer_stack(layer.dynamic)
-                levels.append(current_level())
-        yield levels
-    finally:
-        for layer in reversed(layers[: len(levels)]):
+
+    __slots__ = ("_layers",)
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self._layers = layers
+
+    def __enter__(self) -> list[int]:
+        levels: list[int] = []
+        try:
+            for layer in self._layers:
+                if layer.kind == "vmap":
+                    levels.append(_vmap_increment_nesting(layer.batch_size, "same"))
+                elif layer.kind == "functionalize":
+                    levels.append(_grad_increment_nesting())
+                else:
+                    push_dynamic_layer_stack(layer.dynamic)
+                    levels.append(current_level())
+        except BaseException:
+            self._leave(len(levels))
+            raise
+        return levels
+
+    def __exit__(self, *exception: object) -> None:
+        self._leave(len(self._layers))
+
+    def _leave(self, entered: int) -> None:
+        for layer in reversed(self._layers[:entered]):
             if layer.kind == "vmap":
                 _vmap_decrement_nesting()
             elif layer.kind == "functionalize":
@@ -301,21 +365,43 @@ def shadows(layers: list[Layer]) -> Iterator[list[int]]:
                 pop_dynamic_layer_stack()
 
 
-@contextmanager
-def vmap_level(batch_size: int, randomness: str) -> Iterator[int]:
-    level = _vmap_increment_nesting(batch_size, randomness)
-    try:
-        yield level
-    finally:
+class recording:
+    """Reverse and forward mode switched on for the time of a block, by one context instead of two."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        torch._C._set_fwd_grad_enabled(True)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._before[0])
+        torch._C._set_fwd_grad_enabled(self._before[1])
+
+
+class vmap_level:
+    """A vmap level for the time of a block, which is given its number."""
+
+    __slots__ = ("_options",)
+
+    def __init__(self, batch_size: int, randomness: str) -> None:
+        self._options = batch_size, randomness
+
+    def __enter__(self) -> int:
+        return _vmap_increment_nesting(*self._options)
+
+    def __exit__(self, *exception: object) -> None:
         _vmap_decrement_nesting()
 
 
-@contextmanager
-def grad_level() -> Iterator[int]:
-    level = _grad_increment_nesting()
-    try:
-        yield level
-    finally:
+class grad_level:
+    __slots__ = ()
+
+    def __enter__(self) -> int:
+        return _grad_increment_nesting()
+
+    def __exit__(self, *exception: object) -> None:
         _grad_decrement_nesting()
 
 
@@ -496,6 +582,25 @@ def requires_grad_at_this_level(x: Tensor) -> None:
         set_inplace_requires_grad_allowed(False)
 
 
+@contextmanager
+def torch_function_as(state: Any) -> Iterator[None]:
+    """Subclasses of Tensor and function modes have their say, or not, as at another time."""
+    now = _get_torch_function_state()
+    _set_torch_function_state(state)
+    try:
+        yield
+    finally:
+        _set_torch_function_state(now)
+
+
+def has_torch_function(x: Tensor) -> bool:
+    """Whether `x` is of a subclass that takes part in what operators do."""
+    return type(x) not in (Tensor, torch.nn.Parameter) and not (
+        getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+        or type(x).__torch_function__ is torch._C._disabled_torch_function_impl
+    )
+
+
 def without_vmap_mode() -> Any:
     return _ExcludeDispatchKeyGuard(_VMAP_MODE)
 
@@ -518,6 +623,31 @@ def below_wrappers(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def everything_below(x: Tensor) -> list[Tensor]:
+    """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels."""
+    if not has_dual_level() and not (eager_transforms.JVP_NESTING > 0):
+        return [below_wrappers(x)]
+    with _set_fwd_grad_enabled(True):
+        return _everything_below(x)
+
+
+def _everything_below(x: Tensor) -> list[Tensor]:
+    x = alive(x)
+    found = [x]
+    interpreter = peek_interpreter_stack()
+    if (interpreter is None or kind_of(interpreter) == "jvp") and (tangent := tangent_of(x)) is not None:
+        found.append(tangent)
+    if interpreter is None:
+        return found
+    level = interpreter.level()
+    found = [get_unwrapped(y) if maybe_get_level(y) == level else y for y in found]
+    layer = pop_dynamic_layer_stack()
+    try:
+        return [z for y in found for z in _everything_below(y)]
+    finally:
+        push_dynamic_layer_stack(layer)
 
 
 def constant_of(x: Tensor) -> Tensor | None:
@@ -573,6 +703,8 @@ def physical(x: Tensor) -> tuple[Tensor, int]:
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_GRAD = torch.autograd.grad.__code__
+_HANDLE = torch.overrides.handle_torch_function.__code__
 _AUTOGRAD_GRAD = eager_transforms._autograd_grad.__code__
 _GRAD_TRANSFORM = getattr(
     eager_transforms.grad_and_value_impl, "__wrapped__", eager_transforms.grad_and_value_impl
@@ -592,18 +724,25 @@ def is_final_backward(level: int, thread: int) -> bool:
     `torch.autograd.grad`, called by `_autograd_grad`, called by the transform.
     """
     frame = _call_of_engine(sys._getframe(2)) or _call_of_engine(sys._current_frames().get(thread))
-    callers: list[FrameType | None] = []
-    while frame is not None and len(callers) < 3:
+    frame = frame and frame.f_back
+    while frame is not None and _is_on_the_way(frame):
         frame = frame.f_back
-        callers.append(frame)
-    return (
-        len(callers) == 3
-        and callers[1] is not None
-        and callers[1].f_code is _AUTOGRAD_GRAD
-        and callers[2] is not None
-        and callers[2].f_code is _GRAD_TRANSFORM
-        and callers[2].f_locals.get("level") == level
-    )
+    if frame is None or frame.f_code is not _AUTOGRAD_GRAD or frame.f_back is None:
+        return False
+    caller = frame.f_back
+    return caller.f_code is _GRAD_TRANSFORM and caller.f_locals.get("level") == level
+
+
+def _is_on_the_way(frame: FrameType) -> bool:
+    """Whether a frame below `_autograd_grad` is that of `torch.autograd.grad`, called through modes or not.
+
+    A mode of somebody else might differentiate what it is handed; those of torch (a default device, for
+    one) and of ours do not.
+    """
+    if frame.f_code in (_GRAD, _HANDLE):
+        return True
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return frame.f_code.co_name == "__torch_function__" and package in ("torch", "funcckpt")
 
 
 def _call_of_engine(frame: FrameType | None) -> FrameType | None:
@@ -676,6 +815,11 @@ def backward_id() -> Any:
     return object() if number == -1 else number
 
 
+def at_end_of_backward(f: Callable[[], None]) -> None:
+    """Call `f` when the backward that runs in this thread is over; public torch can tell of leaves alone."""
+    torch.autograd.Variable._execution_engine.queue_callback(f)  # type: ignore[attr-defined]
+
+
 def is_tracing_plain() -> bool:
     """Whether `make_fx` records what is done, and no transform is active."""
     return torch._C._len_torch_dispatch_stack() > 0 and maybe_current_level() is None and is_tracing()
@@ -705,6 +849,16 @@ def may_push_hooks() -> bool:
     return maybe_current_level() is None and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
+@contextmanager
+def hooks_asleep() -> Iterator[None]:
+    """What is saved inside stays where it is, whatever hooks are active."""
+    if top_saved_tensors_hooks() is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
+        yield
+
+
 def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
     """As entering the public context does, without an object for each operator."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
@@ -729,6 +883,19 @@ def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
         push_saved_tensors_hooks(*hooks)
 
 
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """What is done in the block, the modes that are active do not see."""
+    modes = _get_current_dispatch_mode_stack()
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
+
+
 def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
     """Leave a dispatch mode, from under others if need be."""
     stack = _get_current_dispatch_mode_stack()
@@ -749,6 +916,19 @@ def alias(x: Tensor) -> Tensor:
     """`x.detach()`, with the version counter of `x` also where operators arrive below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False), plain():
         return x.detach()
+
+
+def alias_unseen(x: Tensor) -> Tensor:
+    """The same, and no mode sees it."""
+    with no_dispatch():
+        return alias(x)
+
+
+def same_memory(x: Tensor) -> Tensor:
+    """A tensor with the memory of `x`, and no other relation to it."""
+    with torch.no_grad(), plain():
+        empty = torch.empty(0, dtype=x.dtype, device=x.device)
+        return empty.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
 
 
 def subclasses_asleep() -> Any:
@@ -794,7 +974,8 @@ def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
 
 
 # Operators, as a list of them is checked: aten's, and those that take functions.
-OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+HigherOrderOperator = torch._ops.HigherOrderOperator
+OPERATORS = (torch._ops.OpOverload, HigherOrderOperator)
 
 
 # -- for torch.compile, whose parts take seconds to import, and are there when they are needed -----------

@@ -12,25 +12,27 @@ finds the original there, also in the recomputation. What it holds has to be wha
 
 The search reads Python objects and cannot see everything (C++ objects, generators, what is looked up by
 a name that f computes). The tensors that it misses, `net` and `remat` detect. And where it sees that f
-is not a function of what it reads (f assigned something, draws from Python's or numpy's random numbers,
-holds an iterator), `is_pure` says so, and `remat` compares the recomputed values.
+is not a function of what it reads (f assigned something, holds an iterator), `is_pure` says so, and
+`remat` compares the recomputed values.
 """
 
 from __future__ import annotations
 
 import contextvars
 import dis
+import enum
 import functools
 import inspect
+import operator
 import random
 import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,6 +41,7 @@ from torch.utils import _pytree as pytree
 
 from . import _torch
 from .errors import EscapeError, InputError, MutationError, describe
+from .world import PythonStream
 
 # Values that hold no tensor, told by their type alone.
 _ATOMS = frozenset(
@@ -59,7 +62,6 @@ _ATOMS = frozenset(
         torch.Size,
         torch.memory_format,
         torch.layout,
-        types.MethodWrapperType,
         types.WrapperDescriptorType,
         types.MethodDescriptorType,
         types.GetSetDescriptorType,
@@ -70,10 +72,13 @@ _ATOMS = frozenset(
 # So is every installed package, but for those whose functions are given to remat.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
 _own_packages: set[str] = set()
-# Libraries that have random streams of their own, which are not replayed.
+# Libraries that have random streams of their own.
 _RANDOM = ("random", "numpy", "numpy.random")
 # Objects of these packages stand for something outside of Python that a copy would not share.
-_OPAQUE = frozenset("threading weakref enum ctypes".split())
+_OPAQUE = frozenset(
+    "asyncio concurrent ctypes datetime enum io logging multiprocessing pathlib queue re socket subprocess "
+    "threading weakref".split()
+)
 _PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _MODULE_STATE = frozenset(nn.Module().__dict__)
 _MODULE_HOOKS = frozenset([name for name in _MODULE_STATE - _PARTS.keys() if "_hooks" in name])
@@ -92,6 +97,9 @@ _MAX_WITHOUT_WAITING = 1 << 12
 # assigned is copied with what binds it; a module, with whatever refers to it.
 _THAWED, _BOUND, _HELD = 0, 1, 2
 
+_GONE = object()
+
+T = TypeVar("T")
 Mapped = Mapping[int, Tensor]
 Content = dict[Any, Any]
 
@@ -129,7 +137,7 @@ class Closure:
         The other tensors that were found.
     loose : list of Tensor
         Those of `tensors` that f reaches by a way that a rebuilt f does not change.
-    generators : list of torch.Generator
+    generators : list of torch.Generator and PythonStream
         Random streams that were found.
     is_pure : bool
         Whether f looks like a function of its arguments and of what it captured. After `settle`.
@@ -139,13 +147,15 @@ class Closure:
         self.tensors: list[Tensor] = []
         self.constants: list[Tensor] = []
         self.loose: list[Tensor] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[torch.Generator | PythonStream] = []
         self.is_pure = True
         # Whether some module keeps what it was given for its parameters, as torch's RNNs do.
         self.has_rnn = False
         # Nodes refer to each other by the ids of their objects, so that no cycle of references keeps
         # a closure alive until the garbage collector comes.
         self._nodes: dict[int, _Node] = {}
+        self._caches: list[Any] = []
+        self._functions: list[_FunctionNode] = []
         self._mutable: list[_Node] = []
         self._shared: list[_Node] = []
         # What code looks up by name, and where; more code is found there, which looks up more.
@@ -154,13 +164,177 @@ class Closure:
             *((_EVERYTHING, *_LOOK_UP_ANYTHING) if everything else ()),
         }
         self._named: list[_NamedNode] = []
-        self._root = self._visit(root, None, "", 0)
-        self._opaque = root if self._root is None else None  # a builtin function
-        self._visit_named()
-        _spread(self._nodes)
+        # What lies so deep that Python's stack would not reach it.
+        self._deep: list[tuple[_Node, Iterable[tuple[Any, Any]]]] = []
+        self._root: int | None = None
+        self._opaque: Any = None
+        if type(root) is types.FunctionType and _refers_to_nothing(root):
+            self._names |= _names(root.__code__)
+            # A copy: the original may be given defaults, or other code.
+            self._opaque = _function(root, root.__globals__, None)
+        elif everything:
+            self._search(root)
+        else:
+            key = _key(root)
+            plans = _plans.get(key, ())
+            if not any(self._follow(plan, root) for plan in plans):
+                self._search(root)
+                if (plan := self._plan()) is not None:
+                    if len(_plans) >= _MAX_PLANS:
+                        _plans.clear()
+                    _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
+        # Whether f may write where no version counter sees it.
+        self.writes_unseen = not self._names.isdisjoint(_WRITES_UNSEEN)
+        if self.writes_unseen:
+            self._take_snapshots()
+        if self._nodes:
+            self._share()
+            _spread(self._nodes)
+        self.is_pure = self.is_pure and not self._is_told_by_identity()
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
+
+    @property
+    def has_updated_buffers(self) -> bool:
+        """Whether f has updated buffers, of which the copies are kept. After `settle`."""
+        return any(isinstance(node, _TensorNode) and node.snapshot for node in self._nodes.values())
+
+    def _search(self, root: Any) -> None:
+        self._nodes = {}
+        self._root = self._visit(root, None, "", 0)
+        self._opaque = root if self._root is None else None  # a builtin function
+        self._visit_named()
+
+    def _plan(self) -> _Plan | None:
+        """How to find all of this again without a search, if what was found says so by its types."""
+        if self._root is None or self.generators or _is_transient(self._nodes[self._root].value):
+            return None
+        numbers = {key: i for i, key in enumerate(self._nodes)}
+        found_by = {self._root: (-1, 0)}
+        steps = []
+        for i, node in enumerate(self._nodes.values()):
+            items = node.read(node.value)
+            pairs = [*items.items(), *node.extra()]
+            children, same = [], []
+            for position, (name, value) in enumerate(pairs):
+                kind = type(value)
+                if not _is_plain_name(name) or _is_transient(value):
+                    return None
+                if kind in _ATOMS:
+                    continue
+                if (child := node.children.get(name)) is not None and child == id(value):
+                    children.append((position, name, numbers[child]))
+                    if self._nodes[child].parent == node.key:
+                        found_by.setdefault(child, (i, position))
+                elif isinstance(value, _HOLDS_UNSEEN):
+                    return None
+                elif isinstance(value, _TOLD_BY_VALUE):
+                    if not isinstance(getattr(value, "__self__", None), types.ModuleType | None):
+                        return None
+                    same.append((position, value))
+            if items.keys() != node.items.keys() or node.key not in found_by:
+                return None
+            marks = {slot: getattr(node, slot) for slot in ("looked_up", "is_called") if hasattr(node, slot)}
+            steps.append(
+                _Step(
+                    type(node),
+                    type(node.value),
+                    *found_by[node.key],
+                    node.label,
+                    node.identity(),
+                    tuple(marks.items()),
+                    [name for name, _ in pairs],
+                    [type(value) for _, value in pairs],
+                    children,
+                    same,
+                )
+            )
+        return _Plan(steps, self._names, self.is_pure, self.has_rnn)
+
+    def _follow(self, plan: _Plan, root: Any) -> bool:
+        """Look where another search has looked; False if it would look elsewhere now.
+
+        What it did depends on the types of what it has met, on the names by which it is referred to, on
+        what is the same, and on the code of functions. All this is compared.
+        """
+        nodes: list[_Node] = []
+        contents: list[list[Any]] = []
+        for step in plan.steps:
+            parent = step.parent
+            if parent < 0:
+                value, node = root, step.node(root, None, step.label)
+                if type(root) is not step.kind:
+                    return False
+            else:
+                value = contents[parent][step.position]
+                node = step.node(value, nodes[parent].key, step.label)
+            nodes.append(node)
+            if step.node is _TensorNode:
+                if _torch.is_left_over(value):
+                    return False
+                contents.append([])
+                continue
+            for slot, mark in step.marks:
+                setattr(node, slot, mark)
+            items = node.items = node.read(value)
+            names, content = [*items], [*items.values()]
+            for name, item in node.extra():
+                names.append(name)
+                content.append(item)
+            if names != step.names or [*map(type, content)] != step.kinds or node.identity() != step.identity:
+                return False
+            for position, item in step.same:
+                if content[position] is not item:
+                    return False
+            contents.append(content)
+        keys = [node.key for node in nodes]
+        self._nodes = dict(zip(keys, nodes, strict=True))
+        if len(self._nodes) < len(keys):
+            return False
+        for step, node, content in zip(plan.steps, nodes, contents, strict=True):
+            if step.children:
+                node.children = {name: keys[child] for _, name, child in step.children}
+                for position, _, child in step.children:
+                    if id(content[position]) != keys[child]:
+                        return False
+        self._root = keys[0]
+        self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
+        for node in nodes:
+            if type(node) is _TensorNode:
+                self._take(node)
+            elif type(node.value) is _Cached:
+                self._caches.append(node.value)
+        for node in nodes:
+            if isinstance(node, _ModuleNode):
+                self._take_buffers_of(node)
+        return True
+
+    def _is_told_by_identity(self) -> bool:
+        """Whether f may ask if a tensor, module or object is a certain one. A copy is not."""
+        nodes = self._nodes
+        root = nodes.get(self._root) if self._root is not None else None
+        return (
+            "id" in self._names
+            or (root is not None and root.shared and root.is_copied)
+            or any(
+                [
+                    any([nodes[child].shared for child in node.children.values() if nodes[child].is_copied])
+                    or (isinstance(node, _DictNode) and any(isinstance(key, _COPIED) for key in node.items))
+                    for node in nodes.values()
+                    if not node.shared
+                ]
+            )
+        )
+
+    def _take_snapshots(self) -> None:
+        buffers: set[int] = set()
+        for node in self._nodes.values():
+            if isinstance(node, _ModuleNode) and node.value.training:
+                buffers.update([id(x) for x in node.value._parameters.values()])
+        for node in self._nodes.values():
+            if isinstance(node, _TensorNode) and not node.needed:
+                node.take_snapshot(of_buffer=node.key in buffers)
 
     def rebuild(self, mapped: Mapped) -> Any:
         """The callable as it was at the time of the search, around other tensors.
@@ -176,8 +350,7 @@ class Closure:
             return self._opaque
         return _Rebuild(self._nodes, mapped, first=False).build(self._root)
 
-    @contextmanager
-    def rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
+    def rebuilt_once(self, mapped: Mapped, name: str) -> AbstractContextManager[Any]:
         """The callable around other tensors for its first run, whose side effects are to be seen.
 
         What holds no tracked tensor is shared with the original. What f stores in the rest is
@@ -188,15 +361,34 @@ class Closure:
         EscapeError
             f stored a tensor in something that had to be rebuilt.
         """
+        return nullcontext(self._opaque) if self._root is None else self._rebuilt_once(mapped, name)
+
+    @contextmanager
+    def _rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
         rebuild = _Rebuild(self._nodes, mapped, first=True)
         try:
-            yield self._opaque if self._root is None else rebuild.build(self._root)
+            yield rebuild.build(self._root)
         except BaseException:
             # Without remat, what f has assigned before it failed would stay.
             with suppress(EscapeError):
                 rebuild.write_back(name)
             raise
         rebuild.write_back(name)
+
+    def caches_kept_clean(self) -> AbstractContextManager[None]:
+        """Forget what f puts into an `lru_cache` while it runs: it belongs to levels that come to an end."""
+        return self._caches_kept_clean() if self._caches else nullcontext()
+
+    @contextmanager
+    def _caches_kept_clean(self) -> Iterator[None]:
+        sizes = [cache.cache_info().misses for cache in self._caches]
+        try:
+            yield
+        finally:
+            if _torch.peek_interpreter_stack() is not None:
+                for cache, size in zip(self._caches, sizes, strict=True):
+                    if cache.cache_info().misses != size:
+                        cache.cache_clear()
 
     def settle(self, name: str) -> None:
         """After the first run: which captured tensors did it change?
@@ -208,16 +400,22 @@ class Closure:
         """
         for i, x in enumerate(self.constants):
             node = self._nodes[id(x)]
-            if isinstance(node, _TensorNode) and node.settle():
+            assert isinstance(node, _TensorNode)
+            is_put_back = node.settle(self.writes_unseen)
+            if is_put_back and (node.is_buffer or may_be_statistics(x)):
                 self._versions[i] = None
-            elif _version(x) != self._versions[i]:
+            elif is_put_back or _version(x) != self._versions[i]:
                 raise MutationError(
                     f"remat({name}) changed {self.where(id(x))} ({describe(x)}) in place. The "
                     "recomputation would start from the changed values. Return the new value "
-                    "instead, or make it a buffer of a module that is training."
+                    f"instead, or make it a buffer, of at most {_MAX_SNAPSHOT} elements, of a module that is "
+                    "training."
                 )
         # What f has assigned itself is its state. The rest has to be the same in the recomputation.
         for node in self._nodes.values():
+            if isinstance(node, _FunctionNode) and node.state:
+                node.leave_state()
+                self._functions.append(node)
             if node.shared:
                 node.assigned = frozenset(node.changes())
                 self.is_pure = self.is_pure and not node.assigned
@@ -239,13 +437,35 @@ class Closure:
                     f"{_version(x)}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
                 )
+        for function in self._functions:
+            for item in function.reassigned():
+                raise MutationError(
+                    f"{function.label_of(item)} of {self._path(function) or name}, which remat({name}) "
+                    "reads, was assigned since the forward, and the recomputation would read the new value. "
+                    "Pass it as an argument, or assign it after the backward."
+                )
         for node in self._shared:
             for item in set(node.changes()) - node.assigned:
+                if isinstance(node, _OfContextNode) and node.was(item) is not _GONE:
+                    continue  # `restored` puts it back
                 raise MutationError(
                     f"{self._path(node, item)}, which remat({name}) reads, is not what it was in the "
                     "forward, and the recomputation would read the new value. Pass it as an argument, "
                     "or change it after the backward."
                 )
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Context variables and thread-local attributes as they were: a backward has a thread of its own."""
+        return self._restored() if self._shared else nullcontext()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for node in self._shared:
+                if isinstance(node, _OfContextNode):
+                    for name in set(node.changes()) - node.assigned:
+                        stack.callback(node.assign(name, node.was(name)))
+            yield
 
     def statistics(self) -> dict[int, Tensor]:
         """What buffers were that f finds where no copy can be put, by the ids of the tensors."""
@@ -254,6 +474,14 @@ class Closure:
             for node in self._nodes.values()
             if isinstance(node, _TensorNode) and node.shared and node.snapshot is not None
         }
+
+    def copies(self) -> list[Tensor]:
+        """Copies that are held of what f may update."""
+        return [
+            node.snapshot[1]
+            for node in self._nodes.values()
+            if isinstance(node, _TensorNode) and node.snapshot is not None
+        ]
 
     def keep_as_constants(self, tensors: Mapping[int, Tensor]) -> None:
         """Hold tracked tensors that turned out to be no inputs, as they are."""
@@ -289,8 +517,11 @@ class Closure:
     def escaped(self) -> Iterator[tuple[Tensor, str]]:
         """Tensors that were stored, since the search, where it has been; and the place in words."""
         for node in list(self._nodes.values()):
-            before = {id(x) for x in node.items.values()}
-            for name, value in node.assignable(node.value).items():
+            items = node.items
+            now = [*node.assignable(node.value).items()]
+            now = [(name, value) for name, value in now if value is not items.get(name)]
+            before = {id(x) for x in items.values()} if now else set()
+            for name, value in now:
                 if id(value) in before or type(value) in _ATOMS or id(value) in self._nodes:
                     continue
                 if node.is_of_library and not isinstance(value, Tensor):
@@ -302,7 +533,7 @@ class Closure:
 
     def _visit(self, value: Any, parent: int | None, label: str, depth: int) -> int | None:
         kind = type(value)
-        if kind in _ATOMS or depth > _MAX_DEPTH:
+        if kind in _ATOMS:
             return None
         key = id(value)
         if key in self._nodes:
@@ -317,21 +548,28 @@ class Closure:
             )
         if isinstance(value, Tensor):
             node = _TensorNode(value, parent, label)
-            node.needed = is_tracked(value)
-            if may_be_statistics(value) and not node.needed:
-                node.take_snapshot(of_buffer=False)
-            (self.tensors if node.needed else self.constants).append(value)
+            self._take(node)
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
             return None
         else:
             node_type = _node_type(value, kind)
             if node_type is None:
-                self.is_pure = self.is_pure and not _moves_on(value)
+                stream = PythonStream.of(value)
+                if stream is not None:
+                    self.generators.append(stream)
+                self.is_pure = self.is_pure and (stream is not None or not _moves_on(value))
+                if isinstance(value, operator.attrgetter | operator.methodcaller):
+                    self._names.update(
+                        [s for s in pytree.tree_leaves(value.__reduce__()) if isinstance(s, str)]
+                    )
                 return None
             node = node_type(value, parent, label)
+            self.is_pure = self.is_pure and not isinstance(node, _GeneratorNode)
             self.has_rnn |= isinstance(value, nn.RNNBase)
         self._nodes[key] = node
+        if isinstance(value, _Cached):
+            self._caches.append(value)
         if isinstance(node, _NamedNode):
             looked_up = set() if isinstance(node, _PythonModuleNode) else self._names
             node.looked_up = looked_up  # type: ignore[misc]  # a slot of each subclass
@@ -340,13 +578,26 @@ class Closure:
         self._names |= node.names()
         node.items = node.read(value)
         self._visit_items(node, (*node.items.items(), *node.extra()), depth)
+        self._take_buffers_of(node)
+        return key
+
+    def _take(self, node: _TensorNode) -> None:
+        x = node.value
+        node.needed = is_tracked(x)
+        if not node.needed and may_be_statistics(x):
+            node.take_snapshot(of_buffer=False)
+        (self.tensors if node.needed else self.constants).append(x)
+
+    def _take_buffers_of(self, node: _Node) -> None:
         for x in node.updated_buffers():
             found = self._nodes[id(x)]
             if isinstance(found, _TensorNode) and not found.needed:
                 found.take_snapshot(of_buffer=True)
-        return key
 
     def _visit_items(self, node: _Node, items: Iterable[tuple[Any, Any]], depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            self._deep.append((node, items))
+            return
         for name, item in items:
             if type(item) not in _ATOMS:
                 child = self._visit(item, node.key, node.label_of(name), depth + 1)
@@ -363,7 +614,9 @@ class Closure:
     def _visit_named(self) -> None:
         """Follow what code may look up by name, until there is no more code."""
         seen, now = 0, 1
-        while seen < now:
+        while seen < now or self._deep:
+            while self._deep:
+                self._visit_items(*self._deep.pop(), 0)
             seen = now
             for named in list(self._named):
                 found = named.read(named.value)
@@ -371,19 +624,77 @@ class Closure:
                 named.items.update(new)
                 self._visit_items(named, new, 0)
             now = len(self._names) + sum([len(named.items) for named in self._named])
-        functions = [node for node in self._nodes.values() if isinstance(node, _FunctionNode)]
-        assigned: set[int] = set().union(*[node.assigned_cells() for node in functions])
+
+    def _share(self) -> None:
+        """What no copy can stand for, f finds as it is, and all that it reaches from there."""
+        nodes = self._nodes
+        functions = [node for node in nodes.values() if type(node) is _FunctionNode]
+        assigned = {cell for function in functions for cell in function.assigned_cells()}
         for function in functions:
             function.share(assigned)
         # What is reached from there is shared with the original, whatever other ways lead to it.
-        pending: list[_Node] = [node for node in self._nodes.values() if isinstance(node, _FixedNode)]
+        pending: list[_Node] = [node for node in nodes.values() if isinstance(node, _FixedNode)]
         while pending:
             node = pending.pop()
             if not node.shared:
                 node.shared = True
-                pending.extend([self._nodes[child] for child in node.children.values()])
+                pending.extend([nodes[child] for child in node.children.values()])
                 if isinstance(node, _TensorNode) and node.needed:
                     self.loose.append(node.value)
+
+
+class _Step(NamedTuple):
+    """How a search has met one object, and by what it would know one in its place."""
+
+    node: type[_Node]
+    kind: type
+    # Which step has met what refers to it, and at which position.
+    parent: int
+    position: int
+    label: str
+    identity: Any
+    marks: Sequence[tuple[str, Any]]
+    # What it refers to: by name, and of which type.
+    names: list[Any]
+    kinds: list[type]
+    # Of this what was followed, by position, name and step; and what was not, and has to be the same object.
+    children: list[tuple[int, Any, int]]
+    same: list[tuple[int, Any]]
+
+
+class _Plan(NamedTuple):
+    """Where a search has looked. Holds types, code, names and modules of Python, and no values."""
+
+    steps: list[_Step]
+    names: set[str]
+    is_pure: bool
+    has_rnn: bool
+
+
+# Plans of earlier searches, by the code or type of their root: some for each, and for so many of them.
+_plans: dict[Any, tuple[_Plan, ...]] = {}
+_MAX_PLANS_EACH = 4
+_MAX_PLANS = 256
+
+
+def _key(root: Any) -> Any:
+    if type(root) is tuple:  # a function with its arguments
+        root = root[0]
+    if type(root) is types.MethodType:
+        root = root.__func__
+    return root.__code__ if type(root) is types.FunctionType else type(root)
+
+
+def _is_transient(value: Any) -> bool:
+    """Whether a plan would keep alive what comes and goes with a function: a class, or a module of Python."""
+    if isinstance(value, types.ModuleType):
+        return sys.modules.get(value.__name__) is not value
+    return "<locals>" in (value if isinstance(value, type) else type(value)).__qualname__
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Whether a name holds nothing, and compares like a value."""
+    return all(map(_is_plain_name, name)) if type(name) is tuple else type(name) in _ATOMS
 
 
 class _Node:
@@ -420,9 +731,22 @@ class _Node:
         self.assigned: frozenset[Any] = frozenset()
 
     @property
+    def is_copied(self) -> bool:
+        """Whether a rebuilt f may find another object in its place."""
+        return self.needed
+
+    @property
     def is_of_library(self) -> bool:
         """Whether the object is one of a library's, which stores what it likes (`LSTM._flat_weights`)."""
         return isinstance(self.value, nn.Module) and _is_library(type(self.value).__module__)
+
+    def identity(self) -> Any:
+        """What tells it from others of its type that refer to the same types by the same names."""
+        return None
+
+    def is_made_anew(self, name: Any) -> bool:
+        """Whether what has this name is assigned before it is used, in each run."""
+        return False
 
     def names(self) -> frozenset[str]:
         """What the code of this object may look up in classes and Python modules."""
@@ -513,13 +837,27 @@ class _Node:
         return self.needed or (self.frozen > _THAWED and not rebuild.first)
 
 
+class _OfClass(Generic[T]):
+    """A function of a class, computed once for each, which it does not keep alive."""
+
+    def __init__(self, function: Callable[[type], T]) -> None:
+        self._function = function
+        self._known: weakref.WeakKeyDictionary[type, T] = weakref.WeakKeyDictionary()
+
+    def __call__(self, kind: type) -> T:
+        found = self._known.get(kind, _GONE)
+        if found is _GONE:
+            found = self._known[kind] = self._function(kind)
+        return cast(T, found)
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
 class _Sealed(weakref.ref[Tensor]):
     """Stands for a tensor that the graph owns, to tell whether it is still in its place."""
 
     __slots__ = ()
-
-
-_GONE = object()
 
 
 class _NamedNode(_Node):
@@ -536,9 +874,15 @@ class _NamedNode(_Node):
         return True
 
     def named(self, content: Content) -> Content:
-        if not self.looked_up.isdisjoint(_LOOK_UP_ANYTHING):
+        if self._may_look_up_anything():
             return content
         return {name: item for name, item in content.items() if name in self.looked_up}
+
+    def _may_look_up_anything(self) -> bool:
+        return not (self.is_named and self.looked_up.isdisjoint(_LOOK_UP_ANYTHING))
+
+    def may_look_up(self, name: Any) -> bool:
+        return name in self.looked_up or self._may_look_up_anything()
 
 
 class _TensorNode(_Node):
@@ -557,24 +901,25 @@ class _TensorNode(_Node):
             self.snapshot = _version(self.value), copy
             self.frozen = _HELD
 
-    def settle(self) -> bool:
+    def settle(self, writes_unseen: bool) -> bool:
         """Forget a copy that is not needed; whether there is one that is."""
         if self.snapshot is None:
             return False
         version, copy = self.snapshot
         seen = _version(self.value) != version
-        if not (self.is_buffer if seen else self._was_updated_unseen(copy)):
+        if not (self.is_buffer if seen else self._was_updated_unseen(copy, writes_unseen)):
             self.snapshot = None
             self.frozen = _THAWED
         return self.snapshot is not None
 
-    def _was_updated_unseen(self, before: Tensor) -> bool:
-        if not may_be_statistics(self.value):
+    def _was_updated_unseen(self, before: Tensor, writes_unseen: bool) -> bool:
+        is_put_back = may_be_statistics(self.value) or (self.is_buffer and writes_unseen)
+        if not (is_put_back or writes_unseen):
             return False
         if _torch.is_tracing() or (
             self.value.device.type != "cpu" and before.numel() <= _MAX_WITHOUT_WAITING
         ):
-            return True  # there is no value yet, or to look would be to wait for the device
+            return is_put_back  # there is no value yet, or to look would be to wait for the device
         return not torch.equal(_torch.physical(self.value)[0], before)
 
     def allocate(self, rebuild: _Rebuild) -> Any:
@@ -593,7 +938,7 @@ class _TensorNode(_Node):
 class _FunctionNode(_Node):
     """A Python function: its cells, defaults, attributes, and the globals that its code names."""
 
-    __slots__ = ("cells", "state")
+    __slots__ = ("cells", "left", "state")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
@@ -601,6 +946,8 @@ class _FunctionNode(_Node):
         self.cells = dict(zip(value.__code__.co_freevars, map(id, value.__closure__ or ()), strict=True))
         # The variables that some function assigns. They are state, and not constants of the call.
         self.state = _assigned(value.__code__)
+        # Those of them that the first run has not assigned, and what they were.
+        self.left: Content = {}
 
     def assigned_cells(self) -> set[int]:
         return {self.cells[name] for name in self.state if name in self.cells}
@@ -609,6 +956,24 @@ class _FunctionNode(_Node):
         self.state |= {name for name, cell in self.cells.items() if cell in assigned}
         if self.cells.keys() - self.state:
             self.frozen = _BOUND
+
+    def identity(self) -> Any:
+        return self.value.__code__, _is_of_library(self.value)
+
+    def leave_state(self) -> None:
+        now = self.assignable(self.value)
+        self.left = {
+            name: item
+            for name, item in self.items.items()
+            if name in now and now[name] is item and not isinstance(item, Tensor)
+        }
+
+    def reassigned(self) -> Iterator[Any]:
+        if self.left:
+            now = self.assignable(self.value)
+            for name, item in self.left.items():
+                if now.get(name, _GONE) is not item:
+                    yield name
 
     def names(self) -> frozenset[str]:
         function = self.value
@@ -663,10 +1028,7 @@ class _FunctionNode(_Node):
                     for name, cell in zip(names, function.__closure__, strict=True)
                 ]
             )
-        new = types.FunctionType(function.__code__, namespace, function.__name__, None, cells)
-        new.__qualname__ = function.__qualname__
-        new.__module__ = function.__module__
-        return new
+        return _function(function, namespace, cells)
 
     def _shares(self, name: str, rebuild: _Rebuild) -> bool:
         """Whether a copy keeps the original's cell."""
@@ -692,8 +1054,14 @@ class _FunctionNode(_Node):
         return function.__globals__.get(variable) is not self.items["global", variable]
 
     def changed_names(self) -> frozenset[Any]:
+        now = {"defaults": self.value.__defaults__, "kwdefaults": self.value.__kwdefaults__}
         return frozenset(
-            [name for name in self.items if name[0] == "global" and self._was_reassigned(name[1])]
+            [
+                name
+                for name, item in self.items.items()
+                if (name[0] == "global" and self._was_reassigned(name[1]))
+                or (name[0] in now and now[name[0]] is not item)
+            ]
         )
 
     def changes(self) -> Iterator[Any]:
@@ -758,10 +1126,27 @@ class _FunctionNode(_Node):
                     for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
                 ]
             )
-        skeleton = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-        skeleton.__qualname__ = function.__qualname__
-        skeleton.__module__ = function.__module__
-        return skeleton
+        return _function(function, function.__globals__, cells)
+
+
+_DETAILS = (
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__type_params__",
+    "__annotate__" if sys.version_info >= (3, 14) else "__annotations__",
+)
+
+
+def _function(
+    like: types.FunctionType, namespace: dict[str, Any], cells: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    """A function like another one, around other variables."""
+    new = types.FunctionType(like.__code__, namespace, like.__name__, None, cells)
+    for name in _DETAILS:
+        if hasattr(like, name):
+            setattr(new, name, getattr(like, name))
+    return new
 
 
 class _FrozenNode(_Node):
@@ -804,8 +1189,8 @@ class _CompiledNode(_FrozenNode):
         return rebuild.item(self, "")
 
 
-class _TensorMethodNode(_FrozenNode):
-    """A bound method of a tensor, which is no Python function."""
+class _BuiltinMethodNode(_FrozenNode):
+    """A bound method that is no Python function: of a tensor, a dict, an iterator, a context variable."""
 
     __slots__ = ("name",)
 
@@ -821,14 +1206,21 @@ class _PartialNode(_FrozenNode):
     __slots__ = ()
 
     def read(self, value: Any) -> Content:
-        return {"function": value.func, "args": value.args, "keywords": value.keywords}
+        return {
+            "function": value.func,
+            "args": value.args,
+            "keywords": value.keywords,
+            "dict": value.__dict__,
+        }
 
     def allocate(self, rebuild: _Rebuild) -> Any:
-        return self.kind()(
+        new = self.kind()(
             rebuild.item(self, "function"),
             *rebuild.item(self, "args"),
             **rebuild.item(self, "keywords"),
         )
+        new.__dict__.update(rebuild.item(self, "dict"))
+        return new
 
 
 class _TupleNode(_FrozenNode):
@@ -899,11 +1291,11 @@ class _ObjectNode(_NamedNode):
 
     @property
     def is_named(self) -> bool:
-        return _is_own(cast(Hashable, type(self.value)))
+        return _is_own(type(self.value))
 
     def read(self, value: Any) -> Content:
         content = _attributes(value)
-        return self.named(content) if _is_own(cast(Hashable, type(value))) else content
+        return self.named(content)
 
     def extra(self) -> Iterable[tuple[Any, Any]]:
         call = inspect.getattr_static(type(self.value), "__call__", None)
@@ -919,7 +1311,7 @@ class _ObjectNode(_NamedNode):
         new: Any = next(base for base in _ALLOCATORS if issubclass(kind, base)).__new__(kind)
         # What nobody looks up by a name that is known is what it is now.
         for name, item in _attributes(self.origin()).items():
-            if name not in self.items:
+            if not self.may_look_up(name):
                 self.put(new, name, item)
         return new
 
@@ -938,33 +1330,34 @@ class _ModuleNode(_NamedNode):
     were, and must not update them again.
     """
 
-    __slots__ = ("looked_up", "origin", "parameters", "state", "type")
+    __slots__ = ("computed", "hooks", "looked_up", "origin", "parameters", "state", "type")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
         self.frozen = _HELD
         self.type = type(value)
         self.origin = _weak(value)
-        self.parameters = {name for name, x in value._parameters.items() if isinstance(x, nn.Parameter)}
         state = value.__dict__
-        self.state = {name: state[name] for name in _MODULE_FLAGS & state.keys()}
-        for name in _MODULE_HOOKS & state.keys():
-            # Hooks may be registered and removed later: this is what they are now.
-            hooks = state[name]
-            self.state[name] = hooks.copy() if hooks else _NO_HOOKS
+        self.parameters = {name for name, x in state["_parameters"].items() if isinstance(x, nn.Parameter)}
+        # What weight_norm, spectral_norm and prune of torch.nn.utils assign before each forward.
+        self.computed = {
+            ("", getattr(hook, "name", None) or getattr(hook, "_tensor_name", None))
+            for hook in state["_forward_pre_hooks"].values()
+            if type(hook).__module__.startswith("torch.nn.utils.")
+        }
+        self.state = {name: state[name] for name in _MODULE_FLAGS if name in state}
+        # Hooks may be registered and removed later: these are there now.
+        self.hooks = {name: hooks.copy() for name in _MODULE_HOOKS if (hooks := state.get(name))}
 
     @property
     def is_named(self) -> bool:
-        return _is_own(cast(Hashable, self.type))
+        return _is_own(self.type)
 
     def read(self, value: Any) -> Content:
         state = value.__dict__
-        content: Content = {}
-        for part in _PARTS:
-            for name, item in state[part].items():
-                content[part, name] = item
-        attributes = {name: state[name] for name in state.keys() - _MODULE_STATE}
-        if self.is_named:
+        content: Content = {(part, name): item for part in _PARTS for name, item in state[part].items()}
+        attributes = {name: item for name, item in state.items() if name not in _MODULE_STATE}
+        if attributes:
             attributes = self.named(attributes)
         for name in _HOOKS:
             if item := state.get(name):
@@ -981,8 +1374,12 @@ class _ModuleNode(_NamedNode):
 
     def changes(self) -> Iterator[Any]:
         yield from super().changes()
+        now = self.value.__dict__
         for name, item in self.state.items():
-            if self.value.__dict__.get(name) != item:
+            if now.get(name) != item:
+                yield "", name
+        for name in _MODULE_HOOKS:
+            if (now.get(name) or None) != self.hooks.get(name):
                 yield "", name
 
     def label_of(self, name: Any) -> str:
@@ -993,21 +1390,27 @@ class _ModuleNode(_NamedNode):
 
     def allocate(self, rebuild: _Rebuild) -> Any:
         new = object.__new__(self.type)
-        state = {name: OrderedDict() if item is _NO_HOOKS else item for name, item in self.state.items()}
+        state = {**self.state, **{name: OrderedDict() for name in _MODULE_HOOKS}, **self.hooks}
         for part in _PARTS:
             state[part] = {}
         origin = self.origin()
         for name, item in () if origin is None else origin.__dict__.items():
-            if name not in _MODULE_STATE and ("", name) not in self.items:
+            if name not in _MODULE_STATE and not self.may_look_up(name):
                 state[name] = item  # as in other objects
         object.__setattr__(new, "__dict__", state)
         forward = self.children.get(("", "forward"))
         if forward is not None and ("", "forward") not in self.items:
             # The class is shared; an instance may have a forward of its own.
             node = rebuild.nodes[forward]
-            if node.needed or node.frozen == _HELD:
+            if node.needed or node.frozen == _HELD or getattr(self.type, "forward", None) is not node.value:
                 state["forward"] = types.MethodType(rebuild.build(forward), new)
         return new
+
+    def is_made_anew(self, name: Any) -> bool:
+        return name in self.computed
+
+    def changed_names(self) -> frozenset[Any]:
+        return super().changed_names() - self.computed
 
     def updated_buffers(self) -> Iterable[Tensor]:
         if self.value.training:
@@ -1017,7 +1420,7 @@ class _ModuleNode(_NamedNode):
     def put(self, target: Any, name: Any, value: Any) -> None:
         part, attribute = name
         if part:
-            if part == "_parameters" and attribute in self.parameters:
+            if part == "_parameters" and attribute in self.parameters and type(value) is Tensor:
                 value._is_param = True  # what `isinstance(value, nn.Parameter)` asks
             target.__dict__[part][attribute] = value
         else:
@@ -1035,6 +1438,10 @@ class _FixedNode(_Node):
     """What no copy can stand for: f finds the original."""
 
     __slots__ = ()
+
+    @property
+    def is_copied(self) -> bool:
+        return False
 
     def is_rebuilt(self, rebuild: _Rebuild) -> bool:
         return False
@@ -1123,6 +1530,17 @@ class _WeakNode(_FixedNode):
         return "what is weakly referred to"
 
 
+class _WeakMappingNode(_FixedNode):
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        by_key = isinstance(value, weakref.WeakValueDictionary)
+        return {key if by_key else id(key): item for key, item in value.items()}
+
+    def label_of(self, name: Any) -> str:
+        return "an item of a weak dictionary"
+
+
 class _StayingNode(_FixedNode, _NamedNode):
     """An object whose class would notice a copy."""
 
@@ -1138,7 +1556,61 @@ class _StayingNode(_FixedNode, _NamedNode):
         return "" if name == "__class__" else f"attribute {name!r}"
 
 
-class _VariableNode(_FixedNode):
+class _GeneratorNode(_FixedNode):
+    """A generator, which holds the variables of its function."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {} if value.gi_frame is None else dict(value.gi_frame.f_locals)
+
+    def changes(self) -> Iterator[Any]:
+        return iter(())  # the values that it gives are compared
+
+    def label_of(self, name: Any) -> str:
+        return f"variable {name!r} of a generator"
+
+
+class _MemberNode(_FixedNode):
+    """A member of an enumeration, which is told by its identity."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Content:
+        return {"": value.value}
+
+    def label_of(self, name: Any) -> str:
+        return f"the value of {self.value}"
+
+
+class _StayingModuleNode(_FixedNode, _ModuleNode):
+    """A module whose class would notice a copy."""
+
+    __slots__ = ()
+
+    def label_of(self, name: Any) -> str:
+        return _ModuleNode.label_of(self, name)
+
+
+class _OfContextNode(_FixedNode):
+    """What has another value in each thread or context."""
+
+    __slots__ = ()
+
+    def was(self, name: Any) -> Any:
+        """The value at the time of the search; `_GONE` if there was none, or it is no more."""
+        item = self.items[name]
+        if isinstance(item, _Sealed):
+            item = item()
+            return _GONE if item is None else item
+        return item
+
+    def assign(self, name: Any, value: Any) -> Callable[[], None]:
+        """Assign, here and now; returns what undoes it."""
+        raise NotImplementedError
+
+
+class _VariableNode(_OfContextNode):
     """A context variable."""
 
     __slots__ = ()
@@ -1146,15 +1618,28 @@ class _VariableNode(_FixedNode):
     def read(self, value: Any) -> Content:
         return {"": value.get(_GONE)}
 
+    def assign(self, name: Any, value: Any) -> Callable[[], None]:
+        return functools.partial(self.value.reset, self.value.set(value))
+
     def label_of(self, name: Any) -> str:
         return f"context variable {self.value.name!r}"
 
 
-class _ThreadLocalNode(_FixedNode):
+class _ThreadLocalNode(_OfContextNode):
     __slots__ = ()
 
     def read(self, value: Any) -> Content:
         return dict(value.__dict__)
+
+    def assign(self, name: Any, value: Any) -> Callable[[], None]:
+        here = self.value.__dict__
+        undo = (
+            functools.partial(here.__setitem__, name, here[name])
+            if name in here
+            else functools.partial(here.__delitem__, name)
+        )
+        here[name] = value
+        return undo
 
     def label_of(self, name: Any) -> str:
         return f"thread-local attribute {name!r}"
@@ -1178,6 +1663,9 @@ class _PythonModuleNode(_FixedNode, _NamedNode):
 
     __slots__ = ("looked_up",)
 
+    def identity(self) -> Any:
+        return self.value
+
     def read(self, value: Any) -> Content:
         content = value.__dict__
         return {name: content[name] for name in self.looked_up if name in content}
@@ -1193,6 +1681,9 @@ class _ClassNode(_FixedNode, _NamedNode):
         super().__init__(value, parent, label)
         # Whether code may make an instance; an instance that is there has been made.
         self.is_called = False
+
+    def identity(self) -> Any:
+        return self.value
 
     def read(self, value: Any) -> Content:
         content: Content = {}
@@ -1212,23 +1703,41 @@ class _ClassNode(_FixedNode, _NamedNode):
         return content
 
     def label_of(self, name: Any) -> str:
-        return f"attribute {name!r} of {self.value.__name__}"
+        return f"attribute {name!r} of {self.value.__name__}" if name else ""
+
+    def extra(self) -> Iterable[tuple[Any, Any]]:
+        yield "", type(self.value)
 
 
-_NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
+# Whether these are followed depends on which they are.
+_TOLD_BY_VALUE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.ModuleType,
+    type,
+    operator.attrgetter,
+)
+# What no plan may hold, and is not followed.
+_HOLDS_UNSEEN = (Tensor, torch.Generator, operator.methodcaller)
 _BINDERS = (_FunctionNode, _FrozenNode)
 _MUTABLE = (_SequenceNode, _DictNode, _ObjectNode, _FunctionNode)
 # Types written in C whose instances have nothing but attributes, and object itself.
 _ALLOCATORS = (types.SimpleNamespace, object)
+_COPIED = (Tensor, nn.Module)
 _CONTAINERS = (dict, list, tuple, deque)
 _Cached = type(functools.lru_cache(lambda: None))
-_LOOK_UP_ANYTHING = ("getattr", "setattr", "vars", "__dict__", "__slots__", "attrgetter", "asdict", "copy")
+_LOOK_UP_ANYTHING = (
+    *("getattr", "setattr", "__getattribute__", "vars", "__dict__", "__slots__"),
+    *("attrgetter", "asdict", "astuple", "fields", "copy"),
+)
 _EVERYTHING = "*"
 _UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
 _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
 _MAKES_INSTANCES = ("__new__", "__init__", "__post_init__")
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed")
+_WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
 
@@ -1242,6 +1751,8 @@ class _Rebuild:
         self._built: dict[int, Any] = {}
         self._namespaces: dict[int, dict[str, Any]] = {}
         self._placed: list[tuple[_Node, Any, Content]] = []
+        self._unfilled: list[tuple[_Node, Any]] = []
+        self._filling = False
         self._cells: dict[int, types.CellType] = {}
 
     def build(self, key: int | None) -> Any:
@@ -1252,11 +1763,25 @@ class _Rebuild:
             return node.value
         if key in self._built:
             return self._built[key]
-        new = self._built[key] = node.allocate(self)
+        is_outermost = not self._filling
+        self._filling = True
+        try:
+            new = self._built[key] = node.allocate(self)
+            if isinstance(node, _DictNode):  # a partial function takes what is in it
+                self._fill(node, new)
+            else:
+                self._unfilled.append((node, new))
+            # One after another, since references may be longer than Python's stack is deep.
+            while is_outermost and self._unfilled:
+                self._fill(*self._unfilled.pop())
+        finally:
+            self._filling = not is_outermost
+        return new
+
+    def _fill(self, node: _Node, new: Any) -> None:
         node.fill(new, self)
         if self.first:
             self._placed.append((node, new, node.assignable(new)))
-        return new
 
     def item(self, node: _Node, name: Any) -> Any:
         """What stands for the thing that `node` calls `name`."""
@@ -1279,7 +1804,7 @@ class _Rebuild:
         for node, new, placed in self._placed:
             now = node.assignable(new)
             for name, value in now.items():
-                if name in placed and placed[name] is value:
+                if (name in placed and placed[name] is value) or node.is_made_anew(name):
                     continue
                 if isinstance(value, Tensor) and (constant := _torch.constant_of(value)) is not None:
                     value = constant  # a table, made once
@@ -1311,25 +1836,23 @@ class _Rebuild:
 
 def _spread(nodes: Mapping[int, _Node]) -> None:
     """What refers to something that is rebuilt has to be rebuilt."""
-    pending = [node for node in nodes.values() if node.needed or node.frozen]
-    if not pending:
-        return
-    referrers: dict[int, list[_Node]] = defaultdict(list)
-    for node in nodes.values():
-        for child in node.children.values():
-            referrers[child].append(node)
-    while pending:
-        node = pending.pop()
-        for referrer in referrers[node.key]:
-            if isinstance(referrer, _FixedNode):
+    # Most of what an object refers to was met after it.
+    backwards = [*nodes.values()][::-1]
+    spreading = True
+    while spreading:
+        spreading = False
+        for node in backwards:
+            if not node.children or isinstance(node, _FixedNode):
                 continue
-            frozen = node.frozen
-            if frozen == _BOUND and not isinstance(referrer, _BINDERS):
-                frozen = _THAWED
-            if (node.needed and not referrer.needed) or frozen > referrer.frozen:
-                referrer.needed |= node.needed
-                referrer.frozen = max(frozen, referrer.frozen)
-                pending.append(referrer)
+            needed, frozen = node.needed, node.frozen
+            for key in node.children.values():
+                child = nodes[key]
+                needed |= child.needed
+                if child.frozen > frozen and (child.frozen != _BOUND or isinstance(node, _BINDERS)):
+                    frozen = child.frozen
+            if needed != node.needed or frozen != node.frozen:
+                node.needed, node.frozen = needed, frozen
+                spreading = True
 
 
 def _version(x: Tensor) -> int | None:
@@ -1346,7 +1869,7 @@ def _cleared(value: Any) -> Any:
 
 def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if kind is types.FunctionType:
-        return _FunctionNode
+        return None if _is_of_library(value) and _holds_nothing(value) else _FunctionNode
     if kind is types.MethodType:
         return _MethodNode
     if isinstance(value, functools.partial):
@@ -1354,26 +1877,29 @@ def _node_type(value: Any, kind: type) -> type[_Node] | None:
     if isinstance(value, nn.Module):
         if kind.__name__ == "OptimizedModule" and hasattr(value, "_orig_mod"):
             return _CompiledNode
-        return None if isinstance(value, torch.jit.ScriptModule) else _ModuleNode
+        if isinstance(value, torch.jit.ScriptModule):
+            return None
+        return _StayingModuleNode if _notices_copies(kind) else _ModuleNode
     if kind in (dict, OrderedDict, defaultdict):
         return _DictNode
     if kind in (list, deque):
         return _SequenceNode
     if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_fields")):
         return _TupleNode
-    if isinstance(value, types.BuiltinFunctionType):
-        return _TensorMethodNode if isinstance(value.__self__, Tensor) else None
+    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+        is_bound = value.__self__ is not None and not isinstance(value.__self__, type | types.ModuleType)
+        return _BuiltinMethodNode if is_bound else None
     if isinstance(value, type):
-        return _ClassNode if _own_classes(cast(Hashable, value)) else None
+        return _ClassNode if _own_classes(value) else None
     if isinstance(value, types.ModuleType):
         is_followed = value.__name__ in _RANDOM or not _is_library(value.__name__)
         return _PythonModuleNode if is_followed else None
     for fixed, node_type in _FIXED.items():
         if isinstance(value, fixed):
             return node_type
-    if not _is_plain_python(cast(Hashable, kind)):
+    if not _is_plain_python(kind):
         return None
-    return _StayingNode if _notices_copies(cast(Hashable, kind)) else _ObjectNode
+    return _StayingNode if _notices_copies(kind) else _ObjectNode
 
 
 _FIXED: dict[type | tuple[type, ...], type[_Node]] = {
@@ -1385,21 +1911,32 @@ _FIXED: dict[type | tuple[type, ...], type[_Node]] = {
     _CONTAINERS: _ContainerNode,
     (np.ndarray, bytearray): _ArrayNode,
     weakref.ref: _WeakNode,
+    (weakref.WeakKeyDictionary, weakref.WeakValueDictionary): _WeakMappingNode,
+    enum.Enum: _MemberNode,
+    types.GeneratorType: _GeneratorNode,
 }
 
 
 def take_for_own(f: Any) -> None:
     """Search the package of a function as the user's own code."""
-    package = (getattr(f, "__module__", None) or type(f).__module__).partition(".")[0]
+    package = _package(getattr(f, "__module__", None) or type(f).__module__)
     if package not in _own_packages and package not in _LIBRARIES:
         _own_packages.add(package)
-        for cached in (_is_installed, _own_classes, _is_own):
-            cached.cache_clear()
+        _is_installed.cache_clear()
+        _is_own.forget()
+        _is_library.cache_clear()
+        _plans.clear()
 
 
-def _is_library(module: str | None) -> bool:
-    package = (module or "").partition(".")[0]
+@functools.lru_cache(maxsize=4096)
+def _is_library(module: Any) -> bool:
+    package = _package(module)
     return package in _LIBRARIES or _is_installed(package)
+
+
+def _package(module: Any) -> str:
+    # Cython's types may have something else in the place of the name.
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -1409,40 +1946,41 @@ def _is_installed(package: str) -> bool:
     return is_installed and package not in _own_packages
 
 
+def _holds_nothing(function: types.FunctionType) -> bool:
+    """Whether a function refers to nothing but to its globals."""
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__)
+
+
+def _refers_to_nothing(function: types.FunctionType) -> bool:
+    code = function.__code__
+    return _holds_nothing(function) and not _global_names(code) and not _imported(code)
+
+
 def _is_of_library(function: types.FunctionType) -> bool:
     # Not `__module__`, which functools.wraps copies.
     return _is_library(function.__globals__.get("__name__"))
 
 
-@functools.lru_cache(maxsize=4096)
-def _own_classes(kind: Hashable) -> tuple[type, ...]:
+def _own_classes(kind: type) -> tuple[type, ...]:
     """A class and its bases, without those of libraries."""
-    assert isinstance(kind, type)
     return tuple([base for base in kind.__mro__ if not _is_library(base.__module__)])
 
 
 def _moves_on(value: Any) -> bool:
     """Whether an object that cannot be followed gives something else each time."""
-    if isinstance(value, types.BuiltinFunctionType | types.BuiltinMethodType):
-        value = value.__self__  # random.random, numpy.random.rand
-    return (
-        isinstance(value, random.Random)
-        or hasattr(type(value), "__next__")
-        or type(value).__module__.startswith("numpy.random")
-    )
+    return isinstance(value, random.SystemRandom) or hasattr(type(value), "__next__")
 
 
-@functools.lru_cache(maxsize=4096)
-def _notices_copies(kind: Hashable) -> bool:
+@_OfClass
+def _notices_copies(kind: type) -> bool:
     """Whether a class would close what a copy shares with the original, or remember each copy."""
-    assert isinstance(kind, type)
     return hasattr(kind, "__del__") or any(
         isinstance(member, _Cached) for base in kind.__mro__ for member in base.__dict__.values()
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_plain_python(kind: Hashable) -> bool:
+@_OfClass
+def _is_plain_python(kind: type) -> bool:
     """Whether an instance is fully described by its `__dict__` and slots."""
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by an extension
 
@@ -1450,8 +1988,7 @@ def _is_plain_python(kind: Hashable) -> bool:
         new = base.__dict__.get("__new__")
         return bool(base.__flags__ & heap_type) and not isinstance(new, types.BuiltinFunctionType)
 
-    assert isinstance(kind, type)
-    return kind.__module__.partition(".")[0] not in _OPAQUE and all(
+    return _package(kind.__module__) not in _OPAQUE and all(
         base in _ALLOCATORS or is_python(base) for base in kind.__mro__
     )
 
@@ -1463,24 +2000,22 @@ def _weak(value: Any) -> Callable[[], Any]:
         return lambda: None
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_own(kind: Hashable) -> bool:
+@_OfClass
+def _is_own(kind: type) -> bool:
     """Whether no library has code for instances of a class."""
-    assert isinstance(kind, type)
     return len(_own_classes(kind)) == len([b for b in kind.__mro__ if b not in (object, nn.Module)])
 
 
 def _attributes(value: Any) -> Content:
     content = dict(getattr(value, "__dict__", ()))
-    for name in _slots(cast(Hashable, type(value))):
+    for name in _slots(type(value)):
         with suppress(AttributeError):
             content[name] = getattr(value, name)
     return content
 
 
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: Hashable) -> tuple[str, ...]:
-    assert isinstance(kind, type)
+@_OfClass
+def _slots(kind: type) -> tuple[str, ...]:
     return tuple(
         [
             name
@@ -1508,8 +2043,8 @@ def _names(code: types.CodeType) -> frozenset[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
+        else:  # a tuple is of a loop over names, or of a class pattern
+            names.update([s for s in pytree.tree_leaves(constant) if isinstance(s, str) and s.isidentifier()])
     return frozenset(names)
 
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch, dispatch, world
 from .closure import is_tracked
-from .errors import CheckpointError, MutationError, describe
+from .errors import CheckpointError, MutationError, OptionError, describe
 from .program import Leaf, Tensors
 
 
@@ -39,6 +39,12 @@ from .program import Leaf, Tensors
 def differentiates() -> bool:
     """Whether some functorch level takes a derivative; Dynamo, too, may ask."""
     return any(layer.kind != "vmap" for layer in _torch.active_layers())
+
+
+@_torch.known_to_dynamo
+def refuse(what: str) -> None:
+    """Raise where Dynamo lets it through."""
+    raise OptionError(f"{what} cannot be honoured in a compiled graph. Leave it out there.")
 
 
 def call(
@@ -214,6 +220,9 @@ class _Graph(Leaf):
                 self._new.append(i)
         self._out = [None if isinstance(y, Tensor) else y for y in out]
         return tuple([out[i] for i in self._new])
+
+    def held(self) -> list[Tensor]:
+        return []
 
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:

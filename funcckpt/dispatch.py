@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch, net, primitive
+from . import _torch, net, primitive, recompute, recording
 from .program import (
     Functional,
     Jvp,
@@ -210,7 +210,7 @@ def attach(program: Program, outputs: Sequence[tuple[Tensor, bool]], inputs: Seq
 
 
 class _Node:
-    """What all autograd nodes of remat share: they save their inputs and nothing else."""
+    """What all autograd nodes of remat share: they save their inputs, and what a policy keeps."""
 
     @staticmethod
     def keep(
@@ -229,15 +229,26 @@ class _Node:
         ctx.home = home
         ctx.level = level
         ctx.thread = threading.get_ident()
-        ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(
-            *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
-        )
+        ctx.kept, tensors = recompute.kept_for(program)
+        ctx.save_for_backward(*inputs, *tensors)
+        if not all(active):
+            ctx.mark_non_differentiable(
+                *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
+            )
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
+        if ctx.kept is None:
+            return _Node.pull(ctx, ctx.saved_tensors, cotangents)
+        inputs, kept = recording.split(ctx.kept, ctx.saved_tensors)
+        with recompute.handing_out(ctx.program.source, ctx.kept, kept):
+            return _Node.pull(ctx, inputs, cotangents)
+
+    @staticmethod
+    def pull(
+        ctx: Any, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         arity = len(inputs)
         leading = len(ctx.needs_input_grad) - arity
         wrt = tuple([i for i in range(arity) if ctx.needs_input_grad[leading + i]])
@@ -321,11 +332,7 @@ class _AtGradLevel(_Node, _torch.SingleLevelFunction):
         recording = recorded(program, differentiated)
         unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
         # An autograd.Function switches both modes off, for all levels below too.
-        with (
-            torch.enable_grad(),
-            _torch._set_fwd_grad_enabled(True),
-            _torch.lower(interpreter),
-        ):
+        with _torch.recording(), _torch.lower(interpreter):
             outputs = bind(recording, unwrapped)
         wrapped = tuple([_torch._wrap_for_grad(y, level) for y in outputs])
         active = recording.active if isinstance(recording, Recording) else None

@@ -50,11 +50,8 @@ from torch.utils._python_dispatch import (  # Torch's extension point, public bu
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+
+from .flops import flops_of
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
 
@@ -241,8 +238,7 @@ class Meter(TorchDispatchMode):
                 self._book(storage, new=True)
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
             self.ops[str(func)] += 1
-            if (formula := _flop_formula(func)) is not None:
-                self.flops += int(formula(*args, **kwargs, out_val=out))
+            self.flops += flops_of(func, args, kwargs, out)
         return out
 
     def _book(self, storage: torch.UntypedStorage, *, new: bool) -> None:
@@ -302,27 +298,4 @@ _SPARSE_PARTS: dict[torch.layout, Callable[[torch.Tensor], tuple[torch.Tensor, .
     torch.sparse_bsr: _compressed_rows,
     torch.sparse_csc: _compressed_columns,
     torch.sparse_bsc: _compressed_columns,
-}
-
-
-def _flop_formula(func: Any) -> Callable[..., Any] | None:
-    packet = getattr(func, "overloadpacket", func)
-    return flop_registry.get(packet) or _MORE_FLOPS.get(packet)
-
-
-# What torch.utils.flop_counter has no formula for (torch 2.13). Without the first four, `w @ x` of
-# one sample would count zero, and count under vmap, where it becomes a matrix product.
-_MORE_FLOPS: dict[Any, Callable[..., int]] = {
-    aten.dot: lambda x, y, out_val=None: 2 * x.numel(),
-    aten.vdot: lambda x, y, out_val=None: 2 * x.numel(),
-    aten.mv: lambda a, x, out_val=None: 2 * a.numel(),
-    aten.addmv: lambda y, a, x, out_val=None, **_: 2 * a.numel(),
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop_count(
-            grad.shape, q.shape, k.shape, v.shape
-        )
-    ),
 }

@@ -13,14 +13,14 @@ it in what they are given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch
+from . import _torch, recompute
 from .closure import is_tracked
 from .errors import ClosureError, describe
 from .program import Leaf, Program, Recording, Tensors
@@ -117,6 +117,8 @@ _HOW = {
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program with no level active, under the net if f has not run before."""
+    if program.source.random is not None:
+        return recompute.run(program, inputs)
     return run_recorded(program, inputs)[0]
 
 
@@ -125,13 +127,16 @@ def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, t
     source = program.source
     layers = source.take_layers()
     if layers is None:
-        return program.run(*source.received(inputs)), None
+        return recompute.run(program, inputs), None
     differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
     recording = Recording(program, differentiated) if differentiated else None
     versions = source.versions(inputs)
     detached = [_torch.fresh(x) if x.requires_grad else x for x in inputs]
-    with torch.enable_grad(), _torch._set_fwd_grad_enabled(True):
-        with _torch.shadows(layers) as levels:
+    record = None
+    if recording is not None or any([layer.kind == "grad" for layer in layers]):
+        record = source.recorder()
+    with _torch.recording():
+        with _torch.shadows(layers) as levels, record or nullcontext():
             outputs = (recording or program).run(*detached)
             outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
         if _torch.has_dual_level():
@@ -139,6 +144,8 @@ def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, t
                 if _torch.tangent_of(y) is not None:
                     raise _captured(source, y, "that is dual")
     source.check_versions(versions, inputs)
+    if record is not None:
+        source.kept = record.finish()
     return outputs, None if recording is None else recording.active
 
 

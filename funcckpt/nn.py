@@ -6,10 +6,10 @@ before, `isinstance` holds, and hooks that are registered on the module run outs
 once. (`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
 
 In plain eager code the work is done by saved-tensor hooks, under transforms by `remat`: `checkpoint`
-chooses. What hooks cannot know is looked after here. When the backward recomputes, the module has the
-parameters and buffers of the forward, which `functional_call` may have put in and taken out again, and is as
-it was then: counters and running vectors start from the same value, and `eval()` makes no difference. If
-a parameter was changed in place, that is an error.
+chooses. When the backward recomputes, the module has the parameters and buffers of the forward, which
+`functional_call` may have put in and taken out again, and is as it was then: running vectors start from the
+same value, and `eval()` makes no difference (`eager.held`); nor do counters and other constants that are
+attributes, which is looked after here. If a parameter was changed in place, that is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import noop_context_fn
 from . import _torch, compiled
 from .eager.checkpoint import call_under_compiled_transform, checkpoint
 from .eager.region import Contexts
-from .errors import InputError, MutationError, OptionError, describe
+from .errors import InputError, OptionError
 
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
@@ -205,11 +205,9 @@ def _recomputed(
         # Dynamo knows this one, and AOTAutograd what it does.
         return torch_checkpoint(f, *args, use_reentrant=False, **options, **kwargs)
     if _runs_by_hooks(options):
-        held = _Held(modules, check=options.get("determinism_check") != "none")
+        held = _Held(modules)
         context_fn = functools.partial(_contexts, options.get("context_fn", noop_context_fn), held)
-        out = checkpoint(**{**options, "context_fn": context_fn})(f)(*args, **kwargs)
-        held.forward_is_done()
-        return out
+        return checkpoint(**{**options, "context_fn": context_fn})(f)(*args, **kwargs)
     return checkpoint(**options)(f)(*args, **kwargs)
 
 
@@ -233,37 +231,18 @@ def _contexts(context_fn: Callable[[], Contexts], held: _Held) -> Contexts:
 
 
 class _Held:
-    """A context in which some modules are as they are now: parameters, buffers, whether they train, and
-    attributes that are constants, like counters and masks.
-    """
+    """A context in which attributes of modules that are constants, like counters, are as they are now."""
 
     inner: AbstractContextManager[Any]
 
-    def __init__(self, modules: Iterable[nn.Module], check: bool) -> None:
-        self._check = check
-        self._now: list[tuple[dict[str, Any], str, Any]] = []
-        self._versions: list[tuple[str, Tensor, int]] = []
-        # Buffers that a forward may update, and what they were: the recomputation is given copies.
-        self._buffers: list[tuple[dict[str, Any], str, Tensor, int, Tensor]] = []
-        for part in dict.fromkeys(part for module in modules for part in module.modules()):
-            for name, p in part._parameters.items():
-                if p is not None:
-                    self._now.append((part._parameters, name, p))
-                    if not p.is_inference():
-                        self._versions.append((name, p, p._version))
-            for name, b in part._buffers.items():
-                if b is not None:
-                    self._now.append((part._buffers, name, b))
-                    if part.training and not b.is_inference():
-                        self._buffers.append((part._buffers, name, b, b._version, b.detach().clone()))
-            for name, x in part.__dict__.items():
-                # A result of an earlier forward would keep its graph alive.
-                if type(x) in _CONSTANTS or (isinstance(x, Tensor) and x.grad_fn is None):
-                    self._now.append((part.__dict__, name, x))
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._now = [
+            (part.__dict__, name, x)
+            for part in dict.fromkeys(part for module in modules for part in module.modules())
+            for name, x in part.__dict__.items()
+            if type(x) in _CONSTANTS
+        ]
         self._undo: list[Callable[[], object]] = []
-
-    def forward_is_done(self) -> None:
-        self._buffers = [buffer for buffer in self._buffers if buffer[2]._version != buffer[3]]
 
     def __enter__(self) -> None:
         try:
@@ -281,33 +260,13 @@ class _Held:
 
     def _restore(self) -> None:
         for place, name, x in self._now:
-            other = place.get(name, x)
-            # fully_shard exchanges sharded and whole parameters as it sees fit.
-            if other is not x and _layout(other) == _layout(x):
-                self._put(place, name, x)
-        for name, x, version in self._versions if self._check else ():
-            if x._version != version:
-                raise MutationError(
-                    f"parameter {name!r} ({describe(x)}) was changed in place between the forward of a "
-                    "checkpointed module and its backward, by an optimizer for example: the recomputation "
-                    "would start from the changed values. Run the backward before, or, if you know better, "
-                    'pass determinism_check="none".'
-                )
-        for place, name, _, _, before in self._buffers:
-            self._put(place, name, before.clone())
-
-    def _put(self, place: dict[str, Any], name: str, x: Tensor) -> None:
-        self._undo.append(functools.partial(place.__setitem__, name, place[name]))
-        place[name] = x
+            if place.get(name, x) is not x:
+                self._undo.append(functools.partial(place.__setitem__, name, place[name]))
+                place[name] = x
 
     def _put_back(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _layout(x: Any) -> Any:
-    """How a distributed tensor is laid out; None for all others."""
-    return getattr(x, "device_mesh", None), getattr(x, "placements", None)
 
 
 # -- whole models ---------------------------------------------------------------------------------

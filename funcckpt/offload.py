@@ -99,3 +99,60 @@ def _mapped(x: Tensor) -> Tensor:
     finally:
         os.unlink(path)  # The mapping keeps the file, and is the last to do so.
     return out.copy_(x)
+
+
+# -- for policies ------------------------------------------------------------------------------------
+
+
+class Offloaded:
+    """A tensor of an accelerator, kept in the memory of the host.
+
+    The copy there is made by a stream of its own, into pinned memory, while the forward goes on; the copy
+    back by the stream that needs it.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        x = x.detach()
+        self._device = x.device
+        self._done: Any = None
+        self.host = torch.empty_strided(
+            x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=_can_pin(x)
+        )
+        if not self.host.is_pinned():
+            self.host.copy_(x)
+            return
+        side = _side_stream(x.device)
+        side.wait_stream(torch.accelerator.current_stream(x.device))
+        with side:
+            self.host.copy_(x, non_blocking=True)
+            self._done = side.record_event()
+        # Its memory is not given to another tensor before the copy is made.
+        x.record_stream(side)
+
+    def get(self, allow_mutation: bool) -> Tensor:
+        return self.back(self.host)
+
+    def back(self, host: Tensor) -> Tensor:
+        """`host`, which is the copy there or a copy of it, on the device again."""
+        if self._done is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._done)
+        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
+        return x.copy_(host, non_blocking=self._done is not None and host.is_pinned())
+
+
+def is_far(x: Tensor) -> bool:
+    """Whether offloading moves `x`: whether it is not in the memory of the host already."""
+    return x.device.type not in ("cpu", "meta") and x.layout is torch.strided
+
+
+def _can_pin(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.Stream(device)
+    return _side_streams[device]

@@ -13,6 +13,7 @@ What this form cannot do:
 * say that an output has no tangent: it gives zeros;
 * `torch.func.functionalize`, for which torch has no rule;
 * nest as deep: each level costs several times the frames of Python's stack;
+* with the generated rule, to keep what a policy says below a vmap: it is computed again;
 * with the generated rule, jvp, and a vmap over the cotangents of an operator that has no batching
   rule: f is recomputed under it.
 """
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch, net
+from . import _torch, net, recompute, recording
 from .errors import CheckpointError
 from .program import (
     Jvp,
@@ -197,13 +198,23 @@ class _Rules:
         ctx.program = operand.met_by(level)
         ctx.at_level = len(layers) > 0
         ctx.home = min(ctx.program.home, level - 1) if level else ctx.program.home
-        ctx.save_for_backward(*tensors)
+        # Where torch derives the rule for vmap, it would take what is kept for inputs that are not batched.
+        ctx.kept, kept = (None, ()) if operand.has_say else recompute.kept_for(ctx.program)
+        ctx.save_for_backward(*tensors, *kept)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*operand.constants(output, level))
 
     @staticmethod
     def pull(spelling: Any, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        inputs = [_torch.alive(x) for x in ctx.saved_tensors]
+        inputs, kept = recording.split(ctx.kept, ctx.saved_tensors)
+        with recompute.handing_out(ctx.program.source, ctx.kept, kept):
+            return _Rules.pull_with(spelling, ctx, inputs, cotangents)
+
+    @staticmethod
+    def pull_with(
+        spelling: Any, ctx: Any, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> tuple[Any, ...]:
+        inputs = [_torch.alive(x) for x in inputs]
         wrt = tuple([i for i in range(len(inputs)) if ctx.needs_input_grad[i + 1]])
         of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
         gradients: list[Tensor | None] = [None] * (len(inputs) + 1)

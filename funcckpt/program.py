@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch
+from . import _torch, recompute, recording
 from .errors import ClosureError, describe
 
 Tensors = tuple[Tensor, ...]
@@ -73,10 +73,19 @@ class Leaf(Program):
         self.home = _torch.current_level()
         # Whether a run draws random numbers; None before the first.
         self.random: bool | None = None
+        # What its code is, to expect of another call what this one did.
+        self.code: Any = None
+        # What a policy has kept of the first run, until the nodes have it.
+        self.kept: recording.Kept | None = None
+        self.torch_function = _torch._get_torch_function_state()
 
     @property
     def source(self) -> Leaf:
         return self
+
+    def recorder(self) -> recording.Record | None:
+        """The mode for the first run, if a policy has to see it."""
+        return None
 
     @abstractmethod
     def take_layers(self) -> list[_torch.Layer] | None:
@@ -89,6 +98,10 @@ class Leaf(Program):
     @abstractmethod
     def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
         """How often each input was changed in place."""
+
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept for a recomputation, beside the inputs."""
 
     @abstractmethod
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
@@ -156,6 +169,8 @@ class Recording(_Derived):
             for i in self.differentiated:
                 _torch.requires_grad_at_this_level(wrapped[i])
             outputs = self.inner.run(*wrapped)
+            if (watch := recording.watch_of(self._source)) is not None:
+                watch.note_graph(outputs)
             self.active = tuple([y.requires_grad for y in outputs])
             return tuple([_torch._unwrap_for_grad(y, level) for y in outputs])
 
@@ -227,21 +242,26 @@ class Vjp(_Derived):
             program = program._unbatched
 
     def run(self, *inputs: Tensor) -> Tensors:
+        if self._source.torch_function != _torch._get_torch_function_state():
+            with _torch.torch_function_as(self._source.torch_function):
+                return self.run(*inputs)
         primals = list(inputs[: self.arity])
         cotangents = inputs[self.arity :]
         originals: list[Tensor] = []
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
-        if _torch.peek_interpreter_stack() is None and not _torch.in_dual_level() and not self.at_level:
-            if not nested:
-                originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
-            outputs, leaves = self._record_plain(primals, nested)
-        else:
-            outputs, leaves = self._record_at_level(primals)
-        primals.clear()
+        is_bottom = _torch.peek_interpreter_stack() is None
+        with recompute.recording(self._source):
+            if is_bottom and not _torch.in_dual_level() and not self.at_level:
+                if not nested:
+                    originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
+                outputs, leaves = self._record_plain(primals, nested)
+            else:
+                outputs, leaves = self._record_at_level(primals)
+            primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
-        as_func = bool(self.batches) or _torch.number_of_vmaps() > 1
+        as_func = bool(self.batches) or (not is_bottom and _torch.number_of_vmaps() > 1)
         gradients = self._pull(outputs, leaves, originals, cotangents, nested or as_func)
         if self.batches and not nested:
             gradients = tuple([_torch.fresh(g) for g in gradients])
@@ -256,7 +276,7 @@ class Vjp(_Derived):
             leaves.append(leaf)
             primals[i] = leaf
         with _recording():
-            outputs = self.inner.run(*primals)
+            outputs = self.inner.run(*_as_arguments(primals))
             return [outputs[i] for i in self.of], leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -267,7 +287,7 @@ class Vjp(_Derived):
             leaves = [wrapped[i] for i in self.wrt]
             for leaf in leaves:
                 _torch.requires_grad_at_this_level(leaf)
-            outputs = self.inner.run(*wrapped)
+            outputs = self.inner.run(*_as_arguments(wrapped))
             if self.source.replaces and _torch.current_level() == 1:
                 self._check_replaced(outputs, level)
             return [outputs[i] for i in self.of], leaves
@@ -294,7 +314,8 @@ class Vjp(_Derived):
         def pull(*cotangents: Tensor) -> Tensors:
             if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
                 _refuse_once_differentiable(outputs)
-            pairs = [(y, ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
+            # Edges, since the values of the outputs are needed no more.
+            pairs = [(_edge(y), ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
             outputs.clear()
             gradients: Sequence[Tensor | None] = [None] * len(leaves)
             if pairs and leaves:
@@ -325,9 +346,20 @@ class Vjp(_Derived):
         return pull(*cotangents)
 
 
+def _edge(y: Tensor) -> Any:
+    return y if y.grad_fn is None else torch.autograd.graph.GradientEdge(y.grad_fn, y.output_nr)
+
+
 def _recording() -> AbstractContextManager[Any]:
     """Grad mode on, and inference mode off: a backward may be called there, and nothing be recorded."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
+
+
+def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
+    """What f is given. A module tracker puts hooks on it, and must not on a leaf in a backward."""
+    if not _torch.has_global_module_hook():
+        return leaves
+    return [x.view_as(x) if x.requires_grad and x.is_leaf else x for x in leaves]
 
 
 def _refuse_once_differentiable(outputs: Sequence[Tensor]) -> None:
@@ -416,10 +448,10 @@ def bind_legacy(
     program: Program, inputs: Sequence[Tensor], bind: Callable[[Program, Sequence[Tensor]], Tensors]
 ) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), if it has batched any input."""
+    if not any([_torch.is_legacy_batchedtensor(x) for x in inputs]):
+        return bind(program, inputs)
     unwrapped_and_dims = [_torch.unwrap_legacy(x) for x in inputs]
     in_dims = tuple([dim for _, dim in unwrapped_and_dims])
-    if all(dim is None for dim in in_dims):
-        return bind(program, inputs)
     unwrapped = [x for x, _ in unwrapped_and_dims]
     size = next(x.shape[dim] for x, dim in unwrapped_and_dims if dim is not None)
     batched = vmapped(program, program.home + 1, in_dims, size, "same")

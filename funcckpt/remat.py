@@ -17,16 +17,17 @@ import operator
 import sys
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch, compiled, dispatch, net, world
+from . import _torch, compiled, dispatch, net, policies, recording, world
 from .closure import Closure, may_be_statistics, take_for_own
 from .errors import (
     CheckpointError,
@@ -54,6 +55,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
+    policy: policies.Policy | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -65,6 +67,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
+    policy: policies.Policy | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -75,6 +78,7 @@ def remat(
     static_argnames: str | Sequence[str] = (),
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
+    policy: policies.Policy | None = None,
 ) -> Any:
     """Recompute f in the backward instead of keeping what it computed.
 
@@ -97,8 +101,11 @@ def remat(
     determinism_check : {"default", "none", "values"}
         Compare structure, shapes, dtypes and devices of the recomputed outputs with those of the
         forward; or nothing; or the values too, which keeps a copy of the outputs. The values are compared
-        by default as well if f has assigned what it captured, or draws from Python's or numpy's random
-        numbers, or from an iterator.
+        by default as well if f has assigned what it captured, draws from an iterator, or may tell a tensor
+        by its identity.
+    policy : callable, list of operators, or None
+        What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
+        function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing.
 
     Returns
     -------
@@ -137,7 +144,7 @@ def remat(
     torch.Size([5, 3, 2])
     """
     if torch.compiler.is_dynamo_compiling():
-        return _made_compiled(f, preserve_rng_state, determinism_check)
+        return _made_compiled(f, preserve_rng_state, determinism_check, policy)
     positions = _several(int, static_argnums, "static_argnums", f)
     names = _several(str, static_argnames, "static_argnames", f)
     if determinism_check not in _CHECKS:
@@ -146,11 +153,18 @@ def remat(
             f"{determinism_check!r}"
         )
 
-    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+    chooser = policies.chooser_of(policy, _title(f))
+
+    def made(f: Callable[..., Any]) -> Callable[..., Any]:
         name = _name_and_check(f)
         take_for_own(f)
         static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(f, name, _Options(*static, preserve_rng_state, determinism_check))
+        return _Checkpointed(
+            f, name, _Options(*static, preserve_rng_state, determinism_check, policy, chooser)
+        )
+
+    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+        return type(f)(made(f.__func__)) if isinstance(f, staticmethod | classmethod) else made(f)
 
     return wrap if f is None else wrap(f)
 
@@ -165,11 +179,19 @@ def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
     return wrap if f is None else wrap(f)
 
 
+# What decides whether a call is checkpointed, while `explain` compares: it is given f, a title, f called as
+# it is, and f called with other options, checkpointed.
+instead: ContextVar[Callable[[Any, str, Callable[[], Any], Callable[..., Any]], Any] | None]
+instead = ContextVar("funcckpt_instead", default=None)
+
+
 class _Options(NamedTuple):
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
     preserve_rng_state: bool
     determinism_check: str
+    policy: Any = None
+    chooser: policies.Chooser | None = None
 
 
 def _title(f: Callable[..., Any] | None) -> str:
@@ -248,8 +270,35 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             f, name, options = self._made_of
-            return call_compiled(f, name, args, kwargs, *options[2:])
+            return call_compiled(f, name, args, kwargs, *options[2:5])
+        if (ask := instead.get()) is not None:
+            f, name, _ = self._made_of
+            return ask(
+                f,
+                f"remat({name})",
+                lambda: f(*args, **kwargs),
+                lambda **changes: _call(*self._with(changes), args, kwargs),
+            )
         return _call(*self._made_of, args, kwargs)
+
+    def _with(self, changes: dict[str, Any]) -> tuple[Callable[..., Any], str, _Options]:
+        """What this is made of, were it made with other options."""
+        if not changes:
+            return self._made_of
+        f, _, options = self._made_of
+        other: Any = remat(
+            f,
+            static_argnums=tuple(options.static_argnums),
+            static_argnames=tuple(options.static_argnames),
+            **{
+                "preserve_rng_state": options.preserve_rng_state,
+                "determinism_check": options.determinism_check,
+                "policy": options.policy,
+                **changes,
+            },
+        )
+        made: tuple[Callable[..., Any], str, _Options] = other._made_of
+        return made
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -311,8 +360,11 @@ def call_compiled(
     kwargs: dict[str, Any],
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
+    policy: Any = None,
 ) -> Any:
     """A call in code that Dynamo traces, for which static arguments are like all others."""
+    if policy is not None:
+        compiled.refuse(f"remat({name}): policy")
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
     untraced = functools.partial(
@@ -421,24 +473,31 @@ class _Arguments:
 class _Outputs:
     """What f returned: its structure, what is no tensor, and how each tensor looked."""
 
+    # Each tensor is an input, which is handed back as it is, or an output, once.
+    _sources: list[tuple[bool, int]]
+    _kept: list[int]
+    _aliased: frozenset[int]
+    tensors: list[Tensor]
+    others: list[Any]
+
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
         given = {id(x): i for i, x in enumerate(inputs)}
         leaves: list[Any] = [out]
         self.structure: pytree.TreeSpec | None = None
+        if isinstance(out, Tensor) and id(out) not in given:  # as most of them are
+            self.positions, self.others, self.tensors = [0], [None], [out]
+            self.looks = [_look_of(out)]
+            self._sources, self._kept = [(False, 0)], [0]
+            self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
+            return
         if not isinstance(out, Tensor):
             leaves, self.structure = pytree.tree_flatten(out)
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._sources, self._kept = [], []
         everything = [leaves[i] for i in self.positions]
-        # A nested tensor with strides has no shape that one may ask for.
-        self.looks = [
-            (x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device)
-            for x in everything
-        ]
-        # Each tensor is an input, which is handed back as it is, or an output, once.
+        self.looks = [_look_of(x) for x in everything]
         outputs: dict[int, Tensor] = {}
-        self._sources: list[tuple[bool, int]] = []
-        self._kept: list[int] = []
         for i, x in enumerate(everything):
             if id(x) in given:
                 self._sources.append((True, given[id(x)]))
@@ -447,7 +506,7 @@ class _Outputs:
                 outputs[id(x)] = x
                 self._kept.append(i)
             self._sources.append((False, list(outputs).index(id(x))))
-        self.tensors: list[Tensor] = list(outputs.values())
+        self.tensors = list(outputs.values())
         self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
         for i in self.positions:
             leaves[i] = None
@@ -498,6 +557,11 @@ class _Outputs:
         return None
 
 
+def _look_of(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
+    # A nested tensor with strides has no shape that one may ask for.
+    return x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device
+
+
 def _look(look: tuple[torch.dtype, tuple[int, ...], torch.device]) -> str:
     dtype, shape, device = look
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
@@ -519,6 +583,7 @@ class _Call(Leaf):
         hidden: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
+        self.code = getattr(f, "__code__", None) or type(f)
         self._name = name
         self._options = options
         self._arguments = arguments
@@ -527,20 +592,24 @@ class _Call(Leaf):
         self._arguments_are_plain = not others and not arguments.static
         self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
-        given = {id(x): net.stand_in(x) for x in arguments.tensors}
-        captured = {id(x): net.stand_in(x) for x in (*self._closure.tensors, *hidden) if id(x) not in given}
-        self._originals = {id(given[key]): key for key in given} | {
-            id(captured[key]): key for key in captured
-        }
-        arguments.tensors = list(given.values())
-        self._captured = list(captured.values())
+        # One tensor may stand for several by which f refers to it.
+        stand_ins: dict[int, Tensor] = {}
+        self._originals: dict[int, list[int]] = defaultdict(list)
+        for x in {id(x): x for x in (*arguments.tensors, *self._closure.tensors, *hidden)}.values():
+            stand_in = net.stand_in(x)
+            self._originals[id(stand_in)].append(id(x))
+            stand_ins[id(stand_in)] = stand_in
+        arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
+        given = {id(x) for x in arguments.tensors}
+        self._captured = [x for key, x in stand_ins.items() if key not in given]
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
         self._met: set[int] = set()
+        # Inputs that f writes to, without autograd: a recomputation does so on copies.
+        self._written: frozenset[int] = frozenset()
         self.replaces = bool(self._replaced)
-        self._ids: list[int] = []
-        self._labels: list[str] = []
+        self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators)
@@ -558,7 +627,17 @@ class _Call(Leaf):
     def run_under_transforms(self) -> Any:
         self._layers = _torch.active_layers()
         inputs = self._take_inputs(self._captured)
-        outputs = dispatch.call(self, inputs)
+        for i, x in enumerate(inputs):
+            if _torch.has_torch_function(x):
+                raise InputError(
+                    f"remat({self._name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
+                    "__torch_function__ says what operators do. Recomputed under a transform it would be a "
+                    "plain tensor: use remat around what does not need it, or no transform."
+                )
+        try:
+            outputs = dispatch.call(self, inputs)
+        finally:
+            self._hand_over_kept()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
 
@@ -566,15 +645,24 @@ class _Call(Leaf):
         """Without transforms f runs as it is; the graph it leaves behind shows what it captured."""
         arguments = self._arguments.tensors
         captured = self._captured
-        versions = self.versions(arguments)
+        versions, versions_of_captured = self.versions(arguments), self.versions(captured)
+        copies = [_copy(x) if self._closure.writes_unseen else None for x in captured]
         hooks = [len(x._backward_hooks or ()) for x in captured]
+        gradients = [_gradient(x) for x in captured]
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
         inner = [
             _dress(x.detach().requires_grad_(), _attributes(x)) if x.requires_grad else x for x in arguments
         ]
         given = [*inner, *captured]
-        outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
+        # f may make an argument require grad that did not: that is the caller's own.
+        leaves = [weakref.ref(x) for x in inner if x.requires_grad]
+        record = self.recorder()
+        labels = [self._keys(x)[0] for x in originals]
+        with nullcontext() if record is None else record.of(labels, given):
+            outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
+            if record is not None:
+                record.note_graph(outputs, first_node)
         assert self._outputs is not None
         if not any(y.requires_grad for y in outputs):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
@@ -582,42 +670,63 @@ class _Call(Leaf):
         for x, before in zip(captured, hooks, strict=True):
             if len(x._backward_hooks or ()) > before:
                 raise MutationError(
-                    f"remat({self._name}) registers a hook on {self._closure.where(self._originals[id(x)])} "
+                    f"remat({self._name}) registers a hook on {self._where_captured(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
                 )
+        for x, gradient in zip(captured, gradients, strict=True):
+            if _gradient(x) != gradient:
+                raise MutationError(
+                    f"remat({self._name}) calls backward(), which accumulates the gradient of "
+                    f"{self._where_captured(x)} ({describe(x)}), and would do so again "
+                    "in the recomputation. Use torch.autograd.grad inside of it."
+                )
+        written = {
+            id(x)
+            for x, version, copy in zip(captured, versions_of_captured, copies, strict=True)
+            if self.versions([x]) != [version] or (copy is not None and not _same(x, copy))
+        }
+        if written:
+            # The same writes again change nothing (a norm is limited, say), or the outputs will tell.
+            self._closure.is_pure = False
         self._settle(outputs)
-        used = self._find_captured(outputs, inner, first_node)
-        leaves = [weakref.ref(x) for x in inner if x.requires_grad]
+        own = {_edge(x) for x in inner if x.requires_grad}
+        used = self._find_captured(outputs, own, first_node)
         found = {id(x) for x in self._closure.tensors}
         by_rebuilding = found - {id(x) for x in self._closure.loose}
-        self._replaced = {
-            key: x for x in used if (key := self._originals.get(id(x), id(x))) not in by_rebuilding
-        }
+        self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
         del inner, given
-        self._check_escaped(lambda x: x.requires_grad)
+        self._check_escaped(lambda x: _leads_to(x, own))
         inputs_by_capture = {id(x) for x in used}
         self._closure.keep_as_constants(
-            {self._originals[id(x)]: x for x in captured if id(x) not in inputs_by_capture}
+            {key: x for x in captured if id(x) not in inputs_by_capture for key in self._keys(x)}
         )
+        for x in captured:
+            if id(x) in written and id(x) not in inputs_by_capture:
+                raise self._changed_captured(x)
         detached = [(y.detach(), y.requires_grad) for y in outputs]
         inputs = self._take_inputs(used)
+        self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
         self._closure.seal()
-        del outputs, arguments, captured, used
-        if not self._closure.has_rnn and _outlive(leaves):
+        self.kept = None if record is None else record.finish()
+        del outputs, arguments, captured, used, record
+        watched = self._closure.has_rnn or _torch.has_global_module_hook()
+        if not watched and _outlive(leaves):
             raise EscapeError(
                 f"remat({self._name}) stores a tensor that it has computed, or its input, where it cannot be "
                 "seen. It belongs to the inside of the checkpoint, and its gradient would be lost: return it "
                 "from the function, or store a detached copy."
             )
         attached = dispatch.attach(self, detached, inputs)
+        self._hand_over_kept()
         return self._outputs.assemble(attached, originals)
 
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
         inputs = (*self._arguments.tensors, *self._captured)
-        f, others, static = self._parts(self._closure.rebuild({self._originals[id(x)]: x for x in inputs}))
+        mapped = {key: x for x in inputs for key in self._keys(x)}
+        f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
@@ -630,12 +739,23 @@ class _Call(Leaf):
     def _take_inputs(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """Hand over the inputs, and keep their ids."""
         inputs = [*self._arguments.tensors, *captured]
-        self._ids = [self._originals.get(id(x), id(x)) for x in inputs]
-        self._labels = [self._closure.where(key) for key in self._ids[len(self._arguments.tensors) :]]
+        self._ids = [self._keys(x) for x in inputs]
         self._attributes = [_attributes(x) for x in inputs]
         self._arguments.tensors = []
         self._captured = []
         return inputs
+
+    def _hand_over_kept(self) -> None:
+        """What is kept belongs to the graph from here on."""
+        if self.kept is not None:
+            self.kept.tensors = []
+            self.kept = None
+
+    def recorder(self) -> recording.Record | None:
+        chooser = self._options.chooser
+        if chooser is None or _torch.is_tracing():
+            return None
+        return recording.Record(self, chooser, policies.current_name)
 
     def _run_first(
         self,
@@ -659,6 +779,8 @@ class _Call(Leaf):
                 raise
         self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)
         self.random |= self._closure.moves_streams
+        if not self.random:
+            self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
         self._outputs = _Outputs(self._name, out, given)
         return self._outputs.take()
@@ -680,13 +802,12 @@ class _Call(Leaf):
                 )
 
     def _find_captured(
-        self, outputs: Sequence[Tensor], inner: Sequence[Tensor], first_node: int
+        self, outputs: Sequence[Tensor], own: Collection[_Edge], first_node: int
     ) -> list[Tensor]:
         """The captured tensors to which the graph of the outputs leads."""
         # An argument that is captured as well is an input twice.
         known = {_edge(x): x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad}
         searched = False
-        own = {_edge(x) for x in inner if x.requires_grad}
         used: dict[_Edge, Tensor] = {}
         seen: set[_Edge] = set()
         pending = [_edge(y) for y in outputs if y.requires_grad]
@@ -737,11 +858,14 @@ class _Call(Leaf):
         return layers
 
     def _run_under_net(self, inputs: Tensors) -> Tensors:
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label([keys[0] for keys in self._ids], inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         with (
             self._closure.rebuilt_once(mapped, self._name) as rebuilt,
+            self._closure.caches_kept_clean(),
             self._replacing(mapped) as replacing,
         ):
             f, others, static = self._parts(rebuilt)
@@ -763,22 +887,28 @@ class _Call(Leaf):
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
-        inputs = tuple([x.clone() if may_be_statistics(x) else x for x in inputs])
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label([keys[0] for keys in self._ids], inputs)
+        inputs = tuple(
+            [x.clone() if may_be_statistics(x) or i in self._written else x for i, x in enumerate(inputs)]
+        )
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
-        mapped = dict(zip(self._ids, inputs, strict=True))
+        mapped = self._mapped(inputs)
         f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
         replacer = self._replacing(mapped)
         del others, static, inputs, mapped
-        with ExitStack() as stack:
-            replacing = stack.enter_context(replacer)
-            if not self._world.is_here():
-                stack.enter_context(self._world.replayed())
-            stack.enter_context(world.own_autocast_cache())
-            if self.random and self._options.preserve_rng_state and self._states is not None:
-                stack.enter_context(world.streams_at(self._states))
-                stack.enter_context(_torch.without_vmap_mode())
+        draws = self.random and self._options.preserve_rng_state and self._states is not None
+        with (
+            replacer as replacing,
+            self._closure.restored(),
+            self._closure.caches_kept_clean(),
+            nullcontext() if self._world.is_here() else self._world.replayed(),
+            world.own_autocast_cache(),
+            world.streams_at(self._states or []) if draws else nullcontext(),
+            _torch.without_vmap_mode() if draws else nullcontext(),
+        ):
             out = f(*args, **kwargs)
         if replacing is not None and self._met - replacing.met:
             label = describe(self._replaced[min(self._met - replacing.met)])
@@ -798,6 +928,16 @@ class _Call(Leaf):
             return rebuilt, self._arguments.others, {}
         f, others, static = rebuilt
         return f, others or self._arguments.others, static or {}
+
+    def _keys(self, x: Tensor) -> list[int]:
+        """The ids of the tensors for which one stands."""
+        return self._originals.get(id(x)) or [id(x)]
+
+    def _mapped(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        return {key: x for keys, x in zip(self._ids, inputs, strict=True) for key in keys}
+
+    def _where_captured(self, x: Tensor) -> str:
+        return self._closure.where(self._keys(x)[0])
 
     def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
         replaced = {key: mapped[key] for key in self._replaced}
@@ -826,6 +966,10 @@ class _Call(Leaf):
 
     # -- what `net` and the backward need to know ----------------------------------------------
 
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept here and not by the graph: constants of f, and copies to compare with."""
+        return [*self._closure.constants, *self._closure.copies(), *[x for x, _ in self._values]]
+
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
         return [None if x.is_inference() else x._version for x in inputs]
@@ -843,6 +987,12 @@ class _Call(Leaf):
             "on a copy (x.clone()) inside the function."
         )
 
+    def _changed_captured(self, x: Tensor) -> MutationError:
+        return MutationError(
+            f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
+            "place. The recomputation would start from the changed values: change it outside."
+        )
+
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         for i, (version, x) in enumerate(zip(before, inputs, strict=True)):
             if version is not None and x._version != version:
@@ -854,7 +1004,7 @@ class _Call(Leaf):
 
     def where(self, i: int) -> str:
         arity = self._arguments.arity
-        return self._arguments.where(i) if i < arity else self._labels[i - arity]
+        return self._arguments.where(i) if i < arity else self._closure.where(self._ids[i][0])
 
 
 # What may be an argument and holds nothing.
@@ -872,6 +1022,20 @@ def _edge(x: Tensor) -> _Edge:
 def _edge_to(node: Any, number: int) -> _Edge:
     variable = _variable(node)
     return (node, number) if variable is None else (id(variable), _LEAF)
+
+
+def _leads_to(x: Tensor, edges: Collection[_Edge]) -> bool:
+    """Whether the graph of a tensor leads to one of some others."""
+    pending, seen = [_edge(x)] if x.requires_grad else [], set()
+    while pending:
+        edge = pending.pop()
+        if edge in edges:
+            return True
+        node, number = edge
+        if number != _LEAF and node not in seen:
+            seen.add(node)
+            pending.extend([_edge_to(n, i) for n, i in node.next_functions if n is not None])
+    return False
 
 
 def _variable(node: Any) -> Tensor | None:
@@ -907,8 +1071,10 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
     if len(outputs) < 2 and not any([y._is_view() or _torch.is_functorch_wrapped_tensor(y) for y in outputs]):
         return frozenset()
     storages = [_torch.storage_of(y) for y in outputs]
-    others = Counter(storages) + Counter({_torch.storage_of(x) for x in inputs} & set(storages))
-    return frozenset([i for i, key in enumerate(storages) if key is not None and others[key] > 1])
+    shared = {_torch.storage_of(x) for x in inputs}
+    if len(storages) > 1:
+        shared |= {key for key, count in Counter(storages).items() if count > 1}
+    return frozenset([i for i, key in enumerate(storages) if key is not None and key in shared])
 
 
 def _guarded(y: Tensor) -> Tensor:
@@ -917,6 +1083,20 @@ def _guarded(y: Tensor) -> Tensor:
     The others would change with it, and their gradients would not know.
     """
     return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
+
+
+def _gradient(x: Tensor) -> tuple[int, int] | None:
+    """What tells whether the `.grad` of a tensor was assigned or added to."""
+    gradient = x.grad if x.is_leaf else None
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _copy(x: Tensor) -> Tensor | None:
+    return x.detach().clone() if x.layout == torch.strided and not x.is_meta else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a.detach(), b))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

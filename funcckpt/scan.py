@@ -13,19 +13,33 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch, world
+from . import _torch, online, world
 from .closure import Closure, may_be_statistics
 from .errors import CheckpointError, InputError, MutationError, OptionError, describe
+from .meter import Meter
 from .offload import Stored, check_place, fetch, store
+from .program import is_differentiable
 from .remat import remat
-from .schedules import Part, Schedule, choose, evaluations, parts, repetitions
+from .schedules import (
+    PLAIN,
+    Online,
+    Part,
+    Schedule,
+    beta,
+    choose,
+    evaluations,
+    fit,
+    parts,
+    repetitions,
+    unit_for,
+)
 
 __all__ = ["fori_loop", "scan", "while_loop"]
 
@@ -76,10 +90,14 @@ def scan(
         save. An integer: so many. "recursive": log2 n. "every": each. None: no checkpoint, as
         the loop above. See `funcckpt.schedules`.
     checkpoints : int, optional
-        For "binomial". By default the fewest with which no step is run more than three times, about
-        √(2n).
+        For "binomial". By default the fewest with which no step is run more than three times, where
+        the inside of u = ∛(n/8) steps is kept together: about 2∛n carries.
     bytes : int, optional
-        For "binomial", instead of `checkpoints`: as many as fit. What one step saves comes on top.
+        For "binomial", instead of `checkpoints`: what the carries that are kept and the inside of the
+        steps that are recorded together may take. The schedule that runs the fewest steps is chosen, which
+        is to record all of them if they fit. For that the first step is run once more, or twice, forward and
+        backward, and measured. xs, ys, gradients of what f captures, and the first and the last carry come
+        on top.
     offload : {"host", "disk"}, optional
         Where the carries are kept: in the memory of the host, if they are on a device; or in files
         without a name in the directory for temporary files, which go when they are no longer needed.
@@ -131,8 +149,9 @@ def scan(
     check_place(offload, name)
     if steps == 0:
         return init, _no_ys(f, name, init, xs)
-    schedule = _schedule(checkpoint, checkpoints, bytes, init, steps, name)
-    body = _Body("scan", name, reverse, _progress(progress, name, schedule, steps), offload)
+    body = _Body("scan", name, reverse, (0, 0), offload)
+    schedule = _schedule(checkpoint, checkpoints, bytes, f, body, 0, steps, init, xs)
+    body = body._replace(progress=_progress(progress, name, schedule, steps))
     return _run(f, body, schedule, 0, steps, init, xs)
 
 
@@ -181,8 +200,9 @@ def fori_loop(
     steps = max(0, upper - lower)
     if steps == 0:
         return init
-    schedule = _schedule(checkpoint, checkpoints, bytes, init, steps, name)
-    loop = _Body("fori", name, False, _progress(progress, name, schedule, steps), offload)
+    loop = _Body("fori", name, False, (0, 0), offload)
+    schedule = _schedule(checkpoint, checkpoints, bytes, body, loop, lower, steps, init, None)
+    loop = loop._replace(progress=_progress(progress, name, schedule, steps))
     return _run(body, loop, schedule, lower, steps, init, None)[0]
 
 
@@ -200,9 +220,15 @@ def while_loop(
 ) -> Any:
     """``carry = body(carry)`` for as long as ``cond(carry)``.
 
-    Where a derivative is recorded, the loop runs twice: first to count its steps, without keeping
-    anything, and then as a `scan` of so many. That is one sweep more than the optimum of a loop whose
-    length is known. The other errors and the memory are those of `scan`.
+    How long the loop is shows only as it runs. With checkpoint="binomial" it runs once, and
+    `schedules.Online` decides which carries to keep: never more than `checkpoints` of them, and so that
+    no step is run more often than in a loop whose length is known, but for the last ones. By default
+    there are some 3∛n.
+
+    The other schedules need to know the length: the loop runs twice then, first to count its steps,
+    without keeping anything. It does so, too, where forward and reverse mode are used together, where the
+    body updates buffers, or captures tensors in a way that shows only as it runs. The errors and the
+    memory are those of `scan`.
 
     Parameters
     ----------
@@ -220,7 +246,8 @@ def while_loop(
     Raises
     ------
     InputError
-        `cond` depends on what a `vmap` has batched: the samples would need loops of different lengths.
+        `cond` depends on what a `vmap` has batched: the samples would need loops of different lengths; or
+        it draws random numbers.
     CheckpointError
         The second time the loop did not end where it did the first time.
     MutationError
@@ -241,13 +268,30 @@ def while_loop(
     _check_callable(cond, name)
     _check_callable(body, name)
     check_place(offload, name)
+    choose(checkpoint, checkpoints, 1, name)
     loop = _Body("while", name, False, (0, 0), offload)
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return _while(cond, body, loop, init, max_steps)[0]
-    steps = _count(cond, body, loop, init, max_steps)
+    tensors = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
+    if (
+        checkpoint is None
+        or not torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or online.only_forward(lambda: Closure((cond, body)), tensors)
+    ):
+        return _while(cond, body, loop, init, max_steps)
+    if bytes is not None:
+        checkpoints = _as_many_as_fit(checkpoint, checkpoints, bytes, body, loop, 0, init, None, None).number
+    before = _Before(Closure((cond, body)))
+    cond = _drawing_nothing(cond, before.streams, name)
+    if checkpoint == "binomial":
+        try:
+            online.check_possible(tensors)
+            return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
+        except online.Unknown:
+            before.restore()
+    steps = _count(cond, body, loop, init, max_steps, before)
     if steps == 0:
         return init
-    schedule = _schedule(checkpoint, checkpoints, bytes, init, steps, name)
+    schedule = _schedule(checkpoint, checkpoints, None, body, loop, 0, steps, init, None)
     loop = loop._replace(progress=_progress(progress, name, schedule, steps))
     carry, _ = _run(body, loop, schedule, 0, steps, init, None)
     if steps != max_steps:
@@ -336,38 +380,170 @@ def _step(f: Callable[..., Any], body: _Body, i: int, carry: Any, x: Any) -> tup
 
 def _while(
     cond: Callable[..., Any], body: Callable[..., Any], loop: _Body, carry: Any, max_steps: int | None
-) -> tuple[Any, int]:
-    steps = 0
-    while steps != max_steps and _holds(cond, carry, loop.name, steps):
-        new, _ = _step(body, loop, steps, carry, None)
-        _check_carry(carry, new, loop.name, steps)
+) -> Any:
+    for step in _going_on(max_steps):
+        if not _holds(cond, carry, loop.name, step):
+            break
+        new, _ = _step(body, loop, step, carry, None)
+        _check_carry(carry, new, loop.name, step)
         carry = new
-        steps += 1
-    return carry, steps
+    return carry
+
+
+def _going_on(max_steps: int | None) -> Iterable[int]:
+    return itertools.count() if max_steps is None else range(max_steps)
+
+
+class _Held(NamedTuple):
+    """A carry, the step that it was given to, and the random streams as that step found them."""
+
+    start: int
+    carry: Any
+    states: world.States
+
+
+def _while_online(
+    cond: Callable[..., Any],
+    body: Callable[..., Any],
+    loop: _Body,
+    init: Any,
+    max_steps: int | None,
+    checkpoints: int | None,
+    progress: bool,
+    streams: Sequence[world.Stream],
+) -> Any:
+    """The loop in one sweep: first the values, with few carries kept, and then their history."""
+    schedule = Online(checkpoints)
+    limit = None if checkpoints is None else beta(checkpoints, _MAX_REPETITIONS)
+    # By default some steps at a time are one of the schedule.
+    unit_at = unit_for if checkpoints is None else lambda steps: 1
+    loop = loop._replace(progress=(_open_bar(progress, loop.name), 0))
+    held: dict[int, _Held] = {}
+    carry, steps, units, random, ended = init, 0, 0, False, False
+    while not ended and steps != max_steps and _holds(cond, carry, loop.name, steps):
+        if steps == limit:
+            _refuse_repetitions(loop.name, schedule.checkpoints, steps + 1)
+        last = _Held(steps, carry, world.states(streams))
+        if units == 0:
+            held[0] = last
+        elif (given_up := schedule.offer(units)) != units:
+            if given_up is not None:
+                del held[given_up]
+            stored = carry if loop.offload is None else online.restart(store(carry, loop.offload))
+            held[units] = last._replace(carry=stored)
+        most = unit_at(steps) if max_steps is None else min(unit_at(steps), max_steps - steps)
+        (carry, done), has_drawn = online.first_run(
+            _some_steps, loop.name, (body, cond, loop, steps, most, carry)
+        )
+        carry = online.restart(carry)
+        random |= has_drawn
+        steps, units, ended = steps + done, units + 1, done < most
+    _close_bar(loop.progress[0])
+    if steps == 0:
+        return init
+
+    # A schedule for a known length would have recorded the last steps: their carry is kept as well.
+    held.setdefault(units - 1, last)
+    kept = [held[unit] for unit in sorted(held)]
+    ends = [*[one.start for one in kept[1:]], steps]
+    schedules = [Schedule("binomial", schedule.checkpoints - i, unit_at(end)) for i, end in enumerate(ends)]
+    schedules[-1] = PLAIN
+    lengths = [end - one.start for end, one in zip(ends, kept, strict=True)]
+    again = sum(map(evaluations, schedules, lengths))
+    loop = loop._replace(progress=(loop.progress[0], again))
+    values = [*[one.carry for one in kept[1:]], carry]
+    carry = init
+    for one, value, part, length in zip(kept, values, schedules, lengths, strict=True):
+        arguments = body, loop, part, one.start, length, carry, isinstance(value, Stored)
+        carry = online.known(_segment, loop.name, arguments, value, one.states if random else [], random)
+    return carry
+
+
+def _some_steps(
+    f: Callable[..., Any], cond: Callable[..., Any], body: _Body, first: int, most: int, carry: Any
+) -> tuple[Any, int]:
+    """At least one step, and more while cond holds; the carry, and how many."""
+    for done in range(most):
+        if done > 0 and not _holds(cond, carry, body.name, first + done):
+            return carry, done
+        carry, _ = _record(f, body, first + done, 1, fetch(carry), None)
+    return carry, most
+
+
+def _segment(
+    f: Callable[..., Any], body: _Body, schedule: Schedule, first: int, steps: int, carry: Any, stored: bool
+) -> Any:
+    carry, _ = _run(f, body, schedule, first, steps, carry, None)
+    return store(carry, body.offload) if stored and body.offload is not None else carry
+
+
+_segment.__qualname__ = "while_loop"
+
+
+class _Before:
+    """What a loop may change that has to run again: random streams, and buffers."""
+
+    def __init__(self, closure: Closure) -> None:
+        self.closure = closure
+        self.streams = world.random_streams(closure.generators)
+        self._states = world.states(self.streams)
+        self._buffers = [(x, x.clone()) for x in closure.constants if may_be_statistics(x) or x.numel() == 1]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for x, before in self._buffers:
+                if not torch.equal(x, before):
+                    x.copy_(before)
+        world.set_streams(self._states)
 
 
 def _count(
-    cond: Callable[..., Any], body: Callable[..., Any], loop: _Body, init: Any, max_steps: int | None
+    cond: Callable[..., Any],
+    body: Callable[..., Any],
+    loop: _Body,
+    init: Any,
+    max_steps: int | None,
+    before: _Before,
 ) -> int:
     """How many steps the loop has. It will run again, and has to find everything as it was."""
-    closure = Closure((cond, body))
-    streams = world.states(world.random_streams(closure.generators))
-    buffers = [(x, x.clone()) for x in closure.constants if may_be_statistics(x) or x.numel() == 1]
+    steps = 0
+
+    def counted(carry: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return body(carry)
+
     # Values alone: nothing that is computed here is looked at by a transform.
     with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
-        steps = _while(cond, body, loop, init, max_steps)[1]
-        for x, before in buffers:
-            if not torch.equal(x, before):
-                x.copy_(before)
-    closure.settle(loop.name)
-    if not closure.is_pure:
+        _while(cond, counted, loop, init, max_steps)
+    before.restore()
+    before.closure.settle(loop.name)
+    if not before.closure.is_pure:
         raise MutationError(
             f"{loop.name}: cond or body assigns something outside of itself, or draws from an iterator or "
             "from random numbers that are not torch's. The loop runs once to count its steps, and a second "
             "time: put what changes into the carry."
         )
-    world.set_streams(streams)
     return steps
+
+
+def _drawing_nothing(
+    cond: Callable[..., Any], streams: Sequence[world.Stream], name: str
+) -> Callable[..., Any]:
+    """The condition is not asked again when the steps are run again, and must not move their streams."""
+
+    def checked(carry: Any) -> Any:
+        before = world.states(streams)
+        with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
+            holds = cond(carry)
+        if world.have_moved(before):
+            raise InputError(
+                f"{name}: cond draws random numbers. Draw them in the body, and put what cond compares "
+                "with into the carry."
+            )
+        return holds
+
+    return checked
 
 
 def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
@@ -389,8 +565,8 @@ def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
 
 def _split(xs: Any, cut: list[Part], reverse: bool) -> list[Any]:
     """What each part takes of xs; one operator, whose pullback is one as well."""
-    if len(cut) == 1:
-        return [xs]
+    if len(cut) == 1 or xs is None:
+        return [xs] * len(cut)
     lengths = [part.steps for part in cut]
     leaves, structure = pytree.tree_flatten(xs)
     pieces = [
@@ -401,6 +577,8 @@ def _split(xs: Any, cut: list[Part], reverse: bool) -> list[Any]:
 
 
 def _unbind(xs: Any, steps: int) -> list[Any]:
+    if xs is None:
+        return [None] * steps
     leaves, structure = pytree.tree_flatten(xs)
     pieces = [[x] * steps if x is None else x.unbind() for x in leaves]
     return [pytree.tree_unflatten(list(piece), structure) for piece in zip(*pieces, strict=True)]
@@ -412,11 +590,13 @@ def _stack(ys: list[Any]) -> Any:
             return None
         return torch.stack([torch.as_tensor(y) for y in leaves])
 
+    if all(y is None for y in ys):
+        return None
     return pytree.tree_map(stack, *ys)
 
 
 def _concatenate(stacks: list[Any]) -> Any:
-    if len(stacks) == 1:
+    if len(stacks) == 1 or all(ys is None for ys in stacks):
         return stacks[0]
     return pytree.tree_map(lambda *leaves: None if leaves[0] is None else torch.cat(leaves), *stacks)
 
@@ -469,29 +649,126 @@ def _steps(xs: Any, length: int | None, name: str) -> int:
 
 
 def _schedule(
-    checkpoint: Any, checkpoints: int | None, bytes: int | None, init: Any, steps: int, name: str
+    checkpoint: Any,
+    checkpoints: int | None,
+    bytes: int | None,
+    f: Callable[..., Any],
+    body: _Body,
+    first: int,
+    steps: int,
+    init: Any,
+    xs: Any,
 ) -> Schedule:
     if bytes is not None:
-        if checkpoint != "binomial" or checkpoints is not None:
-            raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
-        leaves = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
-        each = sum(_torch.physical(x)[0].nbytes for x in leaves)
-        checkpoints = steps if each == 0 else min(steps, bytes // each)
-        if checkpoints < 1:
-            raise OptionError(f"{name}: one carry takes {each} bytes, and bytes={bytes} is less.")
-    schedule = choose(checkpoint, checkpoints, steps, name)
-    if schedule.rule == "binomial" and repetitions(steps, schedule.number) > _MAX_REPETITIONS:
-        least = schedule.number
-        while repetitions(steps, least) > _MAX_REPETITIONS:
-            least += 1
-        raise OptionError(
-            f"{name}: with {schedule.number} checkpoints some of {steps} steps would be run more than "
-            f"{_MAX_REPETITIONS} times, nested as deep. Take at least checkpoints={least}."
-        )
+        return _as_many_as_fit(checkpoint, checkpoints, bytes, f, body, first, init, xs, steps)
+    schedule = choose(checkpoint, checkpoints, steps, body.name)
+    if (
+        schedule.rule == "binomial"
+        and repetitions(-(-steps // schedule.unit), schedule.number) > _MAX_REPETITIONS
+    ):
+        _refuse_repetitions(body.name, schedule.number, steps)
     return schedule
 
 
+def _refuse_repetitions(name: str, checkpoints: int, steps: int) -> NoReturn:
+    least = checkpoints
+    while repetitions(steps, least) > _MAX_REPETITIONS:
+        least += 1
+    raise OptionError(
+        f"{name}: with {checkpoints} checkpoints some of {steps} steps would be run more than "
+        f"{_MAX_REPETITIONS} times, nested as deep. Take at least checkpoints={least}."
+    )
+
+
+def _as_many_as_fit(
+    checkpoint: Any,
+    checkpoints: int | None,
+    bytes: int,
+    f: Callable[..., Any],
+    body: _Body,
+    first: int,
+    init: Any,
+    xs: Any,
+    steps: int | None,
+) -> Schedule:
+    """The schedule for so many bytes. Without `steps`, the loop's length is not known."""
+    name = body.name
+    if checkpoint != "binomial" or checkpoints is not None:
+        raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
+    if not isinstance(bytes, int) or isinstance(bytes, bool):
+        raise OptionError(f"{name}: bytes={bytes!r} is not a number of bytes.")
+    leaves = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
+    carry = sum(_torch.physical(x)[0].nbytes for x in leaves)
+    step, peak, stays = _measure_step(f, body, first, init, xs)
+    if steps is not None:
+        found = fit(steps, bytes, carry, step, peak, stays)
+        limit = found is not None and repetitions(-(-steps // found.unit), found.number) <= _MAX_REPETITIONS
+        if found is not None and limit:
+            return found
+        least = 1
+        while steps > 1 and repetitions(steps, least) > _MAX_REPETITIONS:
+            least += 1
+    else:
+        stays = 0  # its last step is run again as well
+        number = (bytes - peak) // carry if carry else 2**20  # of nothing there may be many
+        if number > 0:
+            return Schedule("binomial", number)
+        least = 1
+    raise OptionError(
+        f"{name}: a carry takes {carry} bytes, and a step with its backward {peak}: bytes={bytes} is less "
+        f"than what {least} carr{'y' if least == 1 else 'ies'} and a step take, "
+        f"{least * carry + peak + stays}."
+    )
+
+
+def _measure_step(f: Callable[..., Any], body: _Body, first: int, init: Any, xs: Any) -> tuple[int, int, int]:
+    """What the first step saves when it is recorded, the most bytes of its forward and backward, and what
+    `torch.func.grad` holds on to after them.
+    """
+    before = _Before(Closure(f))
+    x = pytree.tree_map(lambda x: None if x is None else x[-1 if body.reverse else 0], xs)
+    leaves, structure = pytree.tree_flatten(init)
+    chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
+
+    def step(*given: Tensor) -> list[Tensor]:
+        new = list(leaves)
+        for i, leaf in zip(chosen, given, strict=True):
+            new[i] = leaf
+        out = _step(f, body, first, pytree.tree_unflatten(new, structure), x)
+        return [y for y in pytree.tree_leaves(out) if isinstance(y, Tensor) and is_differentiable(y)]
+
+    given = [leaves[i].detach() for i in chosen]
+    plain = _torch.peek_interpreter_stack() is None
+    with Meter() as meter:
+        if plain:
+            given = [x.requires_grad_() for x in given]
+            outputs: Any = [y for y in step(*given) if y.requires_grad]
+        else:
+            recorded: Any = torch.func.vjp(step, *given)
+            outputs, pull = recorded[0], recorded[1]
+            del recorded
+        saved = meter.live_bytes
+        ones = [torch.ones_like(y) for y in outputs]
+        if plain and ones:
+            torch.autograd.grad(outputs, given, ones, allow_unused=True)
+        elif ones and given:
+            pull(ones)
+    before.restore()
+    stays = 0
+    if given and any(layer.kind == "grad" for layer in _torch.active_layers()):
+        with Meter() as whole:
+            torch.func.grad(
+                lambda *given: sum((y.real.sum() for y in step(*given)), torch.zeros(())),
+                tuple(range(len(given))),
+            )(*given)
+        stays = whole.peak_bytes
+        before.restore()
+    return saved, meter.peak_bytes, stays
+
+
 def _check_carry(before: Any, after: Any, name: str, step: int) -> None:
+    if _is_alike(before, after):
+        return
     old, old_structure = pytree.tree_flatten(before)
     new, new_structure = pytree.tree_flatten(after)
     if old_structure != new_structure:
@@ -511,6 +788,18 @@ def _check_carry(before: Any, after: Any, name: str, step: int) -> None:
             )
 
 
+def _is_alike(a: Any, b: Any) -> bool:
+    """Whether a carry surely looks like another one: for most, without taking trees apart."""
+    kind = type(a)
+    if kind is not type(b):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and _look(a) == _look(b)
+    if kind is tuple or kind is list:
+        return len(a) == len(b) and all(map(_is_alike, a, b))
+    if kind is dict:
+        return list(a) == list(b) and all(map(_is_alike, a.values(), b.values()))
+    return _look(a) == _look(b) if isinstance(a, Tensor) else kind in (int, float, bool, type(None))
+
+
 def _look(x: Any) -> Any:
     return (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else type(x)
 
@@ -528,11 +817,20 @@ _numbers = itertools.count(1)
 
 def _progress(progress: bool, name: str, schedule: Schedule, steps: int) -> tuple[int, int]:
     """The number of the bar, and how many steps the backward will run; zeros if there is none."""
+    return _open_bar(progress, name, steps), evaluations(schedule, steps) - steps
+
+
+def _open_bar(progress: bool, name: str, total: int | None = None) -> int:
     if not progress:
-        return 0, 0
+        return 0
     number = next(_numbers)
-    _bars[number] = _bar(steps, name)
-    return number, evaluations(schedule, steps) - steps
+    _bars[number] = _bar(total, name)
+    return number
+
+
+def _close_bar(number: int) -> None:
+    if (bar := _bars.pop(number, None)) is not None:
+        bar.close()
 
 
 def _advance(number: int, again: int, name: str) -> None:
@@ -540,11 +838,11 @@ def _advance(number: int, again: int, name: str) -> None:
     if bar is None:  # The forward is over.
         bar = _bars[number] = _bar(again, f"{name}, backward")
     bar.update()
-    if bar.n >= bar.total:
-        _bars.pop(number).close()
+    if bar.total is not None and bar.n >= bar.total:
+        _close_bar(number)
 
 
-def _bar(total: int, name: str) -> Any:
+def _bar(total: int | None, name: str) -> Any:
     try:
         tqdm = importlib.import_module("tqdm.auto").tqdm
     except ImportError as error:

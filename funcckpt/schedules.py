@@ -17,11 +17,14 @@ an integer  so many, of equal length               so many, and the   2
 "recursive" n/2, n/4, ..., 1 steps                 log2 n             1 + log2(n)/2 on average
 "binomial"  Griewank and Walther's, for k          k                  at most r + 1, where
             checkpoints                                               C(k + r, k) ≥ n
+online      the same, where n is not known yet     k                  at most r + 1, and once
 =========== ====================================== ================== =========================
 
 The binomial schedule is optimal: no schedule with k checkpoints runs fewer steps (Griewank,
 "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
-differentiation", 1992; Griewank and Walther, "Algorithm 799: revolve", 2000).
+differentiation", 1992; Griewank and Walther, "Algorithm 799: revolve", 2000). `Online` decides as the
+loop runs which carries to keep (Stumm and Walther, "New algorithms for optimal online checkpointing",
+2010).
 """
 
 from __future__ import annotations
@@ -33,14 +36,31 @@ from typing import NamedTuple
 
 from .errors import OptionError
 
-__all__ = ["Part", "Schedule", "advances", "beta", "evaluations", "kept", "parts", "repetitions", "split"]
+__all__ = [
+    "Online",
+    "Part",
+    "Schedule",
+    "advances",
+    "beta",
+    "evaluations",
+    "fit",
+    "kept",
+    "parts",
+    "repetitions",
+    "split",
+    "unit_for",
+]
 
 
 class Schedule(NamedTuple):
-    """A rule by which a loop is cut; `number` is what it needs to know: parts, or checkpoints."""
+    """A rule by which a loop is cut; `number` is what it needs to know: parts, or checkpoints.
+
+    A binomial schedule may count in units of several steps. The steps of one are recorded together.
+    """
 
     rule: str
     number: int = 0
+    unit: int = 1
 
 
 class Part(NamedTuple):
@@ -119,7 +139,7 @@ def fewest(steps: int, repeats: int) -> int:
 
 def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
     """The parts into which a schedule cuts so many steps, first one first."""
-    rule, number = schedule
+    rule, number, unit = schedule
     if rule == "plain":
         yield Part(steps, None)
     elif rule == "segments":
@@ -132,9 +152,9 @@ def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
             steps -= steps // 2
         yield Part(steps, None)
     else:
-        while steps > 1:
-            length = split(steps, number)
-            yield Part(length, Schedule(rule, number))
+        while steps > unit:
+            length = split(-(-steps // unit), number) * unit
+            yield Part(length, Schedule(rule, number, unit))
             steps, number = steps - length, number - 1
         yield Part(steps, None)
 
@@ -170,6 +190,130 @@ def _cost(schedule: Schedule, steps: int) -> tuple[int, int]:
     return run, most
 
 
+def unit_for(steps: int) -> int:
+    """How many steps to record together by default.
+
+    >>> from funcckpt.schedules import unit_for
+    >>> [unit_for(n) for n in (1, 50, 1000, 100_000)]
+    [1, 2, 5, 23]
+    """
+    return max(1, round((steps / 8) ** (1 / 3)))
+
+
+def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0) -> Schedule | None:
+    """The schedule that runs the fewest steps within so many bytes, or None if there is none.
+
+    Binomial schedules with k checkpoints and units of u steps are compared: k carries are kept, what
+    u - 1 recorded steps save, and what is alive at most as one more step is recorded and reversed.
+
+    Parameters
+    ----------
+    steps : int
+        The length of the loop.
+    bytes : int
+        What there is.
+    carry, step, peak : int
+        What a carry takes, what a recorded step saves, and the most that its recording and its backward
+        take.
+    stays : int
+        What is left to the end of each step of the last unit, as `torch.func.grad` holds on to its graph.
+
+    >>> from funcckpt.schedules import fit
+    >>> fit(100, 10_000, 10, 50, 90)        # all may be recorded
+    Schedule(rule='binomial', number=1, unit=100)
+    >>> fit(100, 1_000, 10, 50, 90)         # 6 carries, and 17 steps
+    Schedule(rule='binomial', number=6, unit=17)
+    >>> fit(100, 99, 10, 50, 90) is None
+    True
+    """
+    found: tuple[int, Schedule] | None = None
+    units = 1
+    while units <= steps:
+        unit = -(-steps // units)
+        left = bytes - peak - (unit - 1) * max(step, stays if units == 1 else 0)
+        if units > 1:
+            left -= unit * stays
+        number = min(units, left // carry if carry else units)
+        if left >= 0 and (units == 1 or number > 0):
+            again = advances(units, max(1, number)) * unit
+            if found is None or again < found[0]:
+                found = again, Schedule("binomial", max(1, number), unit)
+        # The next number of units that makes them shorter.
+        units = -(-steps // (unit - 1)) if unit > 1 else steps + 1
+    return None if found is None else found[1]
+
+
+class Online:
+    """Which carries to keep of a loop whose length is not known.
+
+    Each carry is kept at first. To make room for one, the first of those carries is given up without
+    which its part, together with the one before, is still no longer than C(s + r - 1, s): so many steps
+    s checkpoints reverse with r - 1 repetitions, and s are left when the backward comes to that part,
+    its first carry among them. r is the least number with C(k + r, k) ≥ n, for the steps n until now.
+    If there is no such carry, the new one is not kept.
+
+    So no step is run more than r + 1 times besides the first sweep, as in the optimal schedule for a
+    loop of known length; and for n up to C(k + 2, k) at most one step more is run than in that one,
+    besides the last, which is recorded there as it is run for the first time. tests/test_schedules.py
+    has the figures for all n and k up to 200 and 20. Beyond, Stumm and Walther's second algorithm keeps
+    closer to the optimum than this does.
+
+    Source: Stumm and Walther (2010); and Wang, Moin and Iaccarino, "Minimal repetition dynamic
+    checkpointing algorithm for unsteady adjoint calculation" (2009), for the number of repetitions.
+
+    Parameters
+    ----------
+    checkpoints : int, optional
+        k. By default the fewest with which no step is repeated more than twice: it grows as the loop does.
+
+    Attributes
+    ----------
+    kept : list of int
+        The steps before which a carry is kept, the first one, 0, among them.
+
+    >>> from funcckpt.schedules import Online
+    >>> online = Online(3)
+    >>> for step in range(1, 8):
+    ...     given_up = online.offer(step)
+    >>> online.kept, given_up       # that of step 6 was given up for this one
+    ([0, 4, 7], 6)
+
+    What is a step here may be several of the loop.
+    """
+
+    def __init__(self, checkpoints: int | None) -> None:
+        self.kept = [0]
+        self.checkpoints = checkpoints or 1
+        self._grows = checkpoints is None
+        self._repeats = 1
+        # How long each part may be, and up to where no two may be joined.
+        self._longest = [1] * self.checkpoints
+        self._start = 1
+
+    def offer(self, step: int) -> int | None:
+        """Decide about the carry before `step`; returns the step whose carry is given up, maybe this one."""
+        if not self._grows:
+            self._allow(self.checkpoints, max(self._repeats, repetitions(step + 1, self.checkpoints)))
+        if len(self.kept) == self.checkpoints:
+            ends = [*self.kept[self._start + 1 :], step]
+            for i, end in enumerate(ends, self._start):
+                if end - self.kept[i - 1] <= self._longest[i - 1]:
+                    self._start = max(1, i - 1)
+                    self.kept.append(step)
+                    return self.kept.pop(i)
+            if not self._grows or step - self.kept[-1] < self._longest[-1]:
+                return step
+            self._allow(self.checkpoints + 1, 2)
+        self.kept.append(step)
+        return None
+
+    def _allow(self, checkpoints: int, repeats: int) -> None:
+        if (checkpoints, repeats) != (self.checkpoints, self._repeats):
+            self.checkpoints, self._repeats = checkpoints, repeats
+            self._longest = [beta(checkpoints - i, repeats - 1) for i in range(checkpoints)]
+            self._start = 1
+
+
 def choose(checkpoint: str | int | None, checkpoints: int | None, steps: int, name: str) -> Schedule:
     """The schedule that a user has asked for, or `OptionError`."""
     if checkpoints is not None and checkpoint != "binomial":
@@ -192,8 +336,12 @@ def choose(checkpoint: str | int | None, checkpoints: int | None, steps: int, na
     if checkpoint == "recursive":
         return Schedule("recursive")
     if checkpoint == "binomial":
-        # By default no step is run more than three times: memory grows as the square root of 2n.
-        return Schedule("binomial", checkpoints or fewest(steps, 2))
+        if checkpoints is not None:
+            return Schedule("binomial", checkpoints)
+        # No step is run more than three times. √(2n/u) carries and the inside of u steps take the least
+        # where u is the cube root of n/8, if the inside of a step takes twice as much as a carry.
+        unit = unit_for(steps)
+        return Schedule("binomial", fewest(-(-steps // unit), 2), unit)
     raise OptionError(
         f"{name}: checkpoint={checkpoint!r} is none of None, a number of segments, 'every', 'sqrt', "
         "'recursive' and 'binomial'."

@@ -7,18 +7,56 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pickle
+import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
+from .errors import CheckpointError
 
-States = list[tuple[torch.Generator, Tensor]]
+
+class PythonStream:
+    """A stream of Python's or numpy's random numbers, with the methods of a `torch.Generator`."""
+
+    def __init__(self, source: random.Random | RandomState | BitGenerator) -> None:
+        self._source = source
+
+    @staticmethod
+    def of(value: Any) -> PythonStream | None:
+        """The stream that an object is, if any."""
+        if isinstance(value, Generator):
+            value = value.bit_generator
+        if isinstance(value, random.Random | RandomState | BitGenerator):
+            return None if isinstance(value, random.SystemRandom) else PythonStream(value)
+        return None
+
+    def get_state(self) -> bytes:
+        source = self._source
+        if isinstance(source, random.Random):
+            return pickle.dumps(source.getstate())
+        return pickle.dumps(source.state if isinstance(source, BitGenerator) else source.get_state())
+
+    def set_state(self, state: bytes) -> None:
+        source, value = self._source, pickle.loads(state)
+        if isinstance(source, random.Random):
+            source.setstate(value)
+        elif isinstance(source, BitGenerator):
+            source.state = value
+        else:
+            source.set_state(value)
+
+
+Stream = torch.Generator | PythonStream
+States = list[tuple[Stream, Any]]
 
 
 @functools.cache
@@ -108,9 +146,9 @@ def _cleared_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def random_streams(explicit: Sequence[torch.Generator]) -> list[torch.Generator]:
+def random_streams(explicit: Sequence[Stream]) -> list[Stream]:
     """The generators from which f may draw: those of each device in use, and those it was given."""
-    streams = [torch.default_generator]
+    streams: list[Stream] = [torch.default_generator]
     for device in autocast_devices()[1:]:
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
@@ -133,13 +171,26 @@ class Drawing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def states(streams: Sequence[torch.Generator]) -> States:
+def states(streams: Sequence[Stream]) -> States:
     return [(stream, stream.get_state()) for stream in streams]
+
+
+def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> States:
+    """The streams from which an operator may draw, as they are now."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return []
+    explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+    return states(random_streams(explicit))
+
+
+def moved(before: States) -> States:
+    """Those of the streams from which random numbers were drawn since."""
+    return [(stream, state) for stream, state in before if not _same_bytes(state, stream.get_state())]
 
 
 def have_moved(before: States) -> bool:
     """Whether any random number was drawn since."""
-    return any(not _same_bytes(state, stream.get_state()) for stream, state in before)
+    return bool(moved(before))
 
 
 def set_streams(recorded: States) -> None:
@@ -147,17 +198,37 @@ def set_streams(recorded: States) -> None:
         stream.set_state(state)
 
 
+# A process has one stream a device, and may go backward in several threads.
+_rewound = threading.RLock()
+# Seconds. A backward may wait for that of another device, which has a thread of its own.
+_PATIENCE = 600
+
+
 @contextmanager
 def streams_at(recorded: States) -> Iterator[None]:
     """Random streams as they were recorded for the time of a block, and then as they are now."""
-    now = states([stream for stream, _ in recorded])
-    try:
-        set_streams(recorded)
+    if not recorded:
         yield
+        return
+    if not _rewound.acquire(timeout=_PATIENCE):
+        raise CheckpointError(
+            f"a recomputation has waited {_PATIENCE} seconds for one in another thread to be done with the "
+            "random streams: they may wait for each other. Run the backwards one after the other, or draw "
+            "the random numbers outside of the checkpoint."
+        )
+    try:
+        now = states([stream for stream, _ in recorded])
+        try:
+            set_streams(recorded)
+            yield
+        finally:
+            set_streams(now)
     finally:
-        set_streams(now)
+        _rewound.release()
 
 
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
+def _same_bytes(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return bool(a == b)
     # Read from memory: an operator would be seen by the modes and transforms that are active.
     return ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcckpt
 from funcckpt import remat
@@ -140,7 +141,7 @@ def test_the_default_compiler_saves_memory(tmp_path):
     def peak(loss):
         step = torch.compile(grad(loss, argnums=1), fullgraph=True)
         step([p] * 6, x)
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             step([p] * 6, x)
         profile.export_chrome_trace(str(tmp_path / "trace"))
         events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
@@ -346,15 +347,6 @@ def test_modules(how):
     assert counts["aten.tanh.default"] == 2 * DEPTH
 
 
-def test_selective_contexts_are_refused_under_transforms():
-    def f(x):
-        context_fn = partial(funcckpt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-        return funcckpt.checkpoint(torch.sin, x, context_fn=context_fn).sum()
-
-    with pytest.raises(Exception, match="context_fn cannot be honoured"):
-        torch.compile(grad(f), backend="aot_eager", fullgraph=True)(X)
-
-
 # -- random numbers --------------------------------------------------------------------------------------
 
 
@@ -408,3 +400,80 @@ def test_random_numbers_between_plain_autograd_and_a_transform():
     value, y = compiled(w, x)
     drawn = (y / (w * x)).detach()
     torch.testing.assert_close(torch.autograd.grad(value, w)[0], 2 * w.detach() * drawn**2)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def message_of(f, *args):
+    """What is said, in whatever the compiler wraps it."""
+    try:
+        torch.compile(f, backend="aot_eager", fullgraph=True)(*args)
+    except Exception as error:
+        # Left behind by torch where something is raised under a transform that it compiles.
+        torch._C._autograd._saved_tensors_hooks_enable()
+        return f"{error.__context__} {error}"
+    return "nothing"
+
+
+def test_policies_are_refused():
+    policy = funcckpt.policies.dots_saveable
+    assert "policy cannot be honoured" in message_of(lambda x: remat(torch.sin, policy=policy)(x).sum(), X)
+
+
+def test_selective_contexts_are_refused_under_transforms():
+    def f(x):
+        context_fn = partial(funcckpt.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        return funcckpt.checkpoint(torch.sin, x, context_fn=context_fn).sum()
+
+    assert "context_fn cannot be honoured" in message_of(grad(f), X)
+
+
+def test_writes_to_inputs_are_refused_under_transforms():
+    def write(x):
+        return x.mul_(2).sin()
+
+    said = message_of(grad(lambda x: remat(write)(x * 1).sum()), X)
+    assert "remat(write) writes in place" in said
+    assert "float64[4, 3]" in said
+
+
+# -- what the compiler does not take -----------------------------------------------------------------------
+
+
+# Dynamo tries to compile the backward as well, and warns of what it does not know there.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", [grad, lambda f: f])
+def test_a_broken_graph_is_checkpointed_all_the_same(transform):
+    def broken(p, x):
+        torch._dynamo.graph_break()
+        return block(p, x)
+
+    def broken_loss(p, x):
+        return loss(p, x, wrap=lambda f: remat(broken))
+
+    compiled = torch.compile(transform(broken_loss), backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled), gradients(transform(plain_loss)))
+
+
+class Count(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func is torch.ops.aten.tanh.default
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap(grad)", "jvp", "hessian"])
+def test_the_eager_backend_recomputes(name):
+    """It runs the graph of Dynamo itself, with no AOTAutograd: as it is without a compiler."""
+    transform, times = TRANSFORMS[name]
+    compiled = torch.compile(transform(loss), backend="eager", fullgraph=True)
+    compiled(PARAMETERS, X)
+    with Count() as count:
+        torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_loss)(PARAMETERS, X))
+    assert count.seen == (times + 1) * DEPTH  # and once without remat

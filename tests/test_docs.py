@@ -14,6 +14,7 @@ import funcckpt
 import funcckpt.meter
 import funcckpt.nn
 import funcckpt.per_sample
+import funcckpt.plot
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -32,6 +33,8 @@ def examples_of(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
+    if name == "funcckpt.plot":
+        pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     runner = doctest.DocTestRunner()
     for test in examples_of(name):
         output = []
@@ -41,7 +44,7 @@ def test_examples(name):
 def public():
     """Functions and classes that users call."""
     found = []
-    for module in (funcckpt, funcckpt.nn, funcckpt.per_sample, funcckpt.meter):
+    for module in (funcckpt, funcckpt.nn, funcckpt.per_sample, funcckpt.meter, funcckpt.plot):
         for name, item in vars(module).items():
             own = getattr(item, "__module__", "").startswith("funcckpt")
             called = inspect.isfunction(item) or inspect.isclass(item)
@@ -79,7 +82,7 @@ def test_examples_of_the_readme():
                     assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 f = next(
-                    (getattr(m, node.func.id) for m in (funcckpt, funcckpt.nn, funcckpt.per_sample)
+                    (getattr(m, node.func.id) for m in (funcckpt, funcckpt.nn, funcckpt.per_sample, funcckpt.plot)
                      if hasattr(m, node.func.id)),
                     None,
                 )  # fmt: skip

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from support import assert_same
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils import _pytree as pytree
 
-from funcckpt import inner_grad, scan
+from funcckpt import inner_grad, scan, while_loop
 from funcckpt.meter import measure
 
 F64 = torch.float64
@@ -89,6 +90,7 @@ OPTIONS = [
     {"checkpoint": None},
     {"checkpoint": "sqrt"},
     {"checkpoint": "recursive"},
+    {"checkpoint": "binomial"},
     {"checkpoints": 3},
 ]
 
@@ -116,6 +118,102 @@ def test_meta_gradients_over_a_batch_of_tasks(optimizer, gradient):
         return grad(loss)(META), vmap(each)(*tasks)
 
     assert_same(meta_gradient(gradient, {"checkpoints": 2}), meta_gradient(grad, None))
+
+
+def test_meta_gradients_through_a_number_of_steps_that_the_loss_decides():
+    """Adaptation until the loss is small: how many steps that takes is not known before."""
+    task = sinusoid(6)
+
+    def adapted(meta, loop):
+        x, y, x_test, y_test = task
+        gradient = inner_grad if loop else grad
+        body = lambda c: (c[0] + 1, *momentum(c[1], c[2], gradient(mse)(c[2], x, y), meta["rate"]))
+        cond = lambda c: c[0] < 100 and mse(c[2], x, y) > 0.4 * mse(META["p"], x, y)
+        carry = (0, start(momentum, meta["p"]), meta["p"])
+        if loop:
+            carry = while_loop(cond, body, carry, checkpoints=3)
+        else:
+            while cond(carry):
+                carry = body(carry)
+        return mse(carry[2], x_test, y_test), torch.tensor(carry[0])
+
+    got, steps = grad(adapted, has_aux=True)(META, True)
+    want, steps_of_plain = grad(adapted, has_aux=True)(META, False)
+    assert 5 < steps == steps_of_plain < 100
+    assert_same(got, want)
+
+
+def digits(adapt, judge):
+    """Images of zeros and ones: some to adapt to, and some to be judged by."""
+    datasets = pytest.importorskip("sklearn.datasets", reason="needs the extra `meta`")
+    images, labels = datasets.load_digits(n_class=2, return_X_y=True)
+    x, y = torch.tensor(images / 16), torch.tensor(labels)
+    return x[:adapt], y[:adapt], x[adapt : adapt + judge], y[adapt : adapt + judge]
+
+
+def classifier():
+    g = torch.Generator().manual_seed(0)
+    shapes = {"w1": (64, 12), "b1": (12,), "w2": (12, 2), "b2": (2,)}
+    return {name: torch.randn(shape, generator=g, dtype=F64) / 4 for name, shape in shapes.items()}
+
+
+def cross_entropy(p, x, y):
+    logits = torch.tanh(x @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]
+    return torch.nn.functional.cross_entropy(logits, y)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("steps", [5, 50])
+def test_meta_gradients_on_digits(steps, options):
+    x, y, x_test, y_test = digits(16, 24)
+    meta = {"p": classifier(), "rate": torch.tensor(0.1, dtype=F64)}
+
+    def adapted(meta, gradient, options):
+        step = lambda c, _: (sgd(None, c, gradient(cross_entropy)(c, x, y), meta["rate"])[1], None)
+        p, _ = scan(step, meta["p"], length=steps, **options)
+        return cross_entropy(p, x_test, y_test)
+
+    want = grad(adapted)(meta, grad, {"checkpoint": None})
+    for gradient in (grad, inner_grad):
+        assert_same(grad(adapted)(meta, gradient, options), want)
+
+    # The peer: each inner step under torch's own checkpoint, which has to stay out of torch.func.
+    leaves = tree_map(lambda t: t.clone().requires_grad_(), meta)
+
+    def eager_step(rate, *values):
+        with torch.enable_grad():
+            p = dict(zip(meta["p"], values))
+            loss = cross_entropy(p, x, y)
+            gradients = torch.autograd.grad(loss, values, create_graph=True)
+        return tuple(w - rate * g for w, g in zip(values, gradients))
+
+    values = tuple(leaves["p"].values())
+    for _ in range(steps):
+        values = torch.utils.checkpoint.checkpoint(eager_step, leaves["rate"], *values, use_reentrant=False)
+    cross_entropy(dict(zip(meta["p"], values)), x_test, y_test).backward()
+    assert_same(tree_map(lambda t: t.grad, leaves), want)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
+def test_functional_optimizers_of_torchopt(optimizer, options):
+    torchopt = pytest.importorskip("torchopt", reason="needs the extra `meta`")
+    x, y, x_test, y_test = sinusoid(1)
+
+    def adapted(p, gradient, options):
+        update = getattr(torchopt, optimizer)(lr=0.02, **({"momentum": 0.9} if optimizer == "sgd" else {}))
+
+        def step(carry, _):
+            state, p = carry
+            updates, state = update.update(gradient(mse)(p, x, y), state, params=p, inplace=False)
+            return (state, torchopt.apply_updates(p, updates, inplace=False)), None
+
+        (_, p), _ = scan(step, (update.init(p), p), length=8, **options)
+        return mse(p, x_test, y_test)
+
+    want = grad(adapted)(META["p"], grad, {"checkpoint": None})
+    assert_same(grad(adapted)(META["p"], inner_grad, options), want)
+    assert_same(grad(adapted)(META["p"], grad, options), want)
 
 
 def test_hundreds_of_inner_steps():

@@ -10,12 +10,11 @@ import tempfile
 import pytest
 import torch
 from support import assert_same
-from test_scan import SCHEDULES, TRANSFORMS, plain_scan, rnn, sines, tensor
+from test_scan import SCHEDULES, TRANSFORMS, plain_scan, rnn, tensor
 from torch.func import grad
 
 from funcckpt import InputError, fori_loop, scan, while_loop
 from funcckpt.offload import fetch, store
-from funcckpt.schedules import advances
 
 F64 = torch.float64
 
@@ -85,25 +84,6 @@ def test_the_carries_are_mapped_files_and_go_after_the_backward():
 def test_wrong_place():
     with pytest.raises(InputError, match="offload='tape' is none of None, 'host' and 'disk'"):
         scan(lambda c, x: (c, None), tensor(3), length=3, offload="tape")
-
-
-def test_bytes():
-    x = torch.ones(1000, dtype=F64)
-
-    def f(x, **options):
-        return scan(lambda x, _: (torch.sin(x), None), x, length=40, **options)[0].sum()
-
-    assert sines(lambda: grad(f)(x, bytes=8000 * 5 + 7999)) == 40 + advances(40, 5)
-    assert sines(lambda: grad(f)(x, bytes=10**9)) == 40 + advances(40, 40)
-    with pytest.raises(InputError, match="one carry takes 8000 bytes, and bytes=7999 is less"):
-        f(x, bytes=7999)
-    with pytest.raises(InputError, match="bytes= goes with"):
-        f(x, bytes=8000, checkpoint="sqrt")
-    # A batched carry takes the bytes of all samples.
-    batch = torch.ones(4, 1000, dtype=F64)
-    assert sines(lambda: torch.func.vmap(grad(lambda x: f(x, bytes=32000 * 3)))(batch)) == 40 + advances(
-        40, 3
-    )
 
 
 def test_the_example():

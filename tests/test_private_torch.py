@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,30 @@ def test_layers_are_read_and_left_as_they_were():
     assert seen == [["vmap", "grad"]]
 
 
+@pytest.mark.parametrize("mode", [nullcontext, lambda: torch.device("cpu")], ids=["", "default_device"])
 @pytest.mark.parametrize("where", ["here", "in_a_thread_of_the_engine"])
-def test_final_backward_of_grad_is_recognised(where):
+def test_final_backward_of_grad_is_recognised(where, mode):
     """Without it every cotangent of the last backward stays alive: right, but not lean."""
+    with mode():
+        _final_backward(where)
+
+
+def test_somebody_elses_mode_may_differentiate_what_it_is_handed():
+    class Twice(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.autograd.grad and not seen:
+                seen.append(None)
+                seen[0] = torch.autograd.grad(out[0], args[1])[0]
+            return out
+
+    seen = []
+    with Twice():
+        torch.func.grad(funcckpt.remat(lambda x: x**3))(torch.tensor(2.0))
+    assert seen[0].item() == 12
+
+
+def _final_backward(where):
     seen = []
 
     class Look(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Random loops under random transforms against the plain loop.
 
 The carry of a random loop is mixed, swapped, passed through, doubled, detached, made anew; its ys are of
-all kinds; its schedule is any.
+all kinds; its schedule is any. Loops follow each other and nest, in `remat` and around it.
 """
 
 import random
@@ -14,7 +14,7 @@ from test_scan import SCHEDULES, TRANSFORMS, XS, D, V, W, X, plain_scan
 from torch.func import grad, jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from funcckpt import scan
+from funcckpt import fori_loop, inner_grad, remat, scan, while_loop
 
 F64 = torch.float64
 LOOPS = 80
@@ -110,3 +110,113 @@ def test_random_loop(seed):
         run = MORE[name]
         got = run(lambda *args: f(scan, *args))
         assert_same(got, run(lambda *args: f(plain_scan, *args)), name)
+
+
+class Plain:
+    """The loops without checkpoints."""
+
+    grad = staticmethod(grad)
+
+    @staticmethod
+    def remat(f):
+        return f
+
+    @staticmethod
+    def scan(f, carry, length, **options):
+        return plain_scan(f, carry, length=length)[0]
+
+    @staticmethod
+    def fori(lower, upper, f, carry, **options):
+        for i in range(lower, upper):
+            carry = f(i, carry)
+        return carry
+
+    @staticmethod
+    def until(going_on, f, carry, **options):
+        while going_on(carry):
+            carry = f(carry)
+        return carry
+
+
+class Ours(Plain):
+    grad, remat = staticmethod(inner_grad), staticmethod(remat)
+    fori, until = staticmethod(fori_loop), staticmethod(while_loop)
+
+    @staticmethod
+    def scan(f, carry, length, **options):
+        return scan(f, carry, length=length, **options)[0]
+
+
+# What becomes of x: (loops, step, x, n, options) -> new x. `times` counts the steps of a while_loop.
+def times(loops, step, x, n, options):
+    return loops.until(lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x), **options)[1]
+
+
+LINKS = {
+    "while": times,
+    "scan": lambda loops, step, x, n, o: loops.scan(lambda c, _: (step(c), None), x, n, **o),
+    "fori": lambda loops, step, x, n, o: loops.fori(2, 2 + n, lambda i, c: step(c) / i, x, **o),
+    "scan in while": lambda loops, step, x, n, o: times(
+        loops, lambda x: loops.scan(lambda c, _: (step(c), None), x, n, checkpoints=2), x, 3, o
+    ),
+    "while in scan": lambda loops, step, x, n, o: loops.scan(
+        lambda c, _: (times(loops, step, c, n, {"checkpoints": 2}), None), x, 3, **o
+    ),
+    "remat in while": lambda loops, step, x, n, o: times(loops, loops.remat(step), x, n, o),
+    "while in remat": lambda loops, step, x, n, o: loops.remat(lambda x: times(loops, step, x, n, o))(x),
+    "dropout": lambda loops, step, x, n, o: times(
+        loops, lambda x: torch.nn.functional.dropout(step(x), 0.2), x, n, o
+    ),
+    "inner gradient": lambda loops, step, x, n, o: times(
+        loops, lambda x: x - 0.1 * loops.grad(lambda h: (step(h) ** 2).sum())(x), x, n, o
+    ),
+    "numbers, None and a list": lambda loops, step, x, n, o: loops.until(
+        lambda c: c["i"] < n,
+        lambda c: {
+            "i": c["i"] + 1,
+            "none": None,
+            "h": [step(c["h"][0]) * c["k"][0], c["h"][0]],
+            "k": c["k"] + 1,
+        },
+        {"i": 0, "none": None, "h": [x, x], "k": torch.arange(2)},
+        **o,
+    )["h"][0],
+}
+LINK_OPTIONS = [
+    {},
+    {"checkpoints": 1},
+    {"checkpoints": 2},
+    {"checkpoints": 5},
+    {"checkpoint": "every"},
+    {"checkpoint": "sqrt"},
+    {"bytes": 10**5},
+    {"checkpoints": 2, "offload": "host"},
+]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("seed", range(40))
+def test_random_chain_of_loops(seed):
+    draw = random.Random(seed)
+    chain = [(draw.choice(list(LINKS)), draw.choice(LINK_OPTIONS)) for _ in range(draw.randint(1, 3))]
+    n = draw.randint(1, 9)
+
+    def f(loops, w, x, xs):
+        for link, options in chain:
+            step = lambda h: torch.tanh(w @ h) + h.sin() * xs[0]
+            x = LINKS[link](loops, step, x, n, options)
+        return (x * x).sum()
+
+    transforms = {name: MORE[name] for name in ("grad", "grad of grad", "hessian", "jvp", "hvp", "eager")}
+    if any(link == "dropout" for link, _ in chain):
+        del transforms["hessian"]  # its vmap lets nobody draw random numbers
+    for randomness in ("same", "different"):
+        transforms[f"vmap of grad, {randomness}"] = lambda f, randomness=randomness: vmap(
+            grad(f, (0, 1)), (None, 0, None), randomness=randomness
+        )(W, torch.stack([X, 2 * X]), XS)
+    for name in draw.sample(list(transforms), 2):
+        run, found = transforms[name], []
+        for loops in (Ours, Plain):
+            torch.manual_seed(seed)
+            found.append((run(lambda *args, loops=loops: f(loops, *args)), torch.rand(1)))
+        assert_same(*found, f"{name}: {chain}")

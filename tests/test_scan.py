@@ -14,9 +14,21 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcckpt import CheckpointError, InputError, MutationError, fori_loop, remat, scan, while_loop
+from funcckpt import (
+    CheckpointError,
+    ClosureError,
+    EscapeError,
+    InputError,
+    MutationError,
+    _torch,
+    fori_loop,
+    remat,
+    scan,
+    while_loop,
+)
 from funcckpt.dispatch import using
-from funcckpt.schedules import Schedule, advances, evaluations, kept
+from funcckpt.meter import measure
+from funcckpt.schedules import Online, Schedule, advances, beta, evaluations, kept
 
 F64 = torch.float64
 N, D = 11, 3
@@ -213,8 +225,8 @@ def test_each_step_is_run_as_often_as_the_schedule_says(n, options, how):
         "recursive": evaluations(Schedule("recursive"), n),
         "binomial": n + advances(n, options.get("checkpoints") or 20),
     }[options["checkpoint"]]
-    if options == {"checkpoint": "binomial"}:
-        want = {1: 1, 2: 3, 9: 9 + advances(9, 3), 40: 40 + advances(40, 8)}[n]
+    if options == {"checkpoint": "binomial"}:  # the steps are recorded in twos from n = 28 on
+        want = {1: 1, 2: 3, 9: 9 + advances(9, 3), 40: 40 + 2 * advances(20, 5)}[n]
     assert sines(run) == want
 
 
@@ -255,6 +267,85 @@ def test_as_many_carries_live_as_there_are_checkpoints(k, how):
     assert carries.most == k + 2 + (how == "grad")
 
 
+# -- bytes ------------------------------------------------------------------------------------------
+
+
+def deep_step(x):
+    """A step whose inside takes several times what its carry does."""
+    for _ in range(4):
+        x = torch.sin(x) * torch.cos(x)
+    return x
+
+
+LOOPS = {
+    "scan": lambda x, n, **o: scan(lambda c, _: (deep_step(c), None), x, length=n, **o)[0],
+    "scan, reverse": lambda x, n, **o: scan(
+        lambda c, y: (deep_step(c + y), None), x, torch.ones(n, 1, dtype=F64), reverse=True, **o
+    )[0],
+    "fori": lambda x, n, **o: fori_loop(3, n + 3, lambda i, c: deep_step(c), x, **o),
+    "while": lambda x, n, **o: while_loop(
+        lambda c: c[0] < n, lambda c: (c[0] + 1, deep_step(c[1])), (0, x), **o
+    )[1],
+}
+
+
+@pytest.mark.parametrize("how", ["grad", "backward", "vmap of grad"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
+    n, x = 50, torch.ones(1000, dtype=F64)
+    f = lambda x, **options: LOOPS[loop](x, n, **options).sum()
+
+    def run(**options):
+        if how == "backward":
+            return f(x.clone().requires_grad_(), **options).backward()
+        return grad(f)(x, **options) if how == "grad" else vmap(grad(lambda x: f(x, **options)))(x[None])
+
+    besides = 4 * x.nbytes  # the first carry and the last, and their gradients
+    counts = []
+    for carries in (60, 70, 100, 250, 1600):
+        bytes = carries * x.nbytes
+        assert measure(run, bytes=bytes).peak_bytes <= bytes + besides
+        counts.append(measure(run, bytes=bytes).ops["aten.cos.default"])
+    assert counts == sorted(counts, reverse=True)
+    if loop != "while":  # all of it fits: nothing is run again, but the first step to be measured
+        measured = 8 if how == "backward" else 16
+        assert counts[-1] == measure(run, checkpoint=None).ops["aten.cos.default"] + measured < counts[0]
+    with pytest.raises(
+        InputError, match=r"a carry takes 8000 bytes, and a step with its backward \d+: bytes"
+    ):
+        run(bytes=x.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bytes": 8000, "checkpoint": "sqrt"}, "bytes= goes with"),
+        ({"bytes": 8000, "checkpoints": 3}, "bytes= goes with"),
+        ({"bytes": 8e3}, "bytes=8000.0 is not a number of bytes"),
+        ({"bytes": True}, "bytes=True is not a number of bytes"),
+    ],
+)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_wrong_bytes(loop, options, says):
+    with pytest.raises(InputError, match=says):
+        LOOPS[loop](X, 5, **options)
+
+
+def test_measuring_a_step_leaves_nothing_behind():
+    norm = torch.nn.BatchNorm1d(D).to(F64)
+
+    def run(**options):
+        torch.manual_seed(0)
+        norm.reset_parameters()
+        x = XS.clone().requires_grad_()
+        step = lambda c, _: (torch.nn.functional.dropout(norm(c), 0.2), None)
+        y, _ = scan(step, x, length=7, **options)
+        (y**3).sum().backward()
+        return x.grad, {name: b.clone() for name, b in norm.named_buffers()}, torch.rand(1)
+
+    assert_same(run(bytes=10**4), run(checkpoint=None))
+
+
 # -- randomness -------------------------------------------------------------------------------------
 
 
@@ -283,6 +374,36 @@ def test_each_step_draws_its_numbers_again(options):
         assert torch.equal(after, after_plain)
 
 
+# -- autocast ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": "every"}, {"checkpoints": 2}, {}], ids=str)
+def test_under_autocast_a_loop_is_the_plain_one_that_casts_in_each_step(options):
+    """The plain loop casts a weight once for all steps, and sums its gradients in bfloat16: so they differ
+    from those of checkpointed steps, which cast it again, and sum in float32. Those are the better ones.
+    """
+    linear = torch.nn.Linear(D, D)
+
+    def run(loop, dtype=torch.bfloat16, anew=False, **options):
+        def step(c, x):
+            if anew:
+                torch.clear_autocast_cache()
+            return torch.tanh(linear(c)).float() + x, torch.sin(linear(c))
+
+        linear.zero_grad()
+        x = X.float().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            end, ys = loop(step, x, XS.float(), **options)
+            (end.square().sum() + ys.float().sum()).backward()
+        return end.detach(), ys.detach(), x.grad, linear.weight.grad.clone(), linear.bias.grad.clone()
+
+    got, plain = run(scan, **options), run(plain_scan)
+    assert_same(got[:3], plain[:3])
+    assert_same(got, run(plain_scan, anew=True))
+    exact = run(plain_scan, None)[3]
+    assert (got[3] - exact).norm() < (plain[3] - exact).norm()
+
+
 # -- fori_loop and while_loop -----------------------------------------------------------------------
 
 
@@ -302,18 +423,32 @@ def test_fori_loop():
     assert fori_loop(3, 3, lambda i, y: y + 1, x) is x and fori_loop(3, 1, lambda i, y: y + 1, x) is x
 
 
-def newton(a, loop):
+WHILE = [
+    {"checkpoint": None},
+    {"checkpoint": "every"},
+    {"checkpoint": "sqrt"},
+    {"checkpoint": "binomial"},
+    {"checkpoints": 1},
+    {"checkpoints": 2},
+    {"checkpoints": 30},
+    {"checkpoints": 2, "offload": "disk"},
+    {"bytes": 10**9},
+]
+
+
+def newton(a, loop, **options):
     cond = lambda x: (x * x - a).abs() > 1e-12
     body = lambda x: (x + a / x) / 2
     if loop is not None:
-        return loop(cond, body, a, checkpoints=2)
+        return loop(cond, body, a, **options)
     x = a
     while cond(x):
         x = body(x)
     return x
 
 
-def test_while_loop():
+@pytest.mark.parametrize("options", WHILE, ids=str)
+def test_while_loop(options):
     a = torch.tensor(77.0, dtype=F64)
     for run in (
         lambda f: f(a),
@@ -323,7 +458,113 @@ def test_while_loop():
         lambda f: torch.autograd.grad(f(leaf := a.clone().requires_grad_()), leaf),
         lambda f: torch.autograd.functional.hessian(f, a),
     ):
-        assert_same(run(lambda a: newton(a, while_loop)), run(lambda a: newton(a, None)))
+        assert_same(run(lambda a: newton(a, while_loop, **options)), run(lambda a: newton(a, None)))
+
+
+def until(loop, w, x, xs, **options):
+    """A recurrence that ends after a number of steps that its carry knows; of tuples, dicts and numbers."""
+
+    def step(carry):
+        h = torch.tanh(w @ carry["h"] + xs[carry["i"] % N])
+        h = h * torch.sin(h) if carry["i"] % 3 == 1 else h
+        return {"h": h, "i": carry["i"] + 1, "same": carry["same"], "sum": carry["sum"] + (h * h).sum()}
+
+    carry = {"h": x, "i": 0, "same": xs[0], "sum": torch.zeros((), dtype=F64)}
+    going_on = lambda carry: carry["i"] < 13
+    if loop is None:
+        while going_on(carry):
+            carry = step(carry)
+    else:
+        carry = loop(going_on, step, carry, **options)
+    return carry["h"].exp().sum() * carry["sum"] + carry["same"].sum()
+
+
+@pytest.mark.parametrize("options", WHILE, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_while_loop_under_transforms(transform, options):
+    run = TRANSFORMS[transform]
+    checkpointed = run(lambda *args: until(while_loop, *args, **options))
+    assert_same(checkpointed, run(lambda *args: until(None, *args)))
+
+
+@pytest.mark.parametrize("options", WHILE, ids=str)
+def test_while_loop_in_eager_backward_and_double_backward(options):
+    def run(loop, **options):
+        leaves = [t.clone().requires_grad_() for t in (W, X, XS)]
+        out = until(loop, *leaves, **options)
+        first = torch.autograd.grad(out, leaves, create_graph=True)
+        sum((g * g).sum() for g in first).backward()
+        return out.detach(), [g.detach() for g in first], [leaf.grad for leaf in leaves]
+
+    assert_same(run(while_loop, **options), run(None))
+
+
+@pytest.mark.parametrize("spelling", ["function", "generated"])
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad", "grad of grad"])
+def test_while_loop_in_the_other_spellings(transform, spelling):
+    run = TRANSFORMS[transform]
+    with using(spelling):
+        checkpointed = run(lambda *args: until(while_loop, *args, checkpoints=3))
+    assert_same(checkpointed, run(lambda *args: until(None, *args)))
+
+
+def sine_loop(x, n, **options):
+    body = lambda c: (c[0] + 1, torch.sin(c[1]))
+    return while_loop(lambda c: c[0] < n, body, (0, x), **options)[1]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 8])
+@pytest.mark.parametrize("how", ["grad", "backward", "vmap of grad"])
+def test_while_loop_runs_steps_as_often_as_the_online_schedule_says(how, k):
+    x = torch.ones((), dtype=F64)
+    for n in (1, 2, 7, 12) if k == 1 else (1, 3, 6, 10, 30, 60):
+        run = {
+            "grad": lambda n=n: grad(lambda x: sine_loop(x, n, checkpoints=k))(x),
+            "backward": lambda n=n: sine_loop(x.clone().requires_grad_(), n, checkpoints=k).backward(),
+            "vmap of grad": lambda n=n: vmap(grad(lambda x: sine_loop(x, n, checkpoints=k)))(x.expand(4)),
+        }[how]
+        online = Online(k)
+        for step in range(1, n):
+            online.offer(step)
+        ends = [*online.kept[1:], n - 1]
+        again = sum(advances(e - s, k - i) for i, (s, e) in enumerate(zip(online.kept, ends)) if e > s)
+        assert sines(run) == n + again + n
+        if n <= beta(k, 2):
+            assert n + again + n <= evaluations(Schedule("binomial", k), n) + 2
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 4}], ids=str)
+def test_while_loop_runs_once_where_nothing_is_kept(options):
+    x = torch.ones((), dtype=F64)
+    assert sines(lambda: jvp(lambda x: sine_loop(x, 30, **options), (x,), (x,))) == 30
+    assert sines(lambda: vmap(jacfwd(lambda x: sine_loop(x, 30, **options)))(x.expand(3))) == 30
+    with torch.no_grad():
+        assert sines(lambda: sine_loop(x, 30, **options)) == 30
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+@pytest.mark.parametrize("k", [1, 2, 5, 9])
+def test_as_many_carries_live_in_a_while_loop_as_there_are_checkpoints(k, how):
+    n = 15 if k == 1 else 60
+
+    def f(x):
+        body = lambda c: (c[0] + 1, c[1] + 1, torch.sin(c[2] * c[1][0]))
+        first = torch.ones(7, dtype=torch.int64)
+        return while_loop(lambda c: c[0] < n, body, (0, first, x), checkpoints=k)[2]
+
+    x = torch.ones((), dtype=F64)
+    with LiveCarries((7,)) as carries:
+        grad(f)(x) if how == "grad" else f(x.clone().requires_grad_()).backward()
+    # As in `scan`: two are in work, and `torch.func.grad` holds on to its graph.
+    assert carries.most <= k + 2 + (how == "grad")
+
+
+def test_memory_of_a_while_loop_grows_as_the_cube_root():
+    def peak(n):
+        x = torch.ones(1000, dtype=F64)
+        return measure(grad(lambda x: sine_loop(x, n).sum()), x).peak_bytes / x.nbytes
+
+    assert peak(1000) < 60 and peak(1000) < 2.6 * peak(64)
 
 
 def test_while_loop_under_vmap_where_cond_is_not_batched():
@@ -336,32 +577,67 @@ def test_while_loop_under_vmap_where_cond_is_not_batched():
         return x.sum()
 
     assert_same(vmap(grad(run), (0, None))(XS, True), vmap(grad(run), (0, None))(XS, False))
-    with pytest.raises(InputError, match="cond depends on what vmap has batched"):
-        vmap(lambda a: newton(a, while_loop))(torch.ones(3, dtype=F64) * 7)
 
 
-def test_while_loop_counts_and_gives_random_numbers_back():
-    def f(x):
-        body = lambda c: (c[0] + 1, torch.sin(c[1]) * torch.rand(()))
-        return while_loop(lambda c: c[0] < 9, body, (0, x), checkpoints=3)[1]
+@pytest.mark.parametrize("options", WHILE, ids=str)
+@pytest.mark.parametrize("transform", [lambda f: f, grad, jacfwd], ids=["value", "grad", "jacfwd"])
+def test_while_loop_whose_cond_is_batched(transform, options):
+    for samples in (torch.tensor([7.0, 5.0], dtype=F64), torch.tensor([7.0], dtype=F64)):
+        with pytest.raises(InputError, match="cond depends on what vmap has batched"):
+            vmap(transform(lambda a: newton(a, while_loop, **options)))(samples)
 
-    x = torch.tensor(1.0)
-    assert sines(lambda: grad(f)(x)) == 9 + 9 + advances(9, 3)
-    with torch.no_grad():
-        assert sines(lambda: f(x)) == 9
-    torch.manual_seed(1)
-    f(x)
-    after = torch.rand(1)
-    torch.manual_seed(1)
-    for _ in range(9):
-        torch.rand(())
-    assert torch.equal(after, torch.rand(1))
+
+def test_while_loop_whose_carry_becomes_batched():
+    def f(loop, x):
+        body = lambda c: (c[0] + 1, torch.sin(c[1]) * x)
+        c = (0, torch.ones(2, dtype=F64))
+        for _ in range(7 if loop is None else 0):
+            c = body(c)
+        return (loop(lambda c: c[0] < 7, body, c, checkpoints=2) if loop else c)[1].sum()
+
+    xs = torch.tensor([0.3, 2.0, 1.5], dtype=F64)
+    for run in (vmap, lambda f: vmap(grad(f)), lambda f: grad(lambda x: vmap(f)(x).prod())):
+        assert_same(run(lambda x: f(while_loop, x))(xs), run(lambda x: f(None, x))(xs))
+
+
+@pytest.mark.parametrize("options", WHILE, ids=str)
+def test_while_loop_draws_its_numbers_again_and_ends_where_the_plain_loop_does(options):
+    def f(loop, x):
+        body = lambda c: (c[0] + 1, torch.nn.functional.dropout(torch.sin(c[1] + 1), 0.3))
+        c = (0, x)
+        for _ in range(0 if loop else 9):
+            c = body(c)
+        return (while_loop(lambda c: c[0] < 9, body, c, **options) if loop else c)[1].sum()
+
+    x = tensor(20)
+    for run in (
+        lambda f: grad(f)(x),
+        lambda f: vmap(grad(f), randomness="different")(torch.stack([x, x])),
+        lambda f: vmap(grad(f), randomness="same")(torch.stack([x, x])),
+        lambda f: vmap(lambda _: f(x), randomness="different")(torch.zeros(3)),
+        lambda f: jvp(f, (x,), (x,)),
+        lambda f: jvp(grad(f), (x,), (x,)),
+        lambda f: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf),
+    ):
+        torch.manual_seed(3)
+        got, after = run(lambda x: f(True, x)), torch.rand(1)
+        torch.manual_seed(3)
+        want, after_plain = run(lambda x: f(False, x)), torch.rand(1)
+        assert_same(got, want)
+        assert torch.equal(after, after_plain)
 
 
 def test_while_loop_stops_at_max_steps_and_at_none():
     x = torch.ones(2)
     assert while_loop(lambda x: False, lambda x: x + 1, x) is x
     assert while_loop(lambda x: True, lambda x: x + 1, x, max_steps=4).tolist() == [5, 5]
+    for n in (0, 1, 16):
+        plain = lambda x, n=n: fori_loop(0, n, lambda i, x: x.sin(), x, checkpoint=None).sum()
+        for options in WHILE:
+            f = lambda x, n=n, options=options: while_loop(
+                lambda x: True, torch.sin, x, max_steps=n, **options
+            ).sum()
+            assert_same((f(X), grad(f)(X)), (plain(X), grad(plain)(X)))
 
 
 hidden_calls = []
@@ -373,11 +649,17 @@ def test_while_loop_that_ends_elsewhere_the_second_time():
         calls.append(None)
         return c[0] < (5 if len(calls) <= 6 else 7)
 
+    run = lambda **options: grad(
+        lambda x: while_loop(cond, lambda c: (c[0] + 1, torch.sin(c[1])), (0, x), **options)[1]
+    )(torch.tensor(1.0))
     with pytest.raises(CheckpointError, match="ended after 5 steps when they were counted"):
-        grad(lambda x: while_loop(cond, lambda c: (c[0] + 1, torch.sin(c[1])), (0, x))[1])(torch.tensor(1.0))
+        run(checkpoint="sqrt")
+    hidden_calls.clear()
+    assert_same(run(), grad(lambda x: x.sin().sin().sin().sin().sin())(torch.tensor(1.0)))
 
 
-def test_while_loop_refuses_what_would_not_be_the_same_again():
+@pytest.mark.parametrize("options", WHILE[1:], ids=str)
+def test_while_loop_refuses_what_would_not_be_the_same_again(options):
     class Counter:
         n = 0
 
@@ -388,19 +670,93 @@ def test_while_loop_refuses_what_would_not_be_the_same_again():
     seen = []
     for body in (Counter().body, lambda x: (seen.append(1), x * len(seen))[1]):
         with pytest.raises(MutationError, match="put what changes into the carry"):
-            grad(lambda x, body=body: while_loop(lambda x: x < 9, body, x))(torch.tensor(1.0))
+            grad(lambda x, body=body: while_loop(lambda x: x < 9, body, x, **options))(torch.tensor(1.0))
+    with pytest.raises(InputError, match="cond draws random numbers"):
+        grad(lambda x: while_loop(lambda x: torch.rand(()) < 0.9, torch.sin, x, **options))(torch.tensor(1.0))
 
 
-def test_while_loop_updates_the_statistics_of_a_module_once():
+@pytest.mark.parametrize("options", WHILE, ids=str)
+def test_while_loop_updates_the_statistics_of_a_module_once(options):
     def run(loop):
         norm = torch.nn.BatchNorm1d(D).to(F64)
         body = lambda c: (c[0] + 1, torch.sin(norm(c[1])))
         x = XS.clone().requires_grad_()
-        _, out = while_loop(lambda c: c[0] < 4, body, (0, x)) if loop else body(body(body(body((0, x)))))
+        go = lambda c: c[0] < 4
+        _, out = while_loop(go, body, (0, x), **options) if loop else body(body(body(body((0, x)))))
         (out**3).sum().backward()
         return x.grad, dict(norm.named_buffers()), [p.grad for p in norm.parameters()]
 
     assert_same(run(True), run(False))
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_a_buffer_that_the_body_counts_in_and_uses(loop):
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros((), dtype=F64))
+            self.weight = torch.nn.Parameter(torch.ones((), dtype=F64) * 0.7)
+
+        def forward(self, x):
+            self.n += 1
+            return torch.sin(x * self.n.clone()) * self.weight
+
+    def run(checkpointed):
+        module = Counting()
+        x = X.clone().requires_grad_()
+        if not checkpointed:
+            y = x
+            for _ in range(9):
+                y = module(y)
+        elif loop == "scan":
+            y, _ = scan(lambda c, _: (module(c), None), x, length=9, checkpoints=2)
+        else:
+            y = while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 1, module(c[1])), (0, x), checkpoints=2)[1]
+        y.sum().backward()
+        return x.grad, module.n, module.weight.grad
+
+    assert_same(run(True), run(False))
+
+
+unseen = []
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+def test_while_loop_that_captures_what_no_search_finds(how):
+    def f(x, loop=True):
+        unseen[:] = [x]
+        # By a name that no search sees.
+        body = lambda c: (c[0] + 1, torch.sin(c[1]) * sys.modules[__name__].__dict__["un" + "seen"][0])
+        c = (0, torch.ones(D, dtype=F64))
+        if not loop:
+            for _ in range(9):
+                c = body(c)
+            return c[1].sum()
+        return while_loop(lambda c: c[0] < 9, body, c, checkpoints=3)[1].sum()
+
+    want = grad(lambda x: f(x, False))(X)
+    try:
+        got = grad(f)(X) if how == "grad" else torch.autograd.grad(f(x := X.clone().requires_grad_()), x)[0]
+    except (ClosureError, EscapeError) as error:
+        assert "as an argument" in str(error) or "return it" in str(error)
+    else:
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("options", WHILE[:-1], ids=str)
+def test_an_error_in_the_body_of_a_while_loop_names_the_step_and_leaves_nothing_behind(options):
+    def body(c):
+        if c[0] == 5:
+            raise ValueError("too much")
+        return c[0] + 1, torch.sin(c[1]) + torch.rand(())
+
+    run = lambda: grad(lambda x: while_loop(lambda c: True, body, (0, x), **options)[1])(torch.tensor(0.0))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too much") as caught:
+            run()
+        if sys.version_info >= (3, 11):
+            assert any("in step 5 of while_loop(" in note for note in caught.value.__notes__)
+    assert torch.is_grad_enabled() and _torch.current_level() == 0
 
 
 # -- edges ------------------------------------------------------------------------------------------

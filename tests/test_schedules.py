@@ -12,6 +12,7 @@ import pytest
 from funcckpt.errors import OptionError
 from funcckpt.schedules import (
     PLAIN,
+    Online,
     Part,
     Schedule,
     advances,
@@ -19,10 +20,12 @@ from funcckpt.schedules import (
     choose,
     evaluations,
     fewest,
+    fit,
     kept,
     parts,
     repetitions,
     split,
+    unit_for,
 )
 
 STEPS, CHECKPOINTS = 200, 20
@@ -109,7 +112,7 @@ def test_splits_leave_two_loops_that_are_optimal_together():
     "schedule",
     [PLAIN, Schedule("recursive")]
     + [Schedule("segments", s) for s in (1, 4, 10, 200)]
-    + [Schedule("binomial", k) for k in (1, 2, 3, 7, 100)],
+    + [Schedule("binomial", k, unit) for k in (1, 2, 3, 7, 100) for unit in (1, 4, 101)],
     ids=str,
 )
 def test_counts_are_those_of_a_machine_that_carries_the_schedule_out(schedule, n):
@@ -126,8 +129,10 @@ def test_what_the_table_says():
     assert evaluations(Schedule("recursive"), n) == n + n * 10 // 2
     assert kept(Schedule("recursive"), n) == 10
     binomial = choose("binomial", None, n, "")
-    assert binomial.number == fewest(n, 2) and repetitions(n, binomial.number) == 2
-    assert repetitions(n, binomial.number - 1) == 3
+    units = -(-n // binomial.unit)
+    assert binomial.unit == unit_for(n) == 5
+    assert binomial.number == fewest(units, 2) and repetitions(units, binomial.number) == 2
+    assert repetitions(units, binomial.number - 1) == 3
     assert evaluations(binomial, n) <= 3 * n and kept(binomial, n) == binomial.number
     assert evaluations(PLAIN, n) == n and list(parts(PLAIN, n)) == [Part(n, None)]
 
@@ -135,6 +140,84 @@ def test_what_the_table_says():
 def test_segments_differ_by_one_step_at_most():
     lengths = [part.steps for part in parts(Schedule("segments", 7), 100)]
     assert len(lengths) == 7 and sum(lengths) == 100 and max(lengths) - min(lengths) == 1
+
+
+def after(online, n):
+    """The parts of a loop that ends after n steps: their lengths, and the checkpoints for each."""
+    ends = [*online.kept[1:], n - 1]  # the last step is recorded from the carry that it was given
+    return [(end - start, online.checkpoints - i) for i, (start, end) in enumerate(zip(online.kept, ends))]
+
+
+def run_in_all(online, n):
+    """One sweep that records nothing, the steps run again, and each step recorded once."""
+    return n + sum(advances(length, k) for length, k in after(online, n) if length) + n
+
+
+def test_online_schedules_are_within_their_bounds_for_all_loops_and_checkpoints():
+    for k in range(1, CHECKPOINTS + 1):
+        online = Online(k)
+        for n in range(1, STEPS + 1):
+            r = repetitions(n, k)
+            assert len(online.kept) == min(n, k) and online.kept == sorted(set(online.kept))
+            # No step is run more often than in the optimal schedule, besides the sweep that records nothing.
+            assert all(repetitions(length, s) <= max(0, r - 1) for length, s in after(online, n) if length)
+            assert run_in_all(online, n) <= (r + 2) * n
+            more = run_in_all(online, n) - evaluations(Schedule("binomial", k), n)
+            if n <= beta(k, 2):
+                assert 1 <= more <= 2, (n, k)
+            assert more <= 0.27 * evaluations(Schedule("binomial", k), n) + 2
+            given_up = online.offer(n)
+            assert given_up is None or given_up not in online.kept
+
+
+def test_no_online_schedule_is_optimal_for_all_lengths():
+    """Of all ways to decide online none meets the optimum at n = 1, ..., k + 3, so that one more is least."""
+    for k in (2, 3, 4, 5):
+        ways = {(0,)}
+        for n in range(1, k + 4):
+
+            def more(kept, n=n, k=k):
+                ends = [*kept[1:], n - 1]
+                again = sum(advances(e - s, k - i) for i, (s, e) in enumerate(zip(kept, ends)) if e > s)
+                return again + (n - 1) - advances(n, k)
+
+            ways = {kept for kept in ways if more(kept) == 0}
+            with_it = {(*kept, n) for kept in ways if len(kept) < k}
+            in_place = {
+                (*kept[:i], *kept[i + 1 :], n) for kept in ways if len(kept) == k for i in range(1, k)
+            }
+            ways |= with_it | in_place
+            if n == k + 2:
+                assert ways
+        assert not {kept for kept in ways if more(kept) == 0}
+
+
+def test_online_schedules_that_grow():
+    online = Online(None)
+    for n in range(1, 5000):
+        assert all(repetitions(length, k) <= 1 for length, k in after(online, n) if length)
+        assert run_in_all(online, n) <= 3 * n and online.checkpoints <= 1.3 * fewest(n, 2) + 1
+        online.offer(n)
+
+
+@pytest.mark.parametrize("stays", [0, 25])
+@pytest.mark.parametrize(("carry", "step", "peak"), [(10, 30, 50), (10, 10, 10), (0, 7, 9), (10, 0, 20)])
+@pytest.mark.parametrize("n", [1, 2, 7, 30])
+def test_no_schedule_for_so_many_bytes_runs_fewer_steps(n, carry, step, peak, stays):
+    def takes(schedule):
+        if schedule.unit >= n:
+            return (n - 1) * max(step, stays) + peak
+        return kept(schedule, n) * carry + (schedule.unit - 1) * step + peak + schedule.unit * stays
+
+    schedules = [Schedule("binomial", k, u) for u in range(1, n + 1) for k in range(1, -(-n // u) + 1)]
+    for bytes in range(0, n * (carry + step) + peak + 20, 7):
+        run = [evaluations(s, n) for s in schedules if takes(s) <= bytes]
+        found = fit(n, bytes, carry, step, peak, stays)
+        if found is None:
+            assert not run
+        else:
+            assert takes(found) <= bytes
+            assert evaluations(found, n) <= min(run) + n // 10  # the last unit may be shorter
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import _torch, compiled
 from ..errors import CheckpointError, InputError, OptionError, describe
-from ..remat import call_compiled, remat
+from ..remat import call_compiled, instead, remat
 from . import redirect
 from .debug import logged
-from .region import Contexts, Region, is_of_checkpoint
-from .selective import Forward, Recompute
+from .region import Contexts, Region, is_of_checkpoint, title
+from .selective import Forward, Recompute, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,7 +98,7 @@ def checkpoint(
         Draw in the recomputation the random numbers of the forward.
     context_fn : callable
         Gives two context managers, for the forward and for the recomputation; see
-        :func:`create_selective_checkpoint_contexts`, which is for plain eager code only.
+        :func:`create_selective_checkpoint_contexts`. Under transforms its policy is `remat`'s.
     determinism_check : {"default", "none"}
         Compare shapes, dtypes and devices of the recomputation with those of the forward, and look
         for tensors that were changed in place between the two; or not.
@@ -128,8 +128,9 @@ def checkpoint(
     Notes
     -----
     When f uses a transform that refuses hooks, that shows when f is run: it is then started anew, with
-    the random streams put back, and is known from then on if it is a module or a function. Such an f
-    should not count its calls.
+    the random streams put back, and is known from then on if it is a module or a function. The tensors
+    and variables that it had changed by then are put back, if they were found (`MutationError` if they cannot
+    be); a list that it appends to is not.
 
     Examples
     --------
@@ -206,7 +207,7 @@ def _call(
 ) -> Any:
     if determinism_check not in _CHECKS:
         raise OptionError(
-            f"{_title(f)}: determinism_check should be one of {list(_CHECKS)}, but got {determinism_check!r}."
+            f"{title(f)}: determinism_check should be one of {list(_CHECKS)}, but got {determinism_check!r}."
         )
     if use_reentrant:
         _check_reentrant(f, kwargs, context_fn, debug)
@@ -215,8 +216,9 @@ def _call(
         # read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
         if dynamo and compiled.differentiates():  # which torch's does without recomputation, or refuses
+            name = getattr(f, "__name__", None) or type(f).__name__
             return call_under_compiled_transform(
-                f, _name(f), args, kwargs, preserve_rng_state, determinism_check, context_fn
+                f, name, args, kwargs, preserve_rng_state, determinism_check, context_fn
             )
         given: dict[str, Any] = {} if context_fn is noop_context_fn else {"context_fn": context_fn}
         return (torch_checkpoint.checkpoint if dynamo else _torch.original_checkpoint)(
@@ -235,10 +237,53 @@ def _call(
     if enabled is not None:
         debug = enabled
     if debug and context_fn is not noop_context_fn:
-        raise OptionError(f"{_title(f)}: debug=True is incompatible with non-default context_fn.")
-    if _torch.maybe_current_level() is not None or _torch.in_dual_level() or _is_known(f):
+        raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
+    known = context_fn is noop_context_fn and _is_known(f, args, kwargs)
+    if known or _torch.maybe_current_level() is not None or _torch.in_dual_level():
         return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
+    run = functools.partial(
+        _by_hooks,
+        f,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
+    if (ask := instead.get()) is not None:
+        return ask(f, title(f), lambda: f(*args, **kwargs), lambda **changes: run(**_contexts(**changes)))
+    return run()
 
+
+# -- the hook path ------------------------------------------------------------------------------
+
+
+def _contexts(**changes: Any) -> dict[str, Any]:
+    """The options of `remat` as those of `checkpoint`."""
+    if "policy" in changes:
+        policy = changes.pop("policy")
+        selective = functools.partial(create_selective_checkpoint_contexts, policy)
+        changes["context_fn"] = noop_context_fn if policy is None else selective
+    return changes
+
+
+def _by_hooks(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None,
+    preserve_rng_state: bool,
+    context_fn: Callable[[], Contexts],
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+) -> Any:
     stop = _torch.checkpoint_early_stop()
     contexts: Any = None
     log = None
@@ -251,7 +296,6 @@ def _call(
         f,
         args,
         kwargs,
-        name=_title(f),
         preserve_rng_state=preserve_rng_state,
         check=determinism_check != "none",
         early_stop=early_stop if stop is None else stop,
@@ -264,22 +308,13 @@ def _call(
         # With hooks of the caller active, the functional path would be refused as well.
         if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
             raise
-        region.restore_streams()
+        region.undo()
     else:
         if use_reentrant:
             _check_reentrant_result(f, args, out)
         return out
-    _remember(f)
+    _remember(f, args, kwargs)
     return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
-
-
-def _title(f: Callable[..., Any]) -> str:
-    return f"checkpoint({_name(f)})"
-
-
-def _name(f: Callable[..., Any]) -> str:
-    name: str = getattr(f, "__qualname__", None) or type(f).__qualname__
-    return name
 
 
 # -- use_reentrant=True -------------------------------------------------------------------------
@@ -288,12 +323,12 @@ def _name(f: Callable[..., Any]) -> str:
 def _check_reentrant(f: Any, kwargs: dict[str, Any], context_fn: Any, debug: bool) -> None:
     if kwargs:
         raise OptionError(
-            f"{_title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
+            f"{title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
             "torch takes none: pass use_reentrant=False."
         )
     if context_fn is not noop_context_fn or debug:
         raise OptionError(
-            f"{_title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+            f"{title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
         )
 
 
@@ -303,7 +338,7 @@ def _check_reentrant_result(f: Any, args: tuple[Any, ...], out: Any) -> None:
         return
     if any(isinstance(y, Tensor) and y.requires_grad for y in pytree.tree_leaves(out)):
         raise OptionError(
-            f"{_title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
+            f"{title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
             "to the parameters that the function uses, or to tensors inside of containers. Pass "
             "use_reentrant=False, which gives it."
         )
@@ -318,7 +353,7 @@ def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
     elif is_selective(forward):
         if respect:
             raise OptionError(
-                f"{_title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
+                f"{title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
             )
         # Torch 2.15 would warn of ours, which it takes for the caller's.
@@ -327,27 +362,40 @@ def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
 
 # -- the functional path ------------------------------------------------------------------------
 
-# Functions and modules that were seen to use a transform that refuses hooks.
-_known_functions: weakref.WeakSet[CodeType | FunctionType] = weakref.WeakSet()
-_known_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Functions and modules that were seen to use a transform that refuses hooks, and the functions and modules
+# that they were given then: a helper that calls what it is given does so with others, too.
+_known: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
-def _is_known(f: Any) -> bool:
-    if not _known_functions and not _known_modules:
+def _is_known(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not _known or (key := _key(f)) is None:
         return False
-    f = _innermost(f)
-    if isinstance(f, nn.Module):
-        return f in _known_modules
-    return isinstance(f, FunctionType) and (f.__code__ in _known_functions or f in _known_functions)
+    given = _known.get(key)
+    return given is not None and all(x in given for x in _functions(f, args, kwargs))
 
 
-def _remember(f: Any) -> None:
+def _remember(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    key = _key(f)
+    if key is not None:
+        _known.setdefault(key, weakref.WeakSet()).update(_functions(f, args, kwargs))
+
+
+def _key(f: Any) -> CodeType | FunctionType | nn.Module | None:
     f = _innermost(f)
     if isinstance(f, nn.Module):
-        _known_modules.add(f)
-    elif isinstance(f, FunctionType):
+        return f
+    if isinstance(f, FunctionType):
         # Closures share their code, and may call quite different things.
-        _known_functions.add(f if f.__closure__ else f.__code__)
+        return f if f.__closure__ else f.__code__
+    return None
+
+
+def _functions(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Functions and modules among the arguments."""
+    while isinstance(f, functools.partial):
+        args, kwargs, f = (*f.args, *args), {**f.keywords, **kwargs}, f.func
+    found = [_innermost(x) for x in pytree.tree_leaves((args, kwargs)) if callable(x)]
+    return [x for x in found if isinstance(x, (nn.Module, FunctionType))]
 
 
 def _innermost(f: Any) -> Any:
@@ -370,17 +418,8 @@ def call_under_compiled_transform(
 ) -> Any:
     """The call under a transform, in code that Dynamo traces."""
     if context_fn is not noop_context_fn:
-        _refuse_contexts(name)
+        compiled.refuse(f"checkpoint({name}): under torch.func transforms, context_fn")
     return call_compiled(f, name, args, kwargs, preserve_rng_state, determinism_check)
-
-
-@_torch.known_to_dynamo
-def _refuse_contexts(name: str) -> None:
-    """Raised where Dynamo lets it through."""
-    raise OptionError(
-        f"checkpoint({name}): context_fn cannot be honoured under torch.func transforms that are compiled. "
-        "Leave it out."
-    )
 
 
 def _functional(
@@ -393,15 +432,20 @@ def _functional(
     debug: bool,
 ) -> Any:
     g = f
+    policy = None
     if redirect.is_active():
         g = _redirected(f)
     if debug:
         g = _debugged(g)
     elif context_fn is not noop_context_fn:
-        g = _in_contexts(g, *context_fn())
-    return remat(g, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)(
-        *args, **kwargs
-    )
+        contexts = context_fn()
+        if isinstance(contexts[0], Forward) and isinstance(contexts[1], Recompute):
+            policy = contexts[0].policy
+        else:
+            g = _in_contexts(g, *contexts)
+    return remat(
+        g, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, policy=policy
+    )(*args, **kwargs)
 
 
 def _redirected(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -421,10 +465,10 @@ def _in_contexts(
     for context in (forward, recompute):
         if is_selective(context):
             raise OptionError(
-                f"{_title(f)}: selective checkpointing (context_fn) matches the operators of the "
-                "recomputation with those of the forward one by one, which cannot be done under torch.func "
-                "transforms or in forward mode, where the two differ. Leave context_fn out there: the "
-                "gradients are the same."
+                f"{title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
+                "of the recomputation with those of the forward one by one, which cannot be done under "
+                "torch.func transforms or in forward mode, where the two differ. Make them with "
+                "funcckpt.create_selective_checkpoint_contexts."
             )
     # A namespace, since remat gives a recomputation the values that other variables had in the call.
     run = SimpleNamespace(first=True)
@@ -461,7 +505,7 @@ def _debugged(f: Callable[..., Any]) -> Callable[..., Any]:
             run.looks = looks
         elif run.looks != looks:
             raise CheckpointError(
-                f"{_title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
+                f"{title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
                 f"has to do the same each time.\n\n{listed()}"
             )
         return out

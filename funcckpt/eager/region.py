@@ -17,18 +17,20 @@ It is written anew for what torch's does not do, and cannot be made to do from o
 * Tensors inside of containers and in keyword arguments are inputs like all others: they are looked
   after by autograd's version check, and an outer region does not keep them.
 * The random streams of all devices are replayed, not those of the CPU and one other kind of device.
-* A module that has other parameters than in the forward, where `functional_call` has put its own back,
-  is an error, and not the gradient at those.
-* Running statistics of batch_norm, and its count of batches, are not updated again.
+* What f refers to (`held`) is as it was in the forward: other variables of the enclosing function, a
+  module that is called through `functional_call`, or in another mode, would give the gradient at those.
+* Running statistics of batch_norm, its count of batches and other small buffers are not updated again.
 * A call costs less: what does not differ from the forward's world is not entered again.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ from .. import _torch, world
 from ..closure import may_be_statistics
 from ..errors import CheckpointError, MutationError, describe
 from . import redirect
+from .held import Held, Watch, another, changed
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -70,6 +73,11 @@ class Look(NamedTuple):
     parameter: weakref.ref[Tensor] | None
 
 
+def title(f: Callable[..., Any]) -> str:
+    """A call of checkpoint in words."""
+    return f"checkpoint({getattr(f, '__qualname__', None) or type(f).__qualname__})"
+
+
 class _Stop(BaseException):
     """All slots have their tensor. No exception that f could mean to catch."""
 
@@ -83,7 +91,6 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        name: str,
         preserve_rng_state: bool,
         check: bool,
         early_stop: bool,
@@ -91,16 +98,21 @@ class Region:
         log: Callable[[], str] | None,
     ) -> None:
         self._f = f
-        self._name = name
         self._check = check
         self._early_stop = early_stop
         self._contexts = contexts
         self._log = log
-        self._structure = None
+        self._hint = "The function has to do the same each time" + (
+            "." if log else "; pass debug=True to see the operators of both runs."
+        )
+        self._structure: Any = None
         leaves: Any = args
         if kwargs or not all(type(x) in _SIMPLE for x in args):
-            leaves, self._structure = pytree.tree_flatten((args, kwargs))
+            leaves = []
+            self._structure = _take_leaves((args, kwargs), leaves)
         self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
+        # Whoever keeps the inputs may hand out copies, whose versions mean nothing.
+        self._under_hooks = _torch.top_saved_tensors_hooks() is not None
         self._world = world.World()
         self._redirected = redirect.is_active()
         self._streams = world.random_streams(()) if preserve_rng_state else []
@@ -109,14 +121,24 @@ class Region:
         self._looks: list[Look] = []
         self._statistics: list[weakref.ref[Tensor]] = []
         self._replaced = _replaced() if check else []
+        self._held = Held(f, leaves)
         self._complete = False
         # The recomputation that was run for each backward.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
 
+    @property
+    def title(self) -> str:
+        return self._name
+
+    @property
+    def _name(self) -> str:
+        return title(self._f)
+
     # -- the forward --------------------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first_node = _torch.next_sequence_number()
         with saved_tensors_hooks(self._pack, self._unpack):
             if self._contexts is None:
                 out = self._f(*args, **kwargs)
@@ -135,34 +157,51 @@ class Region:
                 f"{self._name}: a device was initialized in the forward, so that the state of its random "
                 "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
             )
+        # Others are not touched: another thread may be drawing from them.
+        self._states = world.moved(self._states)
+        self._held.forward_is_done(out, first_node)
         return out
 
-    def restore_streams(self) -> None:
-        for stream, state in self._states:
-            stream.set_state(state)
+    def undo(self) -> None:
+        """After an exception: as if the forward had not begun."""
+        world.set_streams(self._states)
+        self._held.undo(self._name)
 
     def _pack(self, x: Tensor) -> Slot:
         slot = Slot()
         self._slots.append(weakref.ref(slot))
         if self._check:
             self._looks.append(_look(x))
-        if may_be_statistics(x) and not x._is_view() and not x.is_inference():
+        if (
+            may_be_statistics(x)
+            and not x._is_view()
+            and not x.is_inference()
+            and not self._held.is_statistics(x)
+        ):
             self._statistics.append(weakref.ref(x))
         return slot
 
     def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
         key = _torch.backward_id()
+        alone = type(key) is object  # outside of a backward
         try:
             with self._lock:
-                if key not in self._done:
+                if alone:
+                    self._recompute(key, only=slot)
+                elif key not in self._done:
                     self._recompute(key)
                     self._done.add(key)
+                    if isinstance(key, int):
+                        _torch.at_end_of_backward(_forgetting(self, key))
                 elif again and slot.values.get(key) is None:
                     self._recompute(key, only=slot)
         except CheckpointError as error:
             if self._log is None:
                 raise
-            raise CheckpointError(f"{error}\n\n{self._log()}") from error
+            raise CheckpointError(
+                f"{error}\n\nYou are seeing this error because you passed `debug=True` to checkpoint; these "
+                f"are the operators of both runs.\n\n{self._log()}"
+            ) from error
         if key not in slot.values:
             raise self._differ(f"{len(self._slots)} tensors", "fewer")
         value = slot.values[key]
@@ -177,7 +216,10 @@ class Region:
                     else "."
                 )
             )
-        slot.values[key] = None
+        if alone:
+            del slot.values[key]
+        else:
+            slot.values[key] = None
         x, version = value
         if _version(x) != version:
             raise MutationError(
@@ -185,6 +227,14 @@ class Region:
                 "it in place afterwards. Work on a copy (x.clone())."
             )
         return x
+
+    def _forget(self, key: int) -> None:
+        """A backward is over: drop what it has recomputed and not read."""
+        with self._lock:
+            self._done.discard(key)
+            for ref in self._slots:
+                if (slot := ref()) is not None:
+                    slot.values.pop(key, None)
 
     # -- the recomputation --------------------------------------------------------------------------
 
@@ -194,15 +244,17 @@ class Region:
 
     def _recompute(self, key: Any, only: Slot | None = None) -> None:
         leaves = [x.unpack() if isinstance(x, _torch.Saved) else x for x in self._inputs]
+        copies: set[int | None] = set()
+        if self._under_hooks:
+            copies.update([_torch.storage_of(x) for x in leaves if isinstance(x, Tensor)])
         args, kwargs = leaves, {}
         if self._structure is not None:
-            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+            args, kwargs = _with_leaves(self._structure, iter(leaves))
         del leaves
-        run = _Again(self, key, only)
         statistics = [x for ref in self._statistics if (x := ref()) is not None]
-        put_back = _put_back(self._replaced)
         with (
-            _PutBack(self._name, put_back) if put_back else nullcontext(),
+            self._held.here(self._name, self._check) as held,
+            self._watching_replaced(held.copies),
             _Unchanged(statistics) if statistics else nullcontext(),
             self._world.replayed(),
             nullcontext() if self._redirected == redirect.is_active() else redirect.active(self._redirected),
@@ -210,11 +262,23 @@ class Region:
             # Random numbers are those of the forward, of which a vmap of the backward has no say.
             _torch.without_vmap_mode(),
             torch.enable_grad(),
-            saved_tensors_hooks(run.pack, _itself),
             suppress(_Stop),
         ):
-            _torch.without_dynamo(self._run_again)(args, kwargs)
+            run = _Again(self, key, only, copies | held.copies)
+            with saved_tensors_hooks(run.pack, _itself):
+                _torch.without_dynamo(self._run_again)(args, kwargs)
         run.check()
+
+    def _watching_replaced(self, copies: set[int]) -> AbstractContextManager[Any]:
+        if not self._replaced:
+            return nullcontext()
+        own = _put_back(self._replaced).values()
+        errors: dict[int, Callable[[], Exception]] = {
+            id(x): functools.partial(another, self._name, x)
+            for x in own
+            if _torch.storage_of(x) not in copies
+        }
+        return Watch(errors) if errors else nullcontext()
 
     def _run_again(self, args: Any, kwargs: dict[str, Any]) -> None:
         if self._contexts is None:
@@ -226,9 +290,18 @@ class Region:
     def _differ(self, there: str, here: str) -> CheckpointError:
         return CheckpointError(
             f"{self._name}: A different number of tensors was saved during the original forward and "
-            f"recomputation: {there}, and {here}. The function has to do the same each time; pass "
-            "debug=True to see the operators of both runs."
+            f"recomputation: {there}, and {here}. {self._hint}"
         )
+
+
+def _forgetting(region: Region, key: int) -> Callable[[], None]:
+    ref = weakref.ref(region)
+
+    def forget() -> None:
+        if (region := ref()) is not None:
+            region._forget(key)
+
+    return forget
 
 
 class _Unchanged(TorchFunctionMode):
@@ -257,15 +330,8 @@ class _Unchanged(TorchFunctionMode):
 
 def _copy(x: Tensor) -> Tensor:
     """A copy, which is no operator of the function for the dispatch modes that are active in it."""
-    modes = _torch._get_current_dispatch_mode_stack()
-    for _ in modes:
-        _torch._pop_mode()
-    try:
-        with torch.no_grad():
-            return x.clone()
-    finally:
-        for mode in modes:
-            _torch._push_mode(mode)
+    with _torch.without_dispatch_modes(), torch.no_grad():
+        return x.clone()
 
 
 # A module that is called with other tensors than its own: their names, and which they are.
@@ -300,44 +366,19 @@ def _put_back(replaced: list[Replaced]) -> dict[int, Tensor]:
     return own
 
 
-class _PutBack(world.Mode):
-    """Notices that a module's own tensors are used, also where autograd does not save them."""
-
-    def __init__(self, name: str, own: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._name = name
-        self._own = own
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(isinstance(y, Tensor) for y in pytree.tree_leaves(out)):  # and not, say, its shape
-            for x in pytree.tree_leaves((args, kwargs)):
-                if id(x) in self._own:
-                    raise _another(self._name, x)
-        return out
-
-
-def _another(name: str, x: Tensor) -> CheckpointError:
-    kind = "parameter" if isinstance(x, torch.nn.Parameter) else "buffer"
-    return CheckpointError(
-        f"{name}: the recomputation finds another {kind} ({describe(x)}) than the forward used; "
-        "torch.func.functional_call, for one, puts the module's own back when it returns. Use "
-        "funcckpt.remat, which takes those of the call, or pass the parameters as arguments of the function."
-    )
-
-
 class _Again:
     """One recomputation: what is saved goes to the slots of the forward."""
 
-    def __init__(self, region: Region, key: Any, only: Slot | None) -> None:
+    def __init__(self, region: Region, key: Any, only: Slot | None, copies: set[int | None]) -> None:
         self._only = only
         self._region = region
         self._key = key
+        self._copies = copies
         self._count = 0
         self._more = False
         self._different: list[str] = []
+        # Parameters that the forward did not have: of a module, unless f has made them itself.
+        self._others: list[weakref.ref[Tensor]] = []
 
     def pack(self, x: Tensor) -> Tensor:
         region, i = self._region, self._count
@@ -347,41 +388,45 @@ class _Again:
             if region._complete:
                 raise CheckpointError(
                     f"{region._name}: trying to save more tensors during recomputation than during the "
-                    f"original forward pass ({len(region._slots)}). The function has to do the same each "
-                    "time; pass debug=True to see the operators of both runs."
+                    f"original forward pass ({len(region._slots)}). {region._hint}"
                 )
             self._more = True  # the forward asks for a backward of its own part, and goes on
             return x
         slot = region._slots[i]()
         # None if someone has run a backward that needs it no more.
         if slot is not None and self._only in (None, slot):
+            if region._check and self._finds_another(i, original):
+                x = _torch.same_memory(x)  # which does not keep alive what it is a view of
             slot.values[self._key] = x, _version(x)
-            if region._check:
-                self._compare(i, original)
         if region._early_stop and self._count == len(region._slots):
             raise _Stop
         return x
 
-    def _compare(self, i: int, x: Tensor) -> None:
+    def _finds_another(self, i: int, x: Tensor) -> bool:
+        """Compare what is saved with the forward; whether it is of another parameter."""
         here, there = self._region._looks[i], _look(x)
         if here[:3] != there[:3]:
             self._different.append(
                 f"tensor at position {i}:\nsaved metadata: {here}\nrecomputed metadata: {there}"
             )
-            return
+            return False
         parameter = _parameter(x)
         if parameter is not None and (here.parameter is None or here.parameter() is not parameter):
-            raise _another(self._region._name, parameter)
-        if here.version != there.version:
-            raise MutationError(
-                f"{self._region._name}: a tensor that it uses ({describe(x)}) was changed in place since the "
-                "forward, like a parameter by an optimizer: the recomputation would start from the changed "
-                "values. Run the backward before, or change a copy (x.clone()). If the function itself "
-                'does so, and you know better, pass determinism_check="none".'
-            )
+            self._others.append(weakref.ref(parameter))
+            return True
+        if here.version != there.version and not (self._copies and _torch.storage_of(x) in self._copies):
+            raise changed(self._region._name, describe(x))
+        return False
+
+    def _alive(self) -> list[Tensor]:
+        return [x for ref in self._others if (x := ref()) is not None]
 
     def check(self) -> None:
         region = self._region
+        if self._alive():
+            gc.collect()
+            for x in self._alive():
+                raise another(region._name, x)
         if self._more:
             return
         if self._count != len(region._slots):
@@ -391,9 +436,34 @@ class _Again:
         if self._different:
             raise CheckpointError(
                 f"{region._name}: Recomputed values for the following tensors have different metadata than "
-                "during the forward pass. The function has to do the same each time; pass debug=True to see "
-                "the operators of both runs.\n" + "\n".join(self._different)
+                f"during the forward pass. {region._hint}\n" + "\n".join(self._different)
             )
+
+
+def _take_leaves(x: Any, leaves: list[Any]) -> Any:
+    """Containers without their leaves. Quicker than pytree, which does what is not so common."""
+    kind = type(x)
+    if kind in _SIMPLE:
+        leaves.append(x)
+        return None
+    if kind is tuple or kind is list:
+        return kind([_take_leaves(y, leaves) for y in x])
+    if kind is dict:
+        return {key: _take_leaves(y, leaves) for key, y in x.items()}
+    flat, structure = pytree.tree_flatten(x)
+    leaves.extend(flat)
+    return structure
+
+
+def _with_leaves(structure: Any, leaves: Iterator[Any]) -> Any:
+    kind = type(structure)
+    if structure is None:
+        return next(leaves)
+    if kind is tuple or kind is list:
+        return kind([_with_leaves(part, leaves) for part in structure])
+    if kind is dict:
+        return {key: _with_leaves(part, leaves) for key, part in structure.items()}
+    return pytree.tree_unflatten([next(leaves) for _ in range(structure.num_leaves)], structure)
 
 
 def readable_again(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:

@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from .. import _torch, world
 from ..closure import may_be_statistics
-from ..errors import MutationError, TransformError, describe
+from ..errors import FuncckptError, MutationError, TransformError, describe
 from .region import is_of_checkpoint, readable_again
 
 _REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse{}. Use \
@@ -79,7 +79,9 @@ class checkpoint_scope:
     Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor` that is
     saved and copied as a `torch.Tensor`. Until the first backward is done, a tensor of the block that is
     alive keeps alive what the block has read; from then on it is a tensor like others. What an
-    `autograd.Function` is given directly, after the block, it keeps.
+    `autograd.Function` is given directly, after the block, it keeps. Where grad mode is off when the scope
+    is entered, nothing is recorded. A dispatch mode of others that changes results has to be inside of the
+    block: one around it is not there when the block is replayed.
 
     Examples
     --------
@@ -95,15 +97,22 @@ class checkpoint_scope:
     True
     """
 
+    def __init__(self) -> None:
+        # What it was entered in, innermost last. None: nothing is recorded.
+        self._frames: list[_Frame | None] = []
+
     def __enter__(self) -> checkpoint_scope:
         if _torch.maybe_current_level() is not None:
             kinds = ", ".join(layer.kind for layer in _torch.active_layers())
             raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
-        _here.enter(self)
+        self._frames.append(_here.enter(self) if torch.is_grad_enabled() else None)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        _here.leave(self)
+        if not self._frames:
+            raise FuncckptError("checkpoint_scope is left without having been entered.")
+        if (frame := self._frames.pop()) is not None:
+            _here.leave(self, frame)
         if isinstance(error, RuntimeError) and _torch.REFUSES_HOOKS in str(error):
             raise TransformError(_REFUSED.format(" to run inside of")) from error
 
@@ -115,19 +124,26 @@ class _Frame:
         # A recomputation, or anything else that a backward runs in the middle of the block, is not of the
         # block, and has a frame of its own if it opens scopes.
         self.task = _torch.graph_task()
+        self.thread = threading.get_ident()
         self.open: list[checkpoint_scope] = []
-        self.recording = Recording()
         self.hooks = _Hooks(_torch.top_saved_tensors_hooks())
+        self.recording = Recording()
         self.mode = _Recorder(self)
 
     def start(self) -> None:
         self.hooks.push()
+        self.has_hooks = True
         self.mode.__enter__()
 
     def stop(self) -> None:
         _torch.remove_dispatch_mode(self.mode)
-        _torch.remove_saved_tensors_hooks(self.hooks.pack)
+        self.stop_hooks()
         del self.mode  # which refers to the frame
+
+    def stop_hooks(self) -> None:
+        if self.has_hooks:
+            self.has_hooks = False
+            _torch.remove_saved_tensors_hooks(self.hooks.pack)
 
 
 class _Here(threading.local):
@@ -137,11 +153,24 @@ class _Here(threading.local):
         self.frames: list[_Frame] = []
 
     def current(self) -> _Frame | None:
-        if self.frames and self.frames[-1].task == _torch.graph_task():
-            return self.frames[-1]
+        if self.frames and (frame := self.frames[-1]).task == _torch.graph_task():
+            if frame.open:
+                return frame
+            self.tidy()
+            return self.current()
         return None
 
-    def enter(self, scope: checkpoint_scope) -> None:
+    def tidy(self) -> None:
+        """Stop what was left elsewhere: in another thread, or in a backward.
+
+        A backward puts back what is active in its thread when it is over.
+        """
+        for frame in self.frames[::-1]:
+            if not frame.open and frame.task == _torch.graph_task():
+                self.frames.remove(frame)
+                frame.stop()
+
+    def enter(self, scope: checkpoint_scope) -> _Frame:
         frame = self.current()
         top = _torch.top_saved_tensors_hooks()
         # Under hooks that came later, a checkpoint's perhaps, the scope does not belong to the one around
@@ -151,9 +180,9 @@ class _Here(threading.local):
             frame.start()
             self.frames.append(frame)
         frame.open.append(scope)
+        return frame
 
-    def leave(self, scope: checkpoint_scope) -> None:
-        frame = next(frame for frame in reversed(self.frames) if scope in frame.open)
+    def leave(self, scope: checkpoint_scope, frame: _Frame) -> None:
         first = frame.open[0] is scope
         frame.open.remove(scope)
         if not first:
@@ -161,9 +190,8 @@ class _Here(threading.local):
         recording = frame.recording
         if frame.open:
             frame.recording = Recording()
-        else:
-            self.frames.remove(frame)
-            frame.stop()
+        elif frame.thread == threading.get_ident():
+            self.tidy()
         recording.close()
 
 
@@ -180,13 +208,18 @@ _ESCAPED = -1
 class _Made:
     """A storage that a block has made."""
 
-    __slots__ = ("version", "writes")
+    __slots__ = ("nbytes", "version", "writes")
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         # The parts to which the block has written, in order.
         self.writes: list[View] = []
         # The version of its tensors at the end of the block.
         self.version: int | None = None
+
+    def was_written_by_others(self, x: Tensor) -> bool:
+        """While the block is open: whether a thread that it knows nothing of has written to `x`."""
+        return not x.is_inference() and x._version > len(self.writes)
 
 
 class _Entry(NamedTuple):
@@ -311,6 +344,8 @@ class _Operation(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, frame: _Frame) -> None:
         super().__init__()
         self._frame = frame
@@ -322,9 +357,13 @@ class _Recorder(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the subclass acts first; its inner tensors come by here
         frame = self._frame
-        if _here.current() is not frame:
+        if not frame.open and frame.task == _torch.graph_task():
+            frame.stop_hooks()  # and the mode when it is not at work: see `tidy`
+        if not frame.open or _here.current() is not frame:
             return func(*args, **kwargs)
         streams: world.States = []
+        if isinstance(func, _torch.HigherOrderOperator):
+            return func(*args, **kwargs)  # what it makes is kept
         if torch.Tag.nondeterministic_seeded in func.tags:
             explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
             streams = world.states(world.random_streams(explicit))
@@ -340,6 +379,8 @@ class Recording:
         self._operations: list[_Operation] = []
         self._kept: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
+        # Tensors of the block that require grad, after the end of it.
+        self._differentiable: list[weakref.ref[Tensor]] = []
         self._made: list[int] = []
         self._slots: set[weakref.ref[Slot]] = set()
         self._lock = threading.RLock()
@@ -350,6 +391,7 @@ class Recording:
                 recording._forget(ref)
 
         self._died = died
+        self._is_open = True
         # The last backward that has replayed.
         self._replayed: Any = None
 
@@ -376,11 +418,13 @@ class Recording:
             if storage._cdata in _entries and _entries[storage._cdata].recording is self:
                 continue
             # Also what another block has made: a selective checkpoint hands out results of the forward.
-            made = _Made()
+            made = _Made(storage.nbytes())
             _remember(storage, self, made)
             self._made.append(storage._cdata)
             makes.append((made, position))
         targets = list(written(func, args, kwargs))
+        if targets and self._resized(targets):
+            return
         entries = {i: self._own(s) for i, s in storages.items()}
         changed = {i for i in entries if any(leaves[i] is x for x in targets)}
         writes = {entry.made: None for i, entry in entries.items() if entry is not None and i in changed}
@@ -399,6 +443,17 @@ class Recording:
                 x.made.writes.append(x)
         self._operations.append(_Operation(func, leaves, structure, copied, makes, list(writes), streams))
 
+    def _resized(self, targets: list[Tensor]) -> bool:
+        """Whether a storage of the block was exchanged or resized: from then on it is kept."""
+        found = False
+        for x in targets:
+            storage = _storage(x)
+            entry = self._own(storage)
+            if entry is not None and storage is not None and storage.nbytes() != entry.made.nbytes:
+                del _entries[storage._cdata]
+                found = True
+        return found
+
     def _own(self, storage: torch.UntypedStorage | None) -> _Entry | None:
         entry = None if storage is None else _entries.get(storage._cdata)
         return entry if entry is not None and entry.recording is self else None
@@ -415,13 +470,18 @@ class Recording:
     def close(self) -> None:
         """The end of the block: its tensors are told."""
         self._kept.clear()
+        self._is_open = False
         for ref in self._tensors:
             x = ref()
             if x is not None and type(x) is Tensor:
                 entry = _find(x)
                 if entry is not None and entry.recording is self:
-                    entry.made.version = None if x.is_inference() else x._version
+                    if not x.is_inference():
+                        escaped = entry.made.was_written_by_others(x)
+                        entry.made.version = _ESCAPED if escaped else x._version
                     x.__class__ = ScopedTensor
+                    if x.requires_grad:
+                        self._differentiable.append(ref)
         self._tensors.clear()
 
     # -- the recomputation -------------------------------------------------------------------------
@@ -433,9 +493,11 @@ class Recording:
 
     def _forget(self, ref: weakref.ref[Slot]) -> None:
         self._slots.discard(ref)
-        if not self._slots and self._replayed is not None:
-            # The graph was used and is gone. A tensor of the block may be alive: it shall not keep alive
-            # what the block has read, which an earlier block may have made, and so on.
+        if self._slots or self._is_open:
+            return
+        if self._replayed is not None or not any(ref() is not None for ref in self._differentiable):
+            # The graph was used and is gone, or can no more be. A tensor of the block may be alive: it shall
+            # not keep alive what the block has read, which an earlier block may have made, and so on.
             for key in self._made:
                 entry = _entries.get(key)
                 if entry is not None and entry.recording is self:
@@ -445,10 +507,12 @@ class Recording:
         with self._lock:
             if slot.value is None:
                 key = _torch.backward_id()
-                again = key == self._replayed
+                # Outside of a backward one is looked at, and the others are not asked for.
+                again = key == self._replayed or type(key) is object
                 slots = [slot] if again else [s for ref in [*self._slots] if (s := ref()) is not None]
                 self._replay([s for s in slots if s.value is None])
-                self._replayed = key
+                if type(key) is not object:
+                    self._replayed = key
             x, slot.value = slot.value, None
         assert x is not None
         if any(map(slot.view.may_overlap, slot.view.made.writes[slot.writes :])):
@@ -571,16 +635,22 @@ class _Hooks:
     def __init__(self, below: _torch.Hooks | None) -> None:
         self.below = below
 
+        in_checkpoint = is_of_checkpoint(below)
+
         def pack(x: Tensor) -> Slot | _Kept:
             entry = _find(x)
             frame = _here.current()
+            if in_checkpoint and (entry is None or frame is None or entry.recording is not frame.recording):
+                # The checkpoint keeps nothing. It counts what is saved: that must be the same in the
+                # recomputation, whichever tensors of other blocks are alive then.
+                return _Kept(x, below)
             if entry is not None and frame is not None and entry.recording is not frame.recording:
                 # The block keeps it in any case.
                 return _Kept(x, below) if below else frame.recording.keep(x, below)
             if entry is not None:
                 made = entry.made
                 # Written to after the block: no recomputation gives that value.
-                if made.version is None or made.version == x._version:
+                if made.version == x._version or (made.version is None and not made.was_written_by_others(x)):
                     return entry.recording.slot(View.of(made, x))
             return _Kept(x, below)
 
@@ -596,7 +666,8 @@ def _unpack(packed: Slot | _Kept) -> Tensor:
 
 # -- who saves it -----------------------------------------------------------------------------------
 
-# What is given away here can be written to without a word to the version counter.
+# What is given away here can be written to without a word to the version counter. (So can a storage, which
+# is asked for its size or address by all that counts memory.)
 _ESCAPES = {Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # type: ignore[attr-defined]
 _NEVER_SAVE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
@@ -616,10 +687,11 @@ class ScopedTensor(Tensor):
         with _torch.subclasses_asleep():
             if func in _ESCAPES and (entry := _find(args[0])) is not None:
                 entry.made.version = _ESCAPED
+            current = _here.current()
             below = _torch.top_saved_tensors_hooks()
             if (
                 torch.is_grad_enabled()
-                and _here.current() is None
+                and current is None
                 and _torch.may_push_hooks()
                 # A checkpoint keeps nothing, and counts what is saved: in its recomputation what it was
                 # given is a plain tensor.
@@ -641,6 +713,10 @@ class ScopedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _torch.subclasses_asleep():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        with _torch.subclasses_asleep():
+            return self.detach().as_subclass(Tensor).__format__(spec)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         with _torch.subclasses_asleep():

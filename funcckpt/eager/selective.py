@@ -10,7 +10,7 @@ recomputation reaches the operator.
 
 from __future__ import annotations
 
-import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from .. import _torch, world
+from .. import _torch, policies, world
 from ..errors import CheckpointError, InputError, MutationError, OptionError, describe
+from ..offload import Offloaded, is_far
 from .scope import written
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
@@ -32,7 +33,6 @@ Policy = Callable[..., CheckpointPolicy | bool]
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
-_HAS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
 
 
 def create_selective_checkpoint_contexts(
@@ -45,10 +45,11 @@ def create_selective_checkpoint_contexts(
     policy_fn_or_list : callable or list of operators
         ``policy(ctx, op, *args, **kwargs)`` is called after each operator of the forward, and returns a
         `CheckpointPolicy`: save the result, offload it to the CPU, or recompute it; ``ctx.op_output`` is
-        the result. Or a list of operators (overloads, such as ``torch.ops.aten.mm.default``) to save.
-        MUST and PREFER are the same in eager mode.
+        the result. All of `funcckpt.policies` are such, but for a budget. Or a list of operators
+        (overloads, such as ``torch.ops.aten.mm.default``) to save. MUST and PREFER are the same in eager
+        mode.
     allow_cache_entry_mutation : bool
-        Do not mind that a saved result was changed in place.
+        Do not mind that a saved result is changed in place: in the forward, a copy of it is made before.
 
     Returns
     -------
@@ -79,11 +80,16 @@ def create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
     results: Results = defaultdict(list)
-    forward = Forward(_policy(policy_fn_or_list), results)
+    forward = Forward(_policy(policy_fn_or_list), results, allow_cache_entry_mutation)
     return forward, Recompute(results, allow_cache_entry_mutation)
 
 
 def _policy(policy_fn_or_list: Any) -> Policy:
+    if isinstance(policy_fn_or_list, policies.Budget):
+        raise OptionError(
+            f"{policy_fn_or_list!r} chooses when it has seen all operators, which only remat(f, policy=...) "
+            "can wait for."
+        )
     if callable(policy_fn_or_list):
         return policy_fn_or_list
     if not isinstance(policy_fn_or_list, (list, tuple, set, frozenset)):
@@ -93,7 +99,11 @@ def _policy(policy_fn_or_list: Any) -> Policy:
         )
     for op in policy_fn_or_list:
         if not isinstance(op, _torch.OPERATORS):
-            hint = f": write {op}.default, or another of its overloads" if hasattr(op, "default") else ""
+            hint = (
+                f". Please update the OpOverloadPacket to a specific OpOverload, such as {op}.default"
+                if hasattr(op, "default")
+                else ""
+            )
             raise OptionError(f"Expected op in `op_list` to be an OpOverload but got: {op}{hint}.")
     saved = frozenset(policy_fn_or_list)
     return lambda ctx, op, *args, **kwargs: op in saved
@@ -119,6 +129,12 @@ class Kept:
         # Whether the forward has written to its memory, be it under another version counter.
         self.written = False
 
+    def is_about_to_be_written(self) -> None:
+        """Go on with a copy."""
+        with torch.no_grad():
+            self._packed = self._packed.clone()
+        self._version = self._packed._version
+
     def get(self, allow_mutation: bool) -> Tensor:
         if self._unpack is not None:
             return self._unpack(self._packed)
@@ -131,72 +147,25 @@ class Kept:
         return x
 
 
-class Offloaded:
-    """A tensor of an accelerator, kept in the memory of the host.
-
-    The copy there is made by a stream of its own, into pinned memory, while the forward goes on; the copy
-    back by the stream that needs it.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        x = x.detach()
-        self._device = x.device
-        self._done: Any = None
-        self._host = torch.empty_strided(
-            x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=_can_pin(x)
-        )
-        if not self._host.is_pinned():
-            self._host.copy_(x)
-            return
-        side = _side_stream(x.device)
-        side.wait_stream(torch.accelerator.current_stream(x.device))
-        with side:
-            self._host.copy_(x, non_blocking=True)
-            self._done = side.record_event()
-        # Its memory is not given to another tensor before the copy is made.
-        x.record_stream(side)
-
-    def get(self, allow_mutation: bool) -> Tensor:
-        if self._done is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._done)
-        x = torch.empty_strided(
-            self._host.size(), self._host.stride(), dtype=self._host.dtype, device=self._device
-        )
-        return x.copy_(self._host, non_blocking=self._done is not None)
-
-
-def is_far(x: Tensor) -> bool:
-    """Whether offloading moves `x`: whether it is not in the memory of the host already."""
-    return x.device.type not in ("cpu", "meta") and x.layout is torch.strided
-
-
-def _can_pin(x: Tensor) -> bool:
-    return x.device.type == "cuda"
-
-
-_side_streams: dict[torch.device, Any] = {}
-
-
-def _side_stream(device: torch.device) -> Any:
-    if device not in _side_streams:
-        _side_streams[device] = torch.Stream(device)
-    return _side_streams[device]
-
-
 # -- the two modes ------------------------------------------------------------------------------------
 
 
 class Forward(TorchDispatchMode):
     """Asks the policy, and keeps what it says."""
 
+    sees_names = True
     respect_saved_tensors_hooks: bool | None = None
     # The hooks that are active around the checkpoint.
     hooks: _torch.Hooks | None = None
 
-    def __init__(self, policy: Policy, results: Results) -> None:
+    def __init__(self, policy: Policy, results: Results, allow_mutation: bool) -> None:
         super().__init__()
-        self._policy = policy
+        self.policy = policy
         self._results = results
+        # What an operator returned that was not kept, by the address of its storage, and where to put it if
+        # it is given a name.
+        self._makers: dict[int, Any] = {}
+        self._allow_mutation = allow_mutation
         # What is kept where it is, by the address of its storage, which it keeps alive.
         self._kept: dict[int, list[Kept]] = defaultdict(list)
 
@@ -207,40 +176,63 @@ class Forward(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._kept.clear()
+        self._makers.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        before = _streams(func, args, kwargs)
+        before = world.states_drawn_from(func, args, kwargs)
+        if self._kept or self._makers:
+            for x in written(func, args, kwargs):
+                self._makers.pop(_address(x), None)
+                if self._allow_mutation:
+                    for kept in self._kept.pop(_address(x), ()):
+                        kept.is_about_to_be_written()
+                else:
+                    for kept in self._kept.get(_address(x), ()):
+                        kept.written = True
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
-        if self._kept:
-            for x in written(func, args, kwargs):
-                for kept in self._kept.get(_address(x), ()):
-                    kept.written = True
-        more = {"op_output": out} if _HAS_OUTPUT else {}
-        context = SelectiveCheckpointContext(is_recompute=False, **more)
-        if not _HAS_OUTPUT:
-            context.op_output = out
-        policy = self._policy(context, func, *args, **kwargs)
+        policy = self.policy(policies.context(out), func, *args, **kwargs)
+        saves = policy is True or policy in _SAVE or policy in _OFFLOAD
+        offloads = policy in _OFFLOAD
         result: Any = _RECOMPUTE
-        if (policy is True or policy in _SAVE or policy in _OFFLOAD) and not _shares(func):
-            hooks = self.hooks if self.respect_saved_tensors_hooks else None
-            far = policy in _OFFLOAD
-
-            def keep(x: Tensor) -> Kept | Offloaded:
-                if far and is_far(x):
-                    return Offloaded(x)
-                kept = Kept(x, hooks)
-                if hooks is None:
-                    self._kept[_address(x)].append(kept)
-                return kept
-
-            result = pytree.tree_map_only(Tensor, keep, out), before, _streams(func, args, kwargs)
+        after = world.states_drawn_from(func, args, kwargs)
+        if func is torch.ops.aten.alias.default and policies.current_name() is not None:
+            self._name_given(args[0], saves, offloads)
+        elif not _shares(func):
+            if saves:
+                result = pytree.tree_map_only(Tensor, self._keeping(offloads), out), before, after
+            elif isinstance(out, Tensor) and out.layout is torch.strided:
+                look = out.size(), out.stride(), out.storage_offset(), out.dtype
+                storage, results = weakref.ref(out.untyped_storage()), self._results[func]
+                self._makers[_address(out)] = storage, look, results, len(results), before, after
         self._results[func].append(result)
         return out
+
+    def _keeping(self, offloads: bool) -> Callable[[Tensor], Kept | Offloaded]:
+        hooks = self.hooks if self.respect_saved_tensors_hooks else None
+
+        def keep(x: Tensor) -> Kept | Offloaded:
+            if offloads and is_far(x):
+                return Offloaded(x)
+            kept = Kept(x, hooks)
+            if hooks is None:
+                self._kept[_address(x)].append(kept)
+            return kept
+
+        return keep
+
+    def _name_given(self, x: Tensor, saves: bool, offloads: bool) -> None:
+        """Keep what an operator has returned earlier, and what is only now given a name."""
+        maker = self._makers.get(_address(x))
+        if not saves or maker is None or maker[0]() is not x.untyped_storage() or maker[1][3] != x.dtype:
+            return
+        _, (size, strides, offset, _), results, number, before, after = maker
+        made = x.as_strided(size, strides, offset)
+        results[number] = self._keeping(offloads)(made), before, after
 
 
 def _shares(func: Any) -> bool:
@@ -259,15 +251,10 @@ def _address(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout is torch.strided else 0
 
 
-def _streams(func: Any, args: Any, kwargs: dict[str, Any]) -> world.States:
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return []
-    explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-    return world.states(world.random_streams(explicit))
-
-
 class Recompute(TorchDispatchMode):
     """Hands out what was kept."""
+
+    sees_names = True
 
     def __init__(self, results: Results, allow_mutation: bool) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ Not in the model: what a forward allocates and frees within one layer.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .. import _torch, world
@@ -108,7 +110,14 @@ def _chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
     if segments is None:
         segments = max(1, round(math.sqrt(count)))
-    if isinstance(segments, int):
+    if not isinstance(segments, Sequence):
+        try:
+            segments = operator.index(segments)  # an int, or one of numpy's
+        except TypeError:
+            raise OptionError(
+                "checkpoint_sequential: segments is a number, a sequence of numbers, or None, and not "
+                f"{segments!r}."
+            ) from None
         if not 1 <= segments <= max(1, count):
             raise OptionError(
                 f"checkpoint_sequential: {count} functions cannot be divided into {segments} segments."
@@ -231,7 +240,7 @@ def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None
             y = layer(x)
         flops, alive = meter.flops, meter.live_bytes
         outputs = _tensors(y)
-        sizes = {_storage(t): t.untyped_storage().nbytes() for t in outputs}
+        sizes = {_storage(t): _nbytes(t) for t in outputs}
         roots = [t for t in outputs if t.requires_grad]
         backward = 0
         if roots and wrt:
@@ -250,17 +259,34 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+
+
+def _nbytes(x: Tensor) -> int:
+    if x.layout is torch.strided:
+        return x.untyped_storage().nbytes()
+    return int(x._nnz()) * x.element_size()  # sparse, without its indices
 
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    before = [(b, b.detach().clone()) for b in module.buffers()]
+    before = [
+        (part._buffers, name, b, b.detach().clone())
+        for part in module.modules()
+        for name, b in part._buffers.items()
+        if b is not None and not is_lazy(b)
+    ]
+    lazy = [
+        part for part in module.modules() if any(b is not None and is_lazy(b) for b in part._buffers.values())
+    ]
     try:
         yield
     finally:
+        for part in lazy:
+            getattr(part, "reset_running_stats", lambda: None)()
         with torch.no_grad():
-            for b, value in before:
+            for there, name, b, value in before:
+                there[name] = b  # it may have been assigned another
                 with _torch.version_kept(b):
                     b.copy_(value)
 

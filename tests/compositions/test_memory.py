@@ -125,6 +125,49 @@ def test_per_sample_grad_needs_outputs_block_inputs_and_one_block(samples, lengt
     assert ours <= outputs + block_inputs + 1.25 * working_set(x, *w[0])
 
 
+HIDDEN_OF = {
+    "equal": lambda n: [64] * n,
+    "growing": lambda n: [16 + 8 * i for i in range(n)],
+    "first is large": lambda n: [512] + [64] * (n - 1),
+    "last is large": lambda n: [64] * (n - 1) + [512],
+}
+
+
+def wide_block(x, w1, w2):
+    return x + F.layer_norm(F.gelu(x @ w1), (w1.shape[1],)) @ w2
+
+
+def leanest(x, w1, w2, samples):
+    """The most that one block's forward and backward hold at once in plain autograd, the gradients of
+    its weights among it, without remat and without functorch's graph of the backward."""
+    f = wide_block
+    if samples:
+        f, (w1, w2) = vmap(wide_block), (w.expand(len(x), *w.shape).contiguous() for w in (w1, w2))
+    leaves = [t.detach().requires_grad_() for t in (x, w1, w2)]
+    return measure(lambda ct: torch.autograd.grad(f(*leaves), leaves, ct), torch.ones_like(x)).peak_bytes
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["grad", "vmap of grad"])
+@pytest.mark.parametrize("sizes", HIDDEN_OF)
+@pytest.mark.parametrize("n", [4, 24, 96])
+@pytest.mark.parametrize("length", [1, 64])
+def test_the_floor(samples, sizes, n, length):
+    """As block i goes backward, the inputs up to its own are alive, a cotangent, the gradients of the
+    later blocks, what the loss keeps (one output), and what the block itself needs."""
+    generator = torch.Generator().manual_seed(2)
+    normal = lambda *shape: torch.randn(*shape, generator=generator) * 0.2
+    w = [(normal(WIDTH, hidden), normal(hidden, WIDTH)) for hidden in HIDDEN_OF[sizes](n)]
+    x = normal(4, length, WIDTH)
+    gradient = grad(deep(remat(wide_block)))
+    ours = measure(vmap(gradient, (None, 0)) if samples else gradient, w, x)
+    gradients = [tensor_bytes(g) for g in ours.result]
+    own = {pair[0].shape: leanest(x, *pair, samples) for pair in w}
+    floor = max(
+        (i + 2) * tensor_bytes(x) + sum(gradients[i + 1 :]) + own[pair[0].shape] for i, pair in enumerate(w)
+    )
+    assert ours.peak_bytes <= 1.01 * floor
+
+
 def test_per_sample_grad_without_remat_needs_more():
     """The bound above is not one that anything meets."""
     w, x = weights(), rows(8, ROWS)

@@ -174,6 +174,39 @@ def test_retain_graph_keeps_no_recomputed_tensors(checkpoint):
         assert storages.live == before
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_partial_backwards_leave_nothing(nested):
+    """Of torch's, each leaves what it has recomputed and not read."""
+    x = leaf(64)
+
+    def f(x):
+        return x.sin().sin().sin(), x.cos().cos().cos()
+
+    def g(x):
+        return funcckpt.checkpoint(f, x.exp())
+
+    with Storages().known(x) as storages:
+        a, b = funcckpt.checkpoint(g if nested else f, x)
+        before = storages.live
+        for _ in range(3):
+            torch.autograd.grad(a.sum(), x, retain_graph=True)
+            gc.collect()
+            assert storages.live == before
+        assert_same(torch.autograd.grad(b.sum(), x), torch.autograd.grad((g if nested else f)(x)[1].sum(), x))
+
+
+def test_looking_at_a_saved_tensor_leaves_nothing():
+    x = leaf(64)
+    with Storages().known(x) as storages:
+        y = funcckpt.checkpoint(lambda x: x.sin().sin().sin().exp(), x)
+        before = storages.live
+        for _ in range(3):
+            assert torch.equal(y.grad_fn._saved_result, y)
+        gc.collect()
+        assert storages.live == before
+    y.sum().backward()
+
+
 @both
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_recomputed_tensors_are_freed_as_they_are_used(checkpoint, retain_graph):
@@ -615,6 +648,15 @@ def test_under_save_on_cpu(checkpoint):
     assert_same([x.grad, w.grad], gradients(chain, x, w)[1:])
 
 
+def test_hooks_around_that_hand_out_copies():
+    """The copy of an input that was written to before has another version than the input had."""
+    x = leaf(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        z = funcckpt.checkpoint(lambda x: x.sin().exp() * x, x.exp().mul_(2))
+    y = x.exp() * 2
+    assert_same(torch.autograd.grad(z.sum(), x), torch.autograd.grad((y.sin().exp() * y).sum(), x))
+
+
 @both
 def test_save_on_cpu_inside(checkpoint):
     def f(x, w):
@@ -785,9 +827,10 @@ def test_functional_call_has_put_the_parameters_back(wrap, rows):
 
     block, x = Block(), leaf(*rows, 3)
     parameters = {k: wrap(p) for k, p in block.named_parameters()}
+    wrt = [x, *(p for p in parameters.values() if p.is_leaf)]
     y = torch.func.functional_call(block, parameters, (x,))
-    with pytest.raises(CheckpointError, match=r"functional_call.*remat"):
-        y.sum().backward()
+    linear = parameters["linear.weight"], parameters["linear.bias"]
+    assert_same(torch.autograd.grad(y.sum(), wrt), torch.autograd.grad(F.linear(x, *linear).sin().sum(), wrt))
     y = torch.func.functional_call(block, dict(block.named_parameters()), (x,))
     assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(block.linear(x).sin().sum(), x))
 
@@ -928,19 +971,41 @@ class Shifted(torch.nn.Module):
         return funcckpt.checkpoint(lambda x: use(self, x).sin(), x)
 
 
-@pytest.mark.parametrize(
-    ("kind", "use"),
-    [
-        ("parameter", lambda m, x: x + m.p),
-        ("buffer", lambda m, x: x + m.b),
-        ("buffer", lambda m, x: x * m.b),
-    ],
-)
+USES = [
+    ("parameter", lambda m, x: x + m.p),
+    ("buffer", lambda m, x: x + m.b),
+    ("buffer", lambda m, x: x * m.b),
+]
+
+
+@pytest.mark.parametrize(("kind", "use"), USES)
 def test_functional_call_with_what_is_not_saved(kind, use):
     m = Shifted()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    other = {"p": x[0] * 3, "b": x[0].detach() * 3}
-    y = torch.func.functional_call(m, other, (x, use)).sum()
+    plain = Plain()
+    plain.p, plain.b = x[0] * 3, x[0].detach() * 3
+    expected = torch.autograd.grad(use(plain, x).sin().sum(), x)
+    y = torch.func.functional_call(m, {"p": x[0] * 3, "b": plain.b}, (x, use)).sum()
+    assert_same(torch.autograd.grad(y, x), expected)
+
+
+class Plain:
+    """Of which nothing is known."""
+
+    __slots__ = ("b", "m", "p")
+
+
+@pytest.mark.parametrize(("kind", "use"), USES)
+def test_functional_call_of_a_module_that_is_not_found(kind, use):
+    m, hidden = Shifted(), Plain()
+    hidden.m = m
+
+    def unknown(_, x):
+        return use(hidden.m, x).sin()
+
+    m.forward = lambda x: funcckpt.checkpoint(functools.partial(unknown, None), x)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    y = torch.func.functional_call(m, {"p": x[0] * 3, "b": x[0].detach() * 3}, (x,)).sum()
     with pytest.raises(CheckpointError, match=f"another {kind}.*functional_call"):
         y.backward()
 

@@ -5,6 +5,7 @@ import gc
 import io
 import random
 import threading
+import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import checkpoint, checkpoint_scope, remat
 from funcckpt.eager import scope as scope_module
-from funcckpt.errors import MutationError, TransformError
+from funcckpt.errors import FuncckptError, MutationError, TransformError
 
 from .implementations import both
 
@@ -1094,3 +1095,186 @@ def test_writes_past_the_version_counter(write):
         return (y * y * x).sum()
 
     same(f, (3, 3))
+
+
+# -- left elsewhere, written to by others ------------------------------------------------------------
+
+
+def is_clean():
+    return (
+        torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def test_left_inside_of_a_backward():
+    """The engine puts back what was active in the thread, so that it is taken off later."""
+    x = leaf(3)
+
+    def suspended():
+        with checkpoint_scope():
+            y = x.sin()
+            yield y * y
+
+    waiting = [suspended()]
+    y = next(waiting[0])
+
+    def collect(g):
+        waiting.clear()
+        gc.collect()
+        return g
+
+    y.register_hook(collect)
+    (y * y).sum().backward()
+    z = x.exp()  # the first operator after it
+    with checkpoint_scope():
+        pass
+    assert is_clean() and not scope_module._here.frames
+    assert_same(torch.autograd.grad(z.sum(), x)[0], z.detach())
+    assert_same(torch.func.grad(lambda x: x.sin().sum())(x.detach()), x.detach().cos())
+
+
+def test_left_in_another_thread():
+    x = leaf(3)
+    scope = checkpoint_scope()
+    scope.__enter__()
+    y = x.sin()
+    thread = threading.Thread(target=scope.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    z = y * y
+    assert is_clean()
+    assert_same(torch.autograd.grad(z.sum(), x)[0], (2 * x.sin() * x.cos()).detach())
+
+
+def test_left_without_having_been_entered():
+    with pytest.raises(FuncckptError, match="without having been entered"):
+        checkpoint_scope().__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("used", ["inside", "after"])
+def test_a_thread_that_writes_while_the_block_is_open(used):
+    x = leaf(3)
+    with checkpoint_scope():
+        y = x.sin().detach()
+        thread = threading.Thread(target=lambda: y.mul_(2))
+        thread.start()
+        thread.join()
+        if used == "inside":
+            z = x * y
+    if used == "after":
+        z = x * y
+    assert_same(torch.autograd.grad((z * y).sum(), x)[0], (4 * x.sin() ** 2).detach())
+
+
+def test_resized_in_the_block():
+    def f(scope, x):
+        with scope():
+            y, z = torch.empty(0, dtype=D), torch.empty(0, dtype=D)
+            y.resize_(4, 4)
+            torch.sin(x.detach(), out=y)
+            torch.cos(x.detach(), out=z)
+            w = x * y * z
+            v = torch.empty(2, dtype=D)
+            v.set_(z.flatten())
+            w = w * v[:4]
+        return w * x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the resized output
+        same(f, (4, 4))
+
+
+def test_operators_that_take_functions():
+    def f(scope, x):
+        # Not torch.cond, which compiles them first: Dynamo does so under some dispatch modes only.
+        cond = torch.ops.higher_order.cond
+        with scope():
+            y = x.exp()
+            (z,) = cond(y.sum() > 0, lambda x: (x.sin(),), lambda x: (x.cos(),), (y,))
+            w = z * y
+        return w * z
+
+    same(f, (3,))
+
+
+def test_they_are_formatted_like_others():
+    x = torch.ones(1)
+    with checkpoint_scope():
+        y = x.exp().sum()
+        copied = torch.nn.Parameter(x * 2)
+    assert f"{y:.3f}" == "2.718" and f"{y}" == f"{y.item()}"
+    module = torch.nn.Linear(1, 1)
+    module.weight = torch.nn.Parameter(copied.detach()[None])
+    assert_same(copy.deepcopy(module).weight, module.weight)
+
+
+@both
+def test_an_inner_gradient_between_scopes_of_a_checkpoint(checkpoint):
+    """What is saved in the region must not depend on which tensors of a block happen to be alive."""
+
+    def f(x, scope=checkpoint_scope):
+        with scope():
+            x = x.sin().exp()
+        with scope():
+            (g,) = torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)
+            return x + g.tanh()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(f(x, nullcontext).sum(), x)
+    assert_same(torch.autograd.grad(checkpoint(f, x).sum(), x), expected)
+
+
+def recordings():
+    gc.collect()
+    return sum(type(x) is scope_module.Recording for x in gc.get_objects())
+
+
+def test_validation_keeps_no_blocks():
+    average, w = torch.zeros((), dtype=D), leaf(3, 3)
+    for _ in range(5):
+        with torch.no_grad(), checkpoint_scope():
+            loss = torch.tanh(torch.ones(3, dtype=D) @ w).sum()
+            average = average * 0.9 + loss * 0.1
+    assert recordings() == 0
+
+
+def test_detached_results_keep_no_blocks():
+    kept, w = [], leaf(3, 3)
+    for _ in range(5):
+        with checkpoint_scope():
+            h = torch.tanh(torch.ones(3, dtype=D) @ w)
+            loss = h.sum()
+        kept.append(h.detach())
+        del h, loss
+    assert recordings() == 0
+    assert_same(torch.autograd.grad((kept[0] * w).sum(), w)[0], kept[0].expand(3, 3))
+
+
+def test_a_tensor_that_requires_grad_keeps_its_block():
+    """As long as it may still be used: x is not stored, whatever became of its first use."""
+    a, c = leaf(64), leaf(64)
+    with checkpoint_scope():
+        x = a + a
+    gone = dead(x)
+    y = x * c
+    del y
+    y = x * c
+    del x
+    assert gone() == [True]
+    assert_same(torch.autograd.grad(y.sum(), c)[0], (a + a).detach())
+
+
+def test_looking_at_a_saved_tensor_leaves_nothing_else():
+    x = leaf(64)
+    with Storages().known(x) as storages:
+        with checkpoint_scope():
+            y = x
+            for _ in range(10):
+                y = y.sin()
+        node = y.grad_fn
+        del y
+        before = storages.live
+        node._saved_self  # noqa: B018
+        gc.collect()
+        assert storages.live == before

@@ -402,3 +402,26 @@ def test_compiled():
     assert_same(
         list(torch.autograd.grad(compiled(x, w), [x, w])), list(torch.autograd.grad(f(x, w).sum(), [x, w]))
     )
+
+
+@pytest.mark.parametrize("policy", [[sin], lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE])
+def test_a_saved_result_may_be_changed_if_that_is_said(policy):
+    """Torch's hands out the changed one, and changes it again: other gradients, without a word."""
+
+    def f(x):
+        y = x.sin()
+        y[1:].mul_(2)
+        return y.mul_(2).cos().exp()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(f(x).sum(), x)
+    y = checkpoint(f, x, context_fn=ours(policy, allow_cache_entry_mutation=True))
+    assert_same(torch.autograd.grad(y.sum(), x), expected)
+    y = checkpoint(f, x, context_fn=ours(policy))
+    with pytest.raises(MutationError, match="allow_cache_entry_mutation"):
+        y.sum().backward()
+
+
+def test_packets_are_refused_in_torchs_words():
+    with pytest.raises(ValueError, match="update the OpOverloadPacket to a specific OpOverload"):
+        funcckpt.create_selective_checkpoint_contexts([torch.ops.aten.sin])

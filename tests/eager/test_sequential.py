@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from support import Counter, Storages, assert_same
@@ -253,3 +254,48 @@ def test_empty_chain():
 
 def test_names_are_exported():
     assert funcckpt.checkpoint_sequential is checkpoint_sequential
+
+
+# -- modules that are not as they seem -------------------------------------------------------------
+
+
+class Assigning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        return (x - self.mean).sin()
+
+
+def test_planning_puts_back_buffers_that_are_assigned():
+    net = nn.Sequential(Assigning(), nn.Linear(4, 4), Assigning())
+    before = list(net.buffers())
+    plan_segments(net, torch.randn(3, 4))
+    assert all(a is b for a, b in zip(before, net.buffers(), strict=True))
+    assert not any(b.any() for b in net.buffers())
+
+
+def test_planning_of_lazy_modules():
+    net = nn.Sequential(nn.LazyBatchNorm1d(), nn.Tanh())
+    plan_segments(net, torch.randn(3, 4))
+    fresh = nn.BatchNorm1d(4)
+    assert_same(list(net.buffers()), list(fresh.buffers()))
+
+
+def test_planning_with_sparse_results():
+    layers = [lambda x: x.to_sparse(), lambda x: x.to_dense(), torch.sin, torch.exp]
+    x = torch.randn(4, 4)
+    assert_same(checkpoint_sequential(layers, plan_segments(layers, x), x), x.sin().exp())
+
+
+@pytest.mark.parametrize("segments", [np.int64(2), torch.tensor(2)])
+def test_numbers_of_other_kinds(segments):
+    x = torch.randn(4)
+    assert_same(checkpoint_sequential([torch.sin] * 3, segments, x), x.sin().sin().sin())
+
+
+def test_what_is_no_number_of_segments():
+    with pytest.raises(OptionError, match="segments is a number"):
+        checkpoint_sequential([torch.sin] * 3, 2.0, torch.ones(3))

@@ -1,5 +1,6 @@
 """checkpoint under transforms, around them, and in forward mode: the functional path."""
 
+import functools
 import subprocess
 import sys
 
@@ -13,8 +14,9 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
 
 import funcckpt
-from funcckpt import checkpoint
+from funcckpt import checkpoint, create_selective_checkpoint_contexts
 from funcckpt.errors import OptionError
+from funcckpt.meter import Meter
 
 from .implementations import gradients
 
@@ -134,6 +136,29 @@ def test_it_is_known_the_second_time():
     assert entered.calls == 2
 
 
+def test_a_helper_is_known_with_what_it_was_given():
+    """By itself it may do quite different things: what it stores would be an error in remat."""
+    stored = []
+
+    def helper(f, x):
+        return f(x)
+
+    def with_transform(x):
+        return vmap(grad(torch.sin))(x)
+
+    def storing(x):
+        stored.append(x.sin())
+        return stored[-1].exp()
+
+    x = leaf(3)
+    checkpoint(helper, with_transform, x).sum().backward()
+    checkpoint(helper, storing, x).sum().backward()
+    checkpoint(functools.partial(helper, storing), x).sum().backward()
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    checkpoint(helper, torch.sin, x, context_fn=contexts).sum().backward()
+    assert len(stored) == 4
+
+
 def test_modules_are_known_by_themselves():
     class Inner(nn.Module):
         def __init__(self, nested):
@@ -240,11 +265,27 @@ def test_context_fn():
     assert y == 1 and notes == ["forward", "end", "recompute", "end"]
 
 
-@pytest.mark.parametrize("module", [torch.utils.checkpoint, funcckpt])
-def test_selective_contexts_cannot_be_honoured(module):
-    contexts = lambda: module.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+def test_contexts_of_torch_cannot_be_honoured():
+    contexts = lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(
+        [torch.ops.aten.sin.default]
+    )
     with pytest.raises(OptionError, match="context_fn"):
         grad(lambda x: checkpoint(torch.sin, x, context_fn=contexts))(torch.ones(()))
+
+
+def test_a_policy_is_honoured():
+    """Of the contexts it is taken, and given to remat."""
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return op is torch.ops.aten.sin.default
+
+    contexts = lambda: funcckpt.create_selective_checkpoint_contexts(policy)
+    with Meter() as meter:
+        y = grad(lambda x: checkpoint(lambda x: torch.sin(x).exp(), x, context_fn=contexts))(torch.ones(()))
+    assert torch.ops.aten.sin.default in asked and meter.ops["aten.sin.default"] == 1
+    assert y == torch.ones(()).cos() * torch.ones(()).sin().exp()
 
 
 def test_preserve_rng_state_false():

@@ -1,0 +1,271 @@
+"""What each remat in a function gives and takes, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _torch
+from .meter import Meter
+from .remat import instead
+from .residuals import Residual, Subject, number_of_tensors_made
+
+__all__ = ["Cost", "Explanation", "Site", "explain"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a function and its backward take.
+
+    Attributes
+    ----------
+    kept_bytes : int
+        What f has computed and keeps for the backward: the residuals of kind ``"output"``.
+    peak_bytes : int
+        The most bytes that are alive at a time.
+    flops : int
+        Floating-point operations, the recomputed ones included.
+    """
+
+    kept_bytes: int
+    peak_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """A function in f that is checkpointed, with all its calls.
+
+    Attributes
+    ----------
+    name : str
+        Such as ``"remat(block)"``.
+    calls : int
+        How often the forward calls it.
+    without : Cost
+        That of f if this function alone is not checkpointed.
+    recomputed_flops : int
+        What its recomputation takes.
+    advice : str
+        What to do if it does not help, or not everywhere; else empty.
+    """
+
+    name: str
+    calls: int
+    without: Cost
+    recomputed_flops: int
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` has found. Its `str` is a table, with advice below.
+
+    Attributes
+    ----------
+    cost : Cost
+        That of f as it is.
+    without : Cost
+        That of f with nothing checkpointed.
+    sites : tuple of Site
+        Each function in f that is checkpointed.
+    residuals : list of Residual
+        What f keeps, as it is.
+    """
+
+    cost: Cost
+    without: Cost
+    sites: tuple[Site, ...]
+    residuals: list[Residual] = field(repr=False)
+
+    @property
+    def recomputed_flops(self) -> int:
+        """What all recomputations take."""
+        return self.cost.flops - self.without.flops
+
+    @property
+    def advice(self) -> list[str]:
+        """What to do, in sentences."""
+        if not self.sites:
+            return ["Nothing in it is checkpointed. Put remat around its parts: blocks, layers, steps."]
+        return [site.advice for site in self.sites if site.advice]
+
+    def __str__(self) -> str:
+        costs = {"as it is": self.cost}
+        costs |= {f"without {s.name}, called {_times(s.calls)}": s.without for s in self.sites}
+        if len(self.sites) > 1:
+            costs["without any"] = self.without
+        width = max(map(len, costs))
+        lines = [f"{'':{width}}{'kept':>12}{'peak':>12}{'FLOPs':>9}{'recomputed':>12}"]
+        for name, cost in costs.items():
+            again = _flops(cost.flops - self.without.flops)
+            kept, peak = _bytes(cost.kept_bytes), _bytes(cost.peak_bytes)
+            lines.append(f"{name:{width}}{kept:>12}{peak:>12}{_flops(cost.flops):>9}{again:>12}")
+        return "\n".join([*lines, *self.advice])
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n} times"
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"
+
+
+def _flops(n: int) -> str:
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return str(n)
+
+
+def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Measure what the checkpoints in a function save and cost, with and without each.
+
+    Parameters
+    ----------
+    f : callable
+        A function that calls functions made by :func:`~funcckpt.remat`, :func:`~funcckpt.checkpoint` or
+        modules of :mod:`funcckpt.nn`. If it takes no derivative itself, it is measured together with its
+        backward (see :func:`~funcckpt.saved_residuals` for what is differentiated then).
+    *args, **kwargs
+        What to call it with; tensors of any shape in any pytree.
+
+    Returns
+    -------
+    Explanation
+        Print it: a table, and advice where a checkpoint cannot help, since it wraps the whole function
+        or its last part, or keeps as much as it frees.
+
+    Raises
+    ------
+    InputError
+        f is not callable.
+
+    Notes
+    -----
+    f is run as it is, without each of its checkpoints, without all of them, and without the last call; and
+    before, to find out what is differentiated. Bytes and FLOPs are those of :mod:`funcckpt.meter`. Under
+    `torch.func.grad` even a checkpoint around the whole function may lower the peak, since its backward
+    records nothing.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from funcckpt import explain, remat
+    >>> def loss(w, x):
+    ...     return torch.tanh(x @ w).exp().sum()
+    >>> w, x = torch.ones(64, 64), torch.ones(100, 64)
+    >>> found = explain(torch.func.grad(remat(loss)), w, x)
+    >>> found.recomputed_flops == 2 * 100 * 64 * 64
+    True
+    >>> found.advice[0].split(":")[0]
+    'remat(loss) is the whole function'
+    """
+    subject = Subject(f, args, kwargs)
+    as_is = Calls()
+    cost, residuals = measure(subject, as_is)
+    without = measure(subject, Calls(lambda site, i: True))[0] if as_is.of else cost
+    sites = []
+    for site, calls in as_is.of.items():
+        alone = without
+        if len(as_is.of) > 1:
+            alone, _ = measure(subject, Calls(_only(site)))
+        advice = _advice(site, calls, len(as_is.of) == 1, cost, alone)
+        if not advice and len(calls) > 1 and site == as_is.last:
+            advice = _advice_on_last(subject, site, len(calls) - 1, cost)
+        sites.append(Site(site[0], len(calls), alone, cost.flops - alone.flops, advice))
+    return Explanation(cost, without, tuple(sites), residuals)
+
+
+# The title of a checkpointed function, and what tells it from another one of the same name.
+_Key = tuple[str, Any]
+
+
+class Calls:
+    """The calls of checkpointed functions in a forward, of which some are made as if they were not.
+
+    Attributes
+    ----------
+    of : dict
+        For each function, how many tensors had been made before each of its calls.
+    last : key of `of`, or None
+        The function that was called last.
+    """
+
+    def __init__(self, is_off: Callable[[_Key, int], bool] = lambda site, i: False, **changes: Any) -> None:
+        self.of: dict[_Key, list[int]] = {}
+        self.last: _Key | None = None
+        self._is_off = is_off
+        self._changes = changes
+
+    def __call__(self, f: Any, title: str, plain: Callable[[], Any], checkpointed: Callable[..., Any]) -> Any:
+        site = title, getattr(getattr(f, "__func__", f), "__code__", type(f))
+        i = -1  # a call in a recomputation
+        if _torch.graph_task() == -1:
+            self.last = site
+            calls = self.of.setdefault(site, [])
+            i = len(calls)
+            calls.append(number_of_tensors_made())
+        return plain() if self._is_off(site, i) else checkpointed(**self._changes)
+
+
+def _only(site: _Key) -> Callable[[_Key, int], bool]:
+    return lambda other, i: other == site
+
+
+def measure(subject: Subject, calls: Calls, meter: Meter | None = None) -> tuple[Cost, list[Residual]]:
+    """What f takes, forward and backward, as `calls` decides."""
+    meter = meter or Meter()
+    token = instead.set(calls)
+    try:
+        with meter:
+            run = subject.run_all()
+    finally:
+        instead.reset(token)
+    kept = sum(r.bytes for r in run.residuals if r.kind == "output")
+    return Cost(kept, meter.peak_bytes, meter.flops), run.residuals
+
+
+def _advice(site: _Key, calls: list[int], is_only: bool, cost: Cost, alone: Cost) -> str:
+    """What to do about a function that lowers nothing."""
+    title, _ = site
+    if is_only and calls == [0] and cost.kept_bytes == 0:
+        return (
+            f"{title} is the whole function: all of it is recomputed before its backward begins, and is then "
+            "alive at once. Put remat around its parts: blocks, layers, steps."
+        )
+    if cost.peak_bytes < alone.peak_bytes:
+        return ""
+    saved = cost.flops - alone.flops
+    wasted = "Call it without" + (f": that saves {_flops(saved)} FLOPs." if saved else ".")
+    if cost.kept_bytes >= alone.kept_bytes:
+        return (
+            f"{title} keeps no less than it would without: its inputs are as large as its residuals "
+            f"({_bytes(cost.kept_bytes)}, and {_bytes(alone.kept_bytes)} without). {wasted}"
+        )
+    if len(calls) > 1:
+        return (
+            f"{title} keeps less, and the peak is no lower, since it is elsewhere or in the recomputation "
+            f"of one of the {len(calls)} calls. Put remat around smaller parts."
+        )
+    return (
+        f"{title} is the last part: what it does not keep is recomputed as soon as the backward begins. "
+        f"{wasted}"
+    )
+
+
+def _advice_on_last(subject: Subject, site: _Key, last: int, cost: Cost) -> str:
+    """What to do if all calls but the last are worth it."""
+    other, _ = measure(subject, Calls(lambda s, i: (s, i) == (site, last)))
+    saved = cost.flops - other.flops
+    if other.peak_bytes > cost.peak_bytes or saved == 0:
+        return ""
+    return (
+        f"The last of the {last + 1} calls of {site[0]} is recomputed as soon as the backward begins. Make "
+        f"that one without: the peak is no higher, and {_flops(saved)} FLOPs are saved."
+    )

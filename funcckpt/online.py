@@ -1,0 +1,250 @@
+"""Loops whose length is not known: online checkpointing, in one sweep.
+
+The loop runs step by step, each step a `remat` whose history is dropped as soon as it is done, and
+`schedules.Online` says which carries to keep. When the loop has ended, its length is known. Then each
+part between two carries that are kept becomes a checkpoint as it would be in `scan`, but for one thing:
+what it computes is known, and is not computed again. `_attach` gives known values the history of
+R[part], at every level.
+
+That is not possible everywhere. `Unknown` says so, before anything has changed, and `scan` counts the
+steps instead:
+
+* forward and reverse mode together, and what `make_fx` and `functionalize` trace;
+* a step that captures a tensor which only its run shows, or that updates buffers;
+* the other spellings of `dispatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import _torch, dispatch, net, world
+from .closure import Closure
+from .errors import CheckpointError, MutationError
+from .program import Program, Tensors, Vmap, _may_skip_vmap, is_differentiable, recorded
+from .remat import _Arguments, _Call, _Options, _Outputs
+
+__all__ = ["Unknown", "check_possible", "first_run", "known", "only_forward", "restart"]
+
+
+class Unknown(Exception):
+    """The history of these values has to be recorded as they are computed."""
+
+
+def check_possible(tensors: Sequence[Tensor]) -> None:
+    """Raise `Unknown` where values that are known cannot be given a history."""
+    kinds = {layer.kind for layer in _torch.active_layers()}
+    if (
+        not kinds <= {"grad", "vmap"}
+        or _torch.has_dual_level()
+        or _torch.is_tracing()
+        or torch.compiler.is_compiling()
+        or dispatch._implementation.get() != "direct"
+        or any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in tensors)
+    ):
+        raise Unknown
+
+
+def only_forward(captured: Callable[[], Closure], tensors: Sequence[Tensor]) -> bool:
+    """Whether only forward mode and vmap are active, so that nothing is kept anyway."""
+    kinds = {layer.kind for layer in _torch.active_layers()}
+    if "grad" in kinds or not ("jvp" in kinds or _torch.has_dual_level()):
+        return False
+    return not any(_torch.below_wrappers(x).requires_grad for x in (*tensors, *captured().tensors))
+
+
+_OPTIONS = _Options(frozenset({0, 1, 2}), frozenset(), True, "default")
+
+
+def first_run(f: Callable[..., Any], name: str, args: tuple[Any, ...]) -> tuple[Any, bool]:
+    """What ``f(*args)`` returns, as a checkpoint, and whether it has drawn random numbers.
+
+    Raises
+    ------
+    Unknown
+        The checkpoint needs to know more than its inputs.
+    MutationError
+        f would not do the same again.
+    """
+    call = _Call(f, name, _OPTIONS, _Arguments(name, _OPTIONS, args, {}))
+    try:
+        plain = _torch.peek_interpreter_stack() is None
+        out = call.run_eager(f) if plain else call.run_under_transforms()
+    except net.HiddenCapture as error:
+        raise Unknown from error
+    if call.replaces or call._closure.has_updated_buffers:
+        raise Unknown
+    if not call._closure.is_pure:
+        raise MutationError(
+            f"{name}: cond or body assigns something outside of itself, or draws from an iterator or "
+            "from random numbers that are not torch's. The backward runs the steps a second time: put "
+            "what changes into the carry."
+        )
+    return out, bool(call.random)
+
+
+def known(
+    f: Callable[..., Any], name: str, args: tuple[Any, ...], out: Any, states: world.States, random: bool
+) -> Any:
+    """``remat(f)(*args)``, which is known to be `out`: values of which `restart` has dropped the history.
+
+    `states` are those of the random streams before f ran, if it is random.
+    """
+    call = _Call(f, name, _OPTIONS, _Arguments(name, _OPTIONS, args, {}))
+    inputs = call._take_inputs(call._captured)
+    call._world = world.World()
+    call._states = states
+    call.random = random
+    call._outputs = _Outputs(name, out)
+    call._closure.settle(name)
+    call._closure.seal()
+    outputs = _attach(call, call._outputs.take(), inputs)
+    return call._outputs.assemble(outputs, inputs)
+
+
+def restart(tree: Any) -> Any:
+    """The tensors of a tree without their history, requiring grad at the levels at which they did."""
+    leaves, structure = pytree.tree_flatten(tree)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    found = iter(_restart(tensors))
+    return pytree.tree_unflatten([next(found) if isinstance(x, Tensor) else x for x in leaves], structure)
+
+
+def _restart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    tensors = [_torch.alive(x) for x in tensors]
+    interpreter = _torch.peek_interpreter_stack()
+    if interpreter is None:
+        return [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+    level = interpreter.level()
+    if _torch.kind_of(interpreter) == "vmap":
+        values_and_dims = [_torch._unwrap_batched(x, level) for x in tensors]
+        with _torch.lower(interpreter):
+            values = _restart([x for x, _ in values_and_dims])
+        return [
+            x if dim is None else _torch._add_batch_dim(x, dim, level)
+            for x, (_, dim) in zip(values, values_and_dims, strict=True)
+        ]
+    with _torch.lower(interpreter):
+        values = _restart([_torch._unwrap_for_grad(x, level) for x in tensors])
+    wrapped = [_torch._wrap_for_grad(x, level) for x in values]
+    for x, before in zip(wrapped, tensors, strict=True):
+        if before.requires_grad:
+            _torch.requires_grad_at_this_level(x)
+    return wrapped
+
+
+# -- values with a history --------------------------------------------------------------------------
+
+
+def _attach(program: Program, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
+    """`dispatch.bind`, for values that are known."""
+    inputs = [_torch.alive(x) for x in inputs]
+    interpreter = _torch.peek_interpreter_stack()
+    if interpreter is None:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            return dispatch.attach(program, [(y.detach(), y.requires_grad) for y in outputs], inputs)
+        return tuple([y.detach() for y in outputs])
+    level = interpreter.level()
+    if _torch.kind_of(interpreter) == "vmap":
+        return _attach_batched(interpreter, program, outputs, inputs)
+    lift = _torch.CGradInterpreterPtr(interpreter).lift
+    inputs = [lift(x) for x in inputs]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        _torch.set_single_level_autograd_function_allowed(True)
+        try:
+            attached: Tensors = _AttachedAtGradLevel.apply(  # type: ignore[attr-defined]
+                interpreter, program, list(outputs), *inputs
+            )
+        finally:
+            _torch.set_single_level_autograd_function_allowed(False)
+        return attached
+    below = [_torch._unwrap_for_grad(y, level) for y in outputs]
+    unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
+    with _torch.lower(interpreter):
+        below = list(_attach(recorded(program, ()), below, unwrapped))
+    return tuple([_torch._wrap_for_grad(y, level) for y in below])
+
+
+def _attach_batched(
+    interpreter: Any, program: Program, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> Tensors:
+    level = interpreter.level()
+    in_values_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
+    values_and_dims = [_torch._unwrap_batched(y, level) for y in outputs]
+    values = [y for y, _ in values_and_dims]
+    out_dims = tuple([dim for _, dim in values_and_dims])
+    in_dims = tuple([dim for _, dim in in_values_and_dims])
+    randomness = _torch.randomness_of(interpreter)
+    if any(dim is not None for dim in in_dims) or not _may_skip_vmap(program, level, randomness):
+        home = min(program.home, level - 1)
+        size = _torch.batch_size_of(interpreter)
+        program = _VmapAsKnown(program, home, in_dims, size, randomness, out_dims)
+    with _torch.lower(interpreter):
+        values = list(_attach(program, values, [x for x, _ in in_values_and_dims]))
+    return tuple(
+        [
+            y if dim is None else _torch._add_batch_dim(y, dim, level)
+            for y, dim in zip(values, out_dims, strict=True)
+        ]
+    )
+
+
+class _VmapAsKnown(Vmap):
+    """vmap of a program, whose outputs are batched as they were when they became known."""
+
+    def __init__(
+        self,
+        inner: Program,
+        home: int,
+        in_dims: tuple[int | None, ...],
+        batch_size: int,
+        randomness: str,
+        known_dims: tuple[int | None, ...],
+    ) -> None:
+        super().__init__(inner, home, in_dims, batch_size, randomness)
+        self.known_dims = known_dims
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        outputs = list(super().run(*inputs))
+        for i, (dim, want) in enumerate(zip(self.out_dims, self.known_dims, strict=True)):
+            if dim == want:
+                continue
+            if want is None:
+                raise CheckpointError(
+                    f"{self.source.name}: the recomputation batched output {i}, and the forward did not. "
+                    "The function has to do the same each time."
+                )
+            y = outputs[i]
+            if dim is None:
+                y, dim = y.expand(self.batch_size, *y.shape), 0
+            outputs[i] = y.movedim(dim, want)
+        self.out_dims = self.known_dims
+        return tuple(outputs)
+
+
+class _AttachedAtGradLevel(dispatch._Node, _torch.SingleLevelFunction):
+    """R at one grad level of functorch, for values that are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, interpreter: Any, program: Program, outputs: list[Tensor], *inputs: Tensor
+    ) -> Tensors:
+        level = interpreter.level()
+        active = [y.requires_grad and is_differentiable(y) for y in outputs]
+        below = [_torch._unwrap_for_grad(y, level) for y in outputs]
+        unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
+        recording = recorded(program, [i for i, x in enumerate(inputs) if x.requires_grad])
+        with (
+            torch.enable_grad(),
+            _torch._set_fwd_grad_enabled(True),
+            _torch.lower(interpreter),
+        ):
+            below = list(_attach(recording, below, unwrapped))
+        wrapped = tuple([_torch._wrap_for_grad(y, level) for y in below])
+        home = min(program.home, level - 1)
+        return dispatch._Node.keep(ctx, program, inputs, wrapped, home, level, active)

@@ -1,0 +1,149 @@
+"""Operators, as a dispatch mode meets them: what they read, write and return."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# They ask for shapes only, or give memory that nothing was written to.
+ALLOCATES = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+_LIKE = frozenset(
+    (
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_empty_strided",
+    )
+)
+_ASKS = frozenset(("is_same_size", "_has_same_storage_numel"))
+# They write to running statistics, and their schemas do not say so.
+_UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
+# They return the memory that they were given, and their schemas do not say so either.
+_VIEWS = frozenset(("_unsafe_view",))
+# In-place operators after which nothing is left of what was there.
+FILLS = frozenset(
+    (
+        "zero_",
+        "fill_",
+        "copy_",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    )
+)
+
+
+@functools.cache
+def name_of(func: Any) -> str:
+    schema = getattr(func, "_schema", None)  # operators that take functions have none
+    return "" if schema is None else str(schema.name).partition("::")[2]
+
+
+@functools.cache
+def kind_of(func: Any) -> str:
+    """ "pure", "custom" (pure, as its schema says), "random", "view", "writes", "like", "asks" or "other"."""
+    name, schema = name_of(func), getattr(func, "_schema", None)
+    if schema is None or name in _UNTOLD:
+        return "other"
+    if name in _ASKS:
+        return "asks"
+    if name in _LIKE or name in ALLOCATES:
+        return "like"
+    if schema.is_mutable:
+        return "writes"
+    if name in _VIEWS or any(returned.alias_info is not None for returned in schema.returns):
+        return "view"
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags or not _returns_tensors(schema):
+        return "other"
+    if torch.Tag.nondeterministic_seeded in tags:
+        return "random"
+    if torch.Tag.dynamic_output_shape in tags or func.namespace != "aten":
+        return "custom"
+    return "pure"
+
+
+def _returns_tensors(schema: Any) -> bool:
+    return any("Tensor" in str(returned.type) for returned in schema.returns)
+
+
+@functools.cache
+def _place_of_dropout(func: Any) -> int | None:
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return i
+    return None
+
+
+def kind_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    kind = kind_of(func)
+    if kind == "random" and (place := _place_of_dropout(func)) is not None:
+        p = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+        if p == 0.0:
+            return "pure"
+    return kind
+
+
+@functools.cache
+def _written_places(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Place, name, and whether it is an `out` that is written all over."""
+    return tuple(
+        [
+            (i, a.name, a.is_out)
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+    )
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
+    """What an operator writes to, and whether it writes all of it."""
+    found = []
+    for i, name, is_out in _written_places(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        found += [(x, is_out or name_of(func) in FILLS) for x in values if isinstance(x, Tensor)]
+    return found
+
+
+def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += [x for x in a if isinstance(x, Tensor)]
+    return found
+
+
+def map_tensors(f: Callable[[Tensor], Any], a: Any) -> Any:
+    if isinstance(a, Tensor):
+        return f(a)
+    if isinstance(a, (list, tuple)):
+        return [map_tensors(f, x) for x in a]
+    return a
+
+
+def address_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout is torch.strided else 0
+
+
+def returns_argument(args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether an operator has returned memory that it was given, in spite of what its schema says."""
+    return isinstance(out, Tensor) and any(address_of(x) == address_of(out) for x in tensors_of(args, kwargs))

@@ -1,0 +1,348 @@
+"""What a recomputation does not run: what nobody reads, and what a policy has kept.
+
+A recomputation runs under `Replay`, a dispatch mode below autograd and all transforms. An operator that
+takes time (`flops.has_flops`) is not run when it is called: what it returns is `lazy`, and so is all that
+depends on it, until something needs the values. The pullback needs some of them, and what it does not need
+is never computed: dead-code elimination with nothing to be learned first, whatever way f takes this time.
+What was of use the last time is not put off the next time, so that a function in which all is needed pays
+nothing. Random operators are never put off, and what is written to is computed before.
+
+What a policy has kept (`recording`) is handed out where a value with the same number (`numbering`) is asked
+for. So a recomputation that takes another way (a matmul folds otherwise where gradients are required) finds
+less, and never the wrong thing.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _torch, world
+from .flops import flops_of, has_flops
+from .lazy import (
+    PLAIN,
+    Deferred,
+    Lazy,
+    Look,
+    Redo,
+    as_given,
+    forced,
+    is_plain,
+    looks_of,
+    on_meta,
+    run_deferred,
+    write_later,
+)
+from .numbering import Numbers
+from .operators import address_of, kind_of, kind_of_call, map_tensors, tensors_of, written
+from .recording import Entry, Kept, Watch, watch_of
+
+if TYPE_CHECKING:
+    from .program import Program
+
+Tensors = tuple[Tensor, ...]
+
+
+class Replay(Watch):
+    """Puts off what takes time, and hands out what was kept."""
+
+    def __init__(
+        self, source: Any, kept: Kept | None, tensors: Sequence[Tensor], plan: _Plan | None, lazy: bool
+    ) -> None:
+        super().__init__(source)
+        self._entries = {} if kept is None else kept.entries
+        self._numbers = None if kept is None else Numbers(kept.numbers)
+        self._kept = tensors
+        self._kept_storages = {x.untyped_storage()._cdata for x in tensors}
+        self._plan = plan
+        self._lazy = lazy
+        self._calls = 0
+        self._depth = 0
+        self._pulling = False
+        self._deferred: list[weakref.ref[Deferred]] = []
+        # The calls that take time: all, those put off with their FLOPs, and those of them that were run.
+        self._heavy: list[Any] = []
+        self._put_off: dict[int, int] = {}
+        self._ran: set[int] = set()
+        self._stream: Any = _NOT_KNOWN
+        self.has_interfered = False
+
+    def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
+        if self._numbers is not None:
+            self._numbers.label(labels, inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(t not in PLAIN for t in types):
+            return NotImplemented
+        kind = kind_of_call(func, args, kwargs)
+        self._calls += 1
+        if self._pulling:
+            return self._run(func, kind, args, kwargs)
+        if self._numbers is None or kind == "asks":
+            return self._put_off_or_run(func, kind, args, kwargs)
+        number, times = self._numbers.of_call(func, kind, args, kwargs)
+        out: Any = _NOT_KNOWN
+        if (entry := self._entries.get((number, times))) is not None:
+            out = self._hand_out(entry, func, args, kwargs)
+        if out is _NOT_KNOWN:
+            out = self._put_off_or_run(func, kind, args, kwargs)
+        self._numbers.made(func, kind, self._calls, number, args, kwargs, out)
+        return out
+
+    def _hand_out(self, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        outs: Any = None
+        if None in entry.slots:  # an output that the backward does not read
+            outs = self._defer(func, args, kwargs, -1)
+            if outs is None or not isinstance(outs, tuple) or len(outs) != len(entry.slots):
+                return _NOT_KNOWN
+        self.has_interfered = True
+        before, after = entry.streams
+        if after and not world.have_moved(before):
+            world.set_streams(after)  # as it would have left them for those that are run again
+        found = [outs[i] if slot is None else self._kept[slot].detach() for i, slot in enumerate(entry.slots)]
+        return found[0] if entry.is_alone else tuple(found)
+
+    def _put_off_or_run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        is_lazy = any([isinstance(x, Lazy) for x in tensors_of(args, kwargs)])
+        takes_time = kind == "pure" and self._lazy and has_flops(func)
+        number = -1
+        if takes_time:
+            number = len(self._heavy)
+            self._heavy.append((func, *[x.shape for x in tensors_of(args, kwargs)]))
+        if (kind == "pure" or (kind == "view" and is_lazy)) and (
+            is_lazy or (takes_time and (self._plan is None or self._plan.puts_off(self._heavy)))
+        ):
+            out = self._defer(func, args, kwargs, number)
+            if out is not None:
+                return out
+        return self._run(func, kind, args, kwargs)
+
+    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], number: int) -> Any:
+        if any(type(x) not in PLAIN for x in tensors_of(args, kwargs)):
+            return None
+        looks = looks_of(func, args, kwargs)
+        if looks is None or not self._is_home(args, kwargs):
+            return None
+        if kind_of(func) == "view" and (start := tensors_of(args, kwargs)[0].storage_offset()):
+            moved = [
+                x._replace(offset=x.offset + start) for x in ([looks] if isinstance(looks, Look) else looks)
+            ]
+            looks = moved[0] if isinstance(looks, Look) else tuple(moved)
+        self.has_interfered = True
+        deferred = Deferred(func, args, kwargs, number, self._ran)
+        alone = isinstance(looks, Look)
+        outs = [deferred.give(look) for look in ((looks,) if alone else looks)]
+        self._deferred.append(weakref.ref(deferred))
+        out = outs[0] if alone else tuple(outs)
+        if number >= 0:
+            self._put_off[number] = flops_of(func, args, kwargs, out)
+        return out
+
+    def _is_home(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether we are on the stream of an accelerator on which all is put off and run."""
+        device = next(iter(tensors_of(args, kwargs))).device
+        if device.type in ("cpu", "meta"):
+            return True
+        stream = torch.accelerator.current_stream(device)
+        if self._stream is _NOT_KNOWN:
+            self._stream = stream
+        return bool(stream == self._stream)
+
+    def _run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator now, on values that are there."""
+        if kind == "writes" and self._write_later(func, args, kwargs):
+            return args[0]
+        lazy = [x for x in tensors_of(args, kwargs) if isinstance(x, Lazy)]
+        if not lazy:
+            return func(*args, **kwargs)
+        if kind == "asks" or (kind == "like" and lazy[0] is args[0]):
+            return _by_look(func, kind, args, kwargs)
+        if not self._is_home(args, kwargs):
+            raise Redo
+        real = [map_tensors(forced, a) for a in args]
+        out = func(*real, **{key: map_tensors(forced, a) for key, a in kwargs.items()})
+        return as_given(func, args, kwargs, out)
+
+    def _write_later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Before something is written to, compute what waits to read it; put it off if possible."""
+        targets = [x for x, _ in written(func, args, kwargs)]
+        addresses = {address_of(x) for x in targets}
+        if addresses & self._kept_storages:
+            raise Redo  # what is kept may be asked for again
+        waiting = [d for reference in self._deferred if (d := reference()) is not None and not d.is_done]
+        if isinstance(args[0], Lazy) and len(targets) == 1 and targets[0] is args[0]:
+            for d in waiting:
+                if args[0].cell in d.waits_for:
+                    run_deferred(d)  # it reads what was there before
+            if torch.Tag.nondeterministic_seeded not in func.tags and self._are_plain(args, kwargs):
+                deferred = write_later(func, args, kwargs, self._ran)
+                if deferred is not None:
+                    self._deferred.append(weakref.ref(deferred))
+                if deferred is not None or torch.Tag.inplace_view in func.tags:
+                    return True
+        if any(isinstance(x, Lazy) for x in targets) or any(
+            address_of(x) in addresses for d in waiting for x in d.reads
+        ):
+            for d in waiting:
+                run_deferred(d)
+        return False
+
+    def _are_plain(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        tensors = tensors_of(args, kwargs)
+        return all([type(x) in PLAIN and is_plain(x) for x in tensors]) and self._is_home(args, kwargs)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a program is recorded, to be pulled back. The pullback of the outermost reads."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._pulling = True
+
+    def finish(self, outputs: Tensors) -> Tensors:
+        """Outputs that are there, and nothing else that is not."""
+        outputs = tuple([forced(y) for y in outputs])
+        for collect in (False, True):
+            if collect:
+                gc.collect()
+            if not any(lazy.is_wanted() for reference in self._deferred if (lazy := reference()) is not None):
+                break
+        else:
+            raise Redo  # f has put it somewhere, where others may look
+        return outputs
+
+    def plan(self) -> _Plan:
+        """What to put off the next time."""
+        unread = {number: flops for number, flops in self._put_off.items() if number not in self._ran}
+        if self._numbers is None and sum(unread.values()) < FLOPS_WORTH_A_CALL * self._calls:
+            unread = {}  # not worth to watch for
+        return _Plan(tuple(self._heavy), frozenset(unread))
+
+
+class _Plan(NamedTuple):
+    """Which of the calls that take time were not needed the last time."""
+
+    calls: tuple[Any, ...]
+    unread: frozenset[int]
+
+    def puts_off(self, calls: list[Any]) -> bool:
+        """Whether to put off the last of the calls so far."""
+        number = len(calls) - 1
+        if number < len(self.calls) and self.calls[number] == calls[number]:
+            return number in self.unread
+        return True  # another way than the last time
+
+
+# An operator that passes by costs some microseconds, in which more than this could be computed.
+FLOPS_WORTH_A_CALL = 10_000
+_NOT_KNOWN: Any = object()
+_plans: dict[Any, _Plan | None] = {}
+
+
+def _by_look(func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = args[0].device
+    with _torch.no_dispatch():
+        args = [map_tensors(lambda x: on_meta(x) if isinstance(x, Lazy) else x, a) for a in args]
+    if kind == "like":
+        return func(*args, **{**kwargs, "device": kwargs.get("device") or device})
+    with _torch.no_dispatch():
+        return func(*args, **kwargs)
+
+
+# -- around the run of a program --------------------------------------------------------------------------
+
+
+class _Current(threading.local):
+    # What the node that is running has kept, and of what.
+    source: Any = None
+    kept: Kept | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+
+_current = _Current()
+
+
+_NOTHING = nullcontext()
+
+
+def recording(source: Any) -> AbstractContextManager[None]:
+    """The part of a pullback that runs the function, and does not need all of its values."""
+    watch = watch_of(source)
+    return watch.recording() if isinstance(watch, Replay) else _NOTHING
+
+
+@contextmanager
+def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """What the recomputations of a program below may use."""
+    before = _current.source, _current.kept, _current.tensors
+    _current.source, _current.kept, _current.tensors = (
+        source,
+        kept,
+        tuple([_torch.below_wrappers(x) for x in tensors]),
+    )
+    try:
+        yield
+    finally:
+        _current.source, _current.kept, _current.tensors = before
+
+
+def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
+    """What a node for a program has to keep."""
+    source = program.source
+    if program.is_pullback:
+        return (_current.kept, _current.tensors) if _current.source is source else (None, ())
+    kept = source.kept
+    return kept, () if kept is None else kept.tensors
+
+
+def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    """Run a program whose function has run before."""
+    source = program.source
+    inputs = source.received(inputs)
+    if not program.is_pullback:
+        return program.run(*inputs)
+    if source.is_compiled or _torch.is_tracing():  # where what nobody reads is eliminated from the graph
+        return program.run(*inputs)
+    kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
+    key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
+    plan = _plans.get(key)
+    lazy = (plan is None or bool(plan.unread)) and not _torch.has_compiled()
+    if not lazy and kept is None:
+        return program.run(*inputs)
+    if kept is not None:
+        tensors = tuple(
+            [x if place is None else place.back(x) for x, place in zip(tensors, kept.places, strict=True)]
+        )
+    replay = Replay(source, kept, tensors, plan, lazy)
+    try:
+        with replay:
+            outputs = program.run(*[forced(x) for x in inputs])
+            with torch.no_grad():
+                outputs = replay.finish(outputs)
+    except Exception:
+        # Ours to blame, or f's: without us it will show.
+        if not replay.has_interfered:
+            raise
+        _remember(key, _Plan((), frozenset()))
+    else:
+        if lazy:
+            _remember(key, replay.plan())
+        return outputs
+    return program.run(*inputs)
+
+
+def _remember(key: Any, plan: _Plan) -> None:
+    if len(_plans) >= 4096:
+        _plans.clear()
+    _plans[key] = plan

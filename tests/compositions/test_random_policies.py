@@ -1,0 +1,42 @@
+"""Random programs under random stacks of transforms, with a policy that saves at random.
+
+Whatever is kept, the result is that of the program without remat. A policy that was to hand out a wrong
+value would show here: the programs draw random numbers, write in place, branch and nest.
+"""
+
+import functools
+import os
+import random
+import zlib
+
+import pytest
+
+from funcckpt import policies, remat
+
+from .programs import draw
+from .test_random_programs import complaint
+
+COUNT = int(os.environ.get("FUNCCKPT_RANDOM_POLICIES", "150"))
+START = int(os.environ.get("FUNCCKPT_RANDOM_START", "0"))
+
+
+def at_random(seed):
+    """A policy that keeps some of all results, as if by chance."""
+    share = random.Random(seed).choice([10, 50, 90])
+
+    def policy(ctx, op, *args, **kwargs):
+        # No generator: f refers to its policy where it calls remat, and would not be pure.
+        return zlib.crc32(f"{seed} {op} {getattr(ctx.op_output, 'shape', None)}".encode()) % 100 < share
+
+    return policy
+
+
+def policy_of(seed):
+    fixed = [policies.everything_saveable, policies.dots_saveable, policies.budget(fraction=0.5)]
+    return [at_random(seed), *fixed][seed % 4] if seed % 2 == 0 else at_random(seed)
+
+
+@pytest.mark.parametrize("seed", range(START, START + COUNT))
+def test_same_as_without_remat(seed):
+    wrong, _ = complaint(draw(seed), functools.partial(remat, policy=policy_of(seed)))
+    assert wrong is None, f"{wrong}\n{draw(seed)}"

@@ -1,0 +1,375 @@
+"""What f finds elsewhere than among its arguments: in the recomputation as in the forward, or an error.
+
+Torch's checkpoint gives other gradients in these cases, without a word, where not said otherwise.
+"""
+
+import functools
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import assert_same
+from torch import nn
+
+from funcckpt import checkpoint
+from funcckpt.errors import CheckpointError, MutationError
+
+D = torch.float64
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=D, requires_grad=True)
+
+
+def plain(f, *args, **kwargs):
+    return f(*args, **kwargs)
+
+
+# -- changed in place before the backward ----------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=D)
+        self.position = nn.Parameter(torch.zeros(2, 3, dtype=D))
+        self.frozen = nn.Parameter(torch.zeros(2, 3, dtype=D), requires_grad=False)
+        self.table = torch.zeros(2, 3, dtype=D)
+        self.register_buffer("large", torch.zeros(2, 3, dtype=D).repeat(1, 2**15)[:, :70_000])
+
+    def forward(self, x, what):
+        part = getattr(self, what)
+        part = part(x) - x if what == "linear" else part[:, :3]
+        return (x + part).tanh().exp()
+
+
+class Plain:
+    pass
+
+
+@pytest.mark.parametrize("what", ["position", "frozen", "table", "large"])
+@pytest.mark.parametrize("way", ["module", "method", "lambda", "partial", "list", "object", "argument"])
+def test_what_autograd_does_not_save_is_looked_after(way, what):
+    model, x = Model(), leaf(2, 3)
+    there = Plain()
+    there.parts = {"m": [model]}
+    f, args = {
+        "module": (model, (x, what)),
+        "method": (model.forward, (x, what)),
+        "lambda": (lambda x: model(x, what), (x,)),
+        "partial": (functools.partial(model, what=what), (x,)),
+        "list": (lambda x, ms=[model]: ms[0](x, what), (x,)),
+        "object": (lambda x: there.parts["m"][0](x, what), (x,)),
+        "argument": (lambda m, x: m(x, what), (model, x)),
+    }[way]
+    y = checkpoint(f, *args)
+    with torch.no_grad():
+        getattr(model, what).add_(1)
+    with pytest.raises(MutationError, match="in place since the forward"):
+        y.sum().backward()
+    assert checkpoint(f, *args).sum().backward() is None
+
+
+def test_a_bias_that_was_stepped():
+    linear, x = nn.Linear(3, 3, dtype=D), leaf(2, 3)
+    y = checkpoint(lambda x: linear(x).tanh(), x)
+    y.sum().backward(retain_graph=True)
+    torch.optim.SGD([linear.bias], lr=0.1).step()
+    with pytest.raises(MutationError, match=r"'bias', float64\[3\]"):
+        y.sum().backward()
+
+
+class Hidden:
+    """A way on which no search goes."""
+
+    __slots__ = ("p",)
+
+
+def test_a_leaf_is_found_on_any_way():
+    hidden, x = Hidden(), leaf(2, 3)
+    hidden.p = nn.Parameter(torch.zeros(3, dtype=D))
+    y = checkpoint(lambda x: (x + hidden.p).tanh().exp(), x)
+    with torch.no_grad():
+        hidden.p.add_(1)
+    with pytest.raises(MutationError, match=r"float64\[3\]"):
+        y.sum().backward()
+
+
+def test_changed_and_not_needed_is_no_error():
+    w, b, x = leaf(3, 3), leaf(3), leaf(2, 3)
+    y = checkpoint(lambda x: (x @ w).tanh() @ w + b + b.numel(), x)
+    expected = torch.autograd.grad(((x @ w).tanh() @ w).sum(), [x, w])
+    with torch.no_grad():
+        b.add_(1)
+    assert_same(torch.autograd.grad(y.sum(), [x, w]), expected)
+
+
+def test_the_check_can_be_switched_off():
+    p, x = leaf(3), leaf(3)
+    y = checkpoint(lambda x: (x + p).tanh().exp(), x, determinism_check="none")
+    with torch.no_grad():
+        p.add_(1)
+    y.sum().backward()
+
+
+# -- put back ----------------------------------------------------------------------------------------
+
+
+def test_variables_of_a_loop():
+    def run(call):
+        torch.manual_seed(0)
+        x, ws = leaf(3), [leaf(3) for _ in range(3)]
+        y, scale = x, 1.0
+        for i in range(3):
+            w = ws[i]
+            y = call(lambda y: (y + w * scale).tanh() * ws[i].exp(), y)  # noqa: B023
+            scale *= 2
+        return torch.autograd.grad(y.sum(), [x, *ws])
+
+    assert_same(run(checkpoint), run(plain))
+
+
+SCALE = 1.0
+
+
+def test_globals():
+    global SCALE
+
+    def f(x):
+        return (x * SCALE).tanh().exp()
+
+    x = leaf(3)
+    SCALE = 1.0
+    y, expected = checkpoint(f, x), torch.autograd.grad(f(x).sum(), x)
+    SCALE = 2.0
+    assert_same(torch.autograd.grad(y.sum(), [x]), expected)
+    assert SCALE == 2.0
+
+
+def test_a_counter_of_f_counts_on():
+    """As with torch's checkpoint, where code counts the calls."""
+    calls = 0
+
+    def f(x):
+        nonlocal calls
+        calls += 1
+        return x.sin().exp()
+
+    y = checkpoint(f, leaf(3))
+    calls += 10
+    y.sum().backward()
+    assert calls == 12
+
+
+def test_training_is_that_of_the_forward():
+    model, x = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3, dtype=D), nn.Tanh()), leaf(5, 3)
+
+    def run(call):
+        torch.manual_seed(0)
+        model.train()
+        y = call(model, x)
+        model.eval()
+        return torch.autograd.grad(y.sum(), [x, *model.parameters()])
+
+    assert_same(run(checkpoint), run(plain))
+    assert not any(m.training for m in model.modules())
+
+
+class Average(nn.Module):
+    """Subtracts a running mean, and updates it before."""
+
+    def __init__(self, how, size=3):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(size, dtype=D))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.how = how
+
+    def forward(self, x):
+        now = x.detach().mean(0)
+        if self.how == "in place":
+            self.mean.mul_(0.9).add_(now, alpha=0.1)
+        else:
+            self.mean = self.mean * 0.9 + now * 0.1
+        self.calls += 1
+        return (x - self.mean).tanh() * self.mean.exp() / float(self.calls)
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_buffers_that_f_updates(how, nested):
+    def run(call):
+        torch.manual_seed(0)
+        model, x = Average(how), leaf(5, 3)
+        f = (lambda x: call(model, x).exp()) if nested else model
+        y = call(f, call(f, x))
+        return [*torch.autograd.grad(y.sum(), x), model.mean, model.calls]
+
+    assert_same(run(checkpoint), run(plain))
+
+
+def test_a_large_buffer_that_f_updates_is_an_error():
+    model = Average("in place", 70_000)
+    y = checkpoint(model, leaf(2, 70_000))
+    with pytest.raises(MutationError, match="'mean'"):
+        y.sum().backward()
+
+
+NORMS = {
+    "data": lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False, dtype=D), nn.Linear(3, 3, dtype=D)),
+    "affine": lambda: nn.Sequential(nn.Linear(3, 3, dtype=D), nn.BatchNorm1d(3, dtype=D)),
+    "frozen": lambda: nn.Sequential(nn.BatchNorm1d(3, dtype=D).requires_grad_(False), nn.Tanh()),
+    "cumulative": lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None, dtype=D), nn.Tanh()),
+    "eval": lambda: nn.Sequential(nn.BatchNorm1d(3, dtype=D).eval(), nn.Tanh()),
+    "instance": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 1)),
+        nn.Conv1d(3, 4, 3, padding=2, dtype=D),
+        nn.InstanceNorm1d(4, track_running_stats=True, dtype=D),
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_statistics_are_updated_once(norm, depth, needs_grad):
+    def run(call):
+        torch.manual_seed(0)
+        model, x = NORMS[norm](), torch.randn(8, 3, dtype=D, requires_grad=needs_grad)
+        w = leaf(1)
+
+        def at(depth, x):
+            return (call(at, depth - 1, x) if depth else model(x)).sin() * w
+
+        y = call(at, depth - 1, x)
+        y.sum().backward()
+        return [*model.buffers(), w.grad, *([x.grad] if needs_grad else [])]
+
+    assert_same(run(checkpoint), run(plain))
+
+
+def test_statistics_of_a_norm_under_no_grad():
+    def run(call):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(3, dtype=D), leaf(8, 3)
+
+        def f(x):
+            with torch.no_grad():
+                scale = norm(x)
+            return (x * scale).tanh()
+
+        y = call(f, x)
+        y.sum().backward()
+        return [x.grad, *norm.buffers()]
+
+    assert_same(run(checkpoint), run(plain))
+
+
+# -- started anew -------------------------------------------------------------------------------------
+
+
+def test_statistics_where_f_uses_a_transform():
+    """Under hooks torch.func refuses, so that f is run again, as remat."""
+
+    def run(call):
+        torch.manual_seed(0)
+        norm, average, x = nn.BatchNorm1d(3, dtype=D), Average("in place"), leaf(8, 3)
+
+        def f(x):
+            return average(norm(x)) * torch.func.grad(lambda z: z.sin().sum())(x)
+
+        y = call(f, x)
+        y.sum().backward()
+        return [x.grad, *norm.buffers(), *average.buffers()]
+
+    assert_same(run(checkpoint), run(plain))
+
+
+def test_what_cannot_be_put_back_before_f_is_started_anew():
+    state, x = torch.zeros(3, dtype=D), leaf(3)
+
+    def f(x):
+        state.add_(1)
+        return torch.func.grad(lambda z: z.sin().sum())(x + state)
+
+    with pytest.raises(MutationError, match="started anew"):
+        checkpoint(f, x)
+
+
+# -- made by f itself -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_that_f_makes(requires_grad):
+    """Right with torch's."""
+
+    def f(x):
+        w = nn.Parameter(torch.eye(3, dtype=D) * 2, requires_grad=requires_grad)
+        return F.linear(x, w).sin()
+
+    x = leaf(2, 3)
+    assert_same(torch.autograd.grad(checkpoint(f, x).sum(), x), torch.autograd.grad((x * 2).sin().sum(), x))
+
+
+def test_a_module_that_f_makes():
+    def f(x):
+        return nn.Sequential(nn.Linear(3, 3, dtype=D), nn.Tanh(), nn.Linear(3, 3, dtype=D))(x).sin()
+
+    def run(call):
+        torch.manual_seed(0)
+        x = leaf(2, 3)
+        return torch.autograd.grad(call(f, x).sum(), x)
+
+    assert_same(run(checkpoint), run(plain))
+
+
+def test_a_parameter_that_was_assigned_anew():
+    linear, x = nn.Linear(3, 3, dtype=D), leaf(2, 3)
+    y = checkpoint(lambda x: linear(x).sin(), x)
+    expected = torch.autograd.grad(linear(x).sin().sum(), [x, *linear.parameters()])
+    wrt = [x, *linear.parameters()]
+    linear.weight, linear.bias = nn.Parameter(torch.eye(3, dtype=D)), nn.Parameter(torch.ones(3, dtype=D))
+    assert_same(torch.autograd.grad(y.sum(), wrt), expected)
+    hidden = Hidden()
+    hidden.p = nn.Parameter(torch.eye(3, dtype=D))
+    y = checkpoint(lambda x: (x @ hidden.p).sin(), x)
+    hidden.p = nn.Parameter(torch.ones(3, 3, dtype=D))
+    with pytest.raises(CheckpointError, match="another parameter"):
+        y.sum().backward()
+
+
+# -- random streams ------------------------------------------------------------------------------------
+
+
+def test_a_region_that_draws_nothing_leaves_the_streams_alone(monkeypatch):
+    from funcckpt import world
+
+    touched = []
+    set_streams = world.set_streams
+    monkeypatch.setattr(world, "set_streams", lambda states: (touched.extend(states), set_streams(states)))
+    x = leaf(3)
+    checkpoint(lambda x: x.sin().exp(), x).sum().backward()
+    assert not touched
+    checkpoint(lambda x: F.dropout(x).exp(), x).sum().backward()
+    assert len(touched) == 2
+
+
+def test_backwards_in_threads_replay_their_own_numbers():
+    x = leaf(50, 50)
+    inner = lambda x: F.dropout(x.sin()).exp()
+    ys = [checkpoint(lambda x: checkpoint(inner, x).cos() * x, x) for _ in range(4)]
+    expected = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in ys]
+    different = []
+
+    def run(i):
+        for _ in range(15):
+            (g,) = torch.autograd.grad(ys[i].sum(), x, retain_graph=True)
+            if not torch.equal(g, expected[i]):
+                different.append(i)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not different

@@ -1,0 +1,114 @@
+"""The pictures show what was measured."""
+
+import importlib
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from funcckpt import InputError, OptionError, checkpoint, explain, remat
+from funcckpt.meter import measure
+from funcckpt.plot import pareto_front, plot_memory, plot_tradeoff
+
+PS = [torch.randn(16, 16) for _ in range(4)]
+X = torch.randn(64, 16)
+MM = [torch.ops.aten.mm.default]
+
+
+def layer(p, x):
+    return torch.tanh(torch.tanh(x @ p))
+
+
+def deep(wrap):
+    def loss(ps, x):
+        for p in ps:
+            x = wrap(layer)(p, x)
+        return x.sum()
+
+    return loss
+
+
+def hooked(ps, x):
+    for p in ps:
+        x = checkpoint(layer, p, x)
+    return x.sum()
+
+
+@pytest.fixture
+def pyplot():
+    matplotlib = pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    yield pyplot
+    pyplot.close("all")
+
+
+def lines(ax):
+    """The long lines of a plot, by label, in MiB or KiB as drawn."""
+    return {
+        line.get_label().split(":")[0]: line.get_ydata() for line in ax.lines if len(line.get_ydata()) > 1
+    }
+
+
+def test_saw_tooth(pyplot):
+    variants = {"plain": grad(deep(lambda f: f)), "remat": grad(deep(remat))}
+    ax = plot_memory(variants, PS, X)
+    drawn = lines(ax)
+    assert ax.get_ylabel() == "live KiB"
+    for name, f in variants.items():
+        m = measure(f, PS, X)
+        assert max(drawn[name]) * 2**10 == m.peak_bytes
+        assert len(drawn[name]) == m.ops.total()
+    ax.figure.canvas.draw()
+
+
+def test_with_and_without(pyplot):
+    _, ax = pyplot.subplots()
+    assert plot_memory(vmap(grad(deep(remat)), (None, 0)), PS, torch.randn(2, 64, 16), ax=ax) is ax
+    assert list(lines(ax)) == ["loss, without remat", "loss"]
+    assert list(lines(plot_memory(deep(lambda f: f), PS, X))) == ["loss"]
+
+
+def test_tradeoff(pyplot):
+    ax = plot_tradeoff(hooked, PS, X, policies={"nothing": None, "mm": MM})
+    found = explain(hooked, PS, X)
+    points = {
+        text.get_text(): (line.get_xdata()[0], line.get_ydata()[0])
+        for text, line in zip(ax.texts, [line for line in ax.lines if len(line.get_xdata()) == 1])
+    }
+    assert ax.get_xlabel() == "recomputed kFLOPs" and ax.get_ylabel() == "peak live KiB"
+    assert points["no remat"] == (0, found.without.peak_bytes / 2**10)
+    assert points["nothing"] == (found.recomputed_flops / 1e3, found.cost.peak_bytes / 2**10)
+    assert points["mm"][0] == 0
+    ax.figure.canvas.draw()
+
+
+def test_ink_is_the_readers(pyplot):
+    """No text or axis has a colour of its own, so that a dark style shows them light."""
+    with pyplot.style.context("dark_background"):
+        for ax in (plot_memory(deep(remat), PS, X), plot_tradeoff(hooked, PS, X, policies=[None])):
+            texts = [*ax.texts, *ax.get_legend().get_texts(), ax.xaxis.label, ax.yaxis.label]
+            assert {text.get_color() for text in texts} == {"white"}
+
+
+def test_front():
+    points = {"a": (0, 10), "b": (1, 5), "worse": (2, 5), "same": (1, 5), "c": (3, 1), "worst": (4, 11)}
+    assert pareto_front(points) == ["a", "b", "c"]
+
+
+def test_errors(pyplot):
+    with pytest.raises(InputError, match="a function or a dict of functions, not list"):
+        plot_memory([torch.sin], X)
+    with pytest.raises(InputError, match="no checkpoint in loss"):
+        plot_tradeoff(deep(lambda f: f), PS, X, policies=[None])
+
+
+@pytest.mark.parametrize("plot", [plot_memory, plot_tradeoff])
+def test_without_matplotlib(plot, monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    options = {"policies": []} if plot is plot_tradeoff else {}
+    with pytest.raises(OptionError, match=r"needs matplotlib: pip install 'funcckpt\[plot\]'"):
+        plot(torch.sin, X, **options)

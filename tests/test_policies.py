@@ -1,0 +1,458 @@
+"""Policies: exactly what is kept and what is recomputed, and gradients that are right."""
+
+import functools
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcckpt import (
+    checkpoint,
+    checkpoint_name,
+    create_selective_checkpoint_contexts,
+    policies,
+    recompute,
+    recording,
+    remat,
+)
+from funcckpt.errors import InputError, OptionError
+from funcckpt.meter import mark, measure
+from funcckpt.policies import current_name
+
+
+class Names(TorchDispatchMode):
+    sees_names = True
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.alias.default and (name := current_name()) is not None:
+            self.seen.append((name, tuple(args[0].shape)))
+        return func(*args, **(kwargs or {}))
+
+
+def named(x):
+    return checkpoint_name({"a": x.sin(), "b": 3}, "pair")["a"].sum()
+
+
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [
+        (lambda x: named(x), (2, 3)),
+        (lambda x: grad(named)(x), (2, 3)),
+        (lambda x: vmap(grad(named))(x), (2, 3)),
+        (lambda x: jvp(named, (x,), (x,)), (2, 3)),
+        (lambda x: torch.utils.checkpoint.checkpoint(named, x.requires_grad_(), use_reentrant=False), (2, 3)),
+    ],
+)
+def test_a_name_is_seen_under_every_transform(run, shape):
+    with Names() as names:
+        run(torch.ones(2, 3))
+    assert ("pair", shape) in names.seen
+
+
+def test_a_name_costs_nothing_where_nobody_looks():
+    x = torch.ones(3)
+    assert checkpoint_name(x, "x") is x
+
+
+def test_a_name_is_a_string():
+    with pytest.raises(InputError, match="its name, a string"):
+        checkpoint_name("x", torch.ones(3))
+
+
+# -- exactly what is kept, and what is computed again ---------------------------------------------------
+
+B, N, D, H = 3, 6, 8, 2
+DH, HID = D // H, 16
+
+
+def mlp(x, w1, w2):
+    z = checkpoint_name(x @ w1, "z")
+    return x + checkpoint_name(F.layer_norm(F.gelu(z), (HID,)), "normed") @ w2
+
+
+def attention(x, wq, wk, wv, wo):
+    q, k, v = [(x @ w).view(N, H, DH).transpose(0, 1) for w in (wq, wk, wv)]
+    p = checkpoint_name(torch.softmax(torch.bmm(q, k.mT) / DH**0.5, -1), "p")
+    return x + torch.bmm(p, v).transpose(0, 1).reshape(N, D) @ wo
+
+
+def convolutional(x, w1, w2):
+    x = x.view(1, 2, 6, 4)
+    out = x + F.conv2d(checkpoint_name(F.relu(F.conv2d(x, w1, padding=1)), "r"), w2, padding=1)
+    return out.view(N, D)
+
+
+MM1 = 2 * N * D * HID
+QKV, BMM = 3 * 2 * N * D * D, 2 * H * N * N * DH
+CONV = 2 * 5 * 2 * 9 * 24
+# For each policy the FLOPs that are computed again, and the numbers kept, of one sample.
+EXPECTED = {
+    "mlp": {
+        "nothing": (MM1, 0),
+        "everything": (0, 3 * N * HID + 2 * N),  # z, its gelu, what is normed, mean and deviation
+        "dots": (0, N * HID),
+        "products": (0, N * HID),
+        "names": (0, N * HID),
+        "but": (MM1, N * HID),
+        "anything": (MM1, 2 * N * HID + 2 * N),
+        "gelu": (MM1, N * HID),
+    },
+    "attention": {
+        "nothing": (QKV + 2 * BMM, 0),
+        "everything": (0, 4 * N * D + H * N * N),
+        "dots": (0, 4 * N * D + H * N * N),
+        "products": (2 * BMM, 3 * N * D),
+        "names": (QKV + BMM, H * N * N),
+        "but": (QKV + BMM, H * N * N),
+        "anything": (0, 4 * N * D + H * N * N),  # the scores in place of their softmax
+        "gelu": (QKV + 2 * BMM, 0),
+    },
+    "convolutional": {
+        "nothing": (CONV, 0),
+        "everything": (0, 5 * 24),
+        "dots": (0, 5 * 24),
+        "products": (CONV, 0),
+        "names": (0, 5 * 24),
+        "but": (0, 5 * 24),
+        "anything": (0, 5 * 24),
+        "gelu": (CONV, 0),
+    },
+}
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "everything": policies.everything_saveable,
+    "dots": policies.dots_saveable,
+    "products": policies.dots_with_no_batch_dims_saveable,
+    "names": policies.save_only_these_names("z", "p", "r"),
+    "but": policies.save_any_names_but_these("z"),
+    "anything": policies.save_anything_except_these_names("z", "p", "r"),
+    "gelu": [torch.ops.aten.gelu.default],
+}
+SHAPES = {
+    mlp: [(D, HID), (HID, D)],
+    attention: [(D, D)] * 4,
+    convolutional: [(5, 2, 3, 3), (2, 5, 3, 3)],
+}
+
+
+def weights(block):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator, dtype=torch.float64) / 3 for s in SHAPES[block]]
+
+
+def samples():
+    return torch.randn(B, N, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def loss(block, wrap):
+    def run(ws, x):
+        y = wrap(block)(x, *ws)
+        mark("forward")
+        return (y * y).sum()
+
+    return run
+
+
+def plain(block, wrap):
+    ws = [w.clone().requires_grad_() for w in weights(block)]
+    loss(block, wrap)(ws, samples()[0]).backward()
+    return [w.grad for w in ws]
+
+
+def under_grad(block, wrap):
+    return grad(loss(block, wrap))(weights(block), samples()[0])
+
+
+def per_sample(block, wrap):
+    return vmap(grad(loss(block, wrap)), (None, 0))(weights(block), samples())
+
+
+def jacobian(block, wrap):
+    def run(ws):
+        y = wrap(block)(samples()[0], *ws)
+        mark("forward")
+        return y.sum(0)
+
+    return jacrev(run)(weights(block))
+
+
+RUNS = {"plain": plain, "grad": under_grad, "vmap_grad": per_sample, "jacrev": jacobian}
+
+
+@pytest.fixture(autouse=True)
+def small_sizes_matter(monkeypatch):
+    """What is too small to be worth it in practice is large enough to count."""
+    monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("block", SHAPES, ids=lambda f: f.__name__)
+def test_what_is_kept_and_what_is_computed_again(block, run, policy):
+    samples = B if run == "vmap_grad" else 1
+    wrapped = remat(block, policy=POLICIES[policy])
+    without = measure(RUNS[run], block, lambda f: f)
+    nothing = measure(RUNS[run], block, remat)
+    for _ in range(2):  # the second knows what the first did not need
+        measured = measure(RUNS[run], block, lambda f: wrapped)
+        assert_close(measured.result, without.result)
+        again = measured.flops - without.flops
+        kept = (measured.marks["forward"] - nothing.marks["forward"]) / 8
+        flops, numbers = EXPECTED[block.__name__][policy]
+        assert (again, kept) == (flops * samples, numbers * samples)
+
+
+def test_nothing_saveable_is_no_policy():
+    """Nobody asks it anything."""
+    with Names() as names:
+        remat(mlp, policy=policies.nothing_saveable)(samples()[0], *weights(mlp))
+    assert names.seen == [("z", (N, HID)), ("normed", (N, HID))]
+    assert policies.chooser_of(policies.nothing_saveable, "") is None
+
+
+@pytest.mark.parametrize("policy", [policies.everything_saveable, policies.dots_saveable])
+def test_second_order(policy):
+    ws = weights(mlp)
+
+    def value(wrap):
+        def f(x):
+            return (wrap(mlp)(x, *ws) ** 3).sum()
+
+        x = samples()[0][:2]
+        twice = grad(lambda x: (grad(f)(x) ** 2).sum())(x)
+        return twice, hessian(f)(x), vmap(hessian(f))(torch.stack([x, 2 * x]))
+
+    assert_close(value(lambda f: remat(f, policy=policy)), value(lambda f: f))
+
+
+def kept_by(y):
+    """What the node of a checkpoint in plain eager code holds."""
+    return y.grad_fn.saved_tensors
+
+
+def test_what_is_kept_goes_with_the_graph():
+    ws = [w.requires_grad_() for w in weights(mlp)]
+    y = remat(mlp, policy=policies.dots_saveable)(samples()[0], *ws)
+    kept = weakref.ref(kept_by(y)[-1].untyped_storage())
+    assert kept() is not None
+    y.sum().backward(retain_graph=True)
+    assert kept() is not None
+    first = ws[0].grad.clone()
+    y.sum().backward()
+    assert kept() is None
+    assert_close(ws[0].grad, 2 * first)
+
+
+def test_hooks_of_the_caller_move_what_is_kept():
+    packed = []
+
+    def pack(x):
+        packed.append(x.shape)
+        return x.clone()
+
+    def value(wrap):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return plain(mlp, wrap)
+
+    expected = plain(mlp, lambda f: f)
+    wrapped = remat(mlp, policy=policies.dots_saveable)
+    measured = measure(value, lambda f: wrapped)
+    assert_close(measured.result, expected)
+    assert (N, HID) in packed
+    assert measured.flops == measure(plain, mlp, lambda f: f).flops
+
+
+def test_what_is_written_to_is_not_kept():
+    def f(x, w):
+        return torch.relu_(x @ w).pow(2).sum()
+
+    x, w = samples()[0], weights(attention)[0]
+    for policy in POLICIES.values():
+        assert_close(grad(remat(f, policy=policy), (0, 1))(x, w), grad(f, (0, 1))(x, w))
+
+
+def test_a_kept_output_that_is_changed_is_noticed():
+    """As without remat: autograd has saved the sine's argument there, and the result here."""
+    w = weights(attention)[0].requires_grad_()
+    y = remat(lambda x: torch.tanh(x @ w), policy=policies.everything_saveable)(samples()[0])
+    z = y.detach()
+    z.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_another_way_in_the_recomputation_finds_less_and_nothing_wrong():
+    """Two products of the same shapes, in another order."""
+    turn = iter([0, 1, 0, 1])
+    x, w = samples()[0], weights(attention)
+
+    def f(x):
+        ws = w[:2] if next(turn) % 2 == 0 else w[1::-1]
+        a, b = x @ ws[0], x @ ws[1]
+        return (a.sin() * b.cos()).sum() if ws[0] is w[0] else (b.sin() * a.cos()).sum()
+
+    def same(x):
+        return ((x @ w[0]).sin() * (x @ w[1]).cos()).sum()
+
+    g = remat(f, policy=policies.dots_saveable, determinism_check="none")
+    assert_close(grad(g)(x), grad(same)(x))
+
+
+def test_kept_random_numbers_leave_the_stream_where_it_was():
+    def f(x):
+        y = F.dropout(x.sin(), 0.5)
+        return (y * torch.rand_like(x) + F.dropout(x, 0.5).sin()).sum()
+
+    x = samples()[0]
+    for policy in (
+        policies.everything_saveable,
+        [torch.ops.aten.bernoulli.p, torch.ops.aten.rand_like.default],
+    ):
+        results = []
+        for g in (f, remat(f, policy=policy)):
+            torch.manual_seed(0)
+            results.append((grad(g)(x), torch.rand(3)))
+        assert_close(*results)
+
+
+# -- a budget ------------------------------------------------------------------------------------------
+
+
+def spent(block, policy):
+    nothing = measure(under_grad, block, remat)
+    wrapped = remat(block, policy=policy)
+    first, second = [measure(under_grad, block, lambda f: wrapped) for _ in range(2)]
+    assert first.flops == second.flops
+    assert second.marks == first.marks
+    assert_close(first.result, under_grad(block, lambda f: f))
+    return second.marks["forward"] - nothing.marks["forward"], second.flops
+
+
+@pytest.mark.parametrize("block", SHAPES, ids=lambda f: f.__name__)
+def test_a_budget_is_kept_and_more_is_never_worse(block):
+    everything, least = spent(block, policies.everything_saveable)
+    fractions = [i / 10 for i in range(11)]
+    found = [spent(block, policies.budget(fraction=fraction)) for fraction in fractions]
+    for fraction, (kept, _) in zip(fractions, found, strict=True):
+        assert kept <= fraction * everything
+    assert [kept for kept, _ in found] == sorted(kept for kept, _ in found)
+    assert [flops for _, flops in found] == sorted((flops for _, flops in found), reverse=True)
+    assert found[0] == (0, measure(under_grad, block, remat).flops)
+    assert found[-1][1] == least
+
+
+@pytest.mark.parametrize("block", SHAPES, ids=lambda f: f.__name__)
+def test_a_budget_is_at_least_as_good_as_what_has_a_name(block):
+    for policy in POLICIES.values():
+        kept, flops = spent(block, policy)
+        assert spent(block, policies.budget(bytes=kept))[1] <= flops
+
+
+def test_a_budget_under_vmap_counts_the_batch():
+    limit = B * N * HID * 8
+    for size, again in ((limit, 0), (limit - 1, B * MM1)):
+        wrapped = remat(mlp, policy=policies.budget(bytes=size))
+        measured = measure(per_sample, mlp, lambda f: wrapped)  # noqa: B023
+        assert measured.flops - measure(per_sample, mlp, lambda f: f).flops == again
+
+
+# -- offloading, the other form, and what is refused -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["p"], names_which_can_be_offloaded=["z"]
+        ),
+    ],
+)
+@pytest.mark.parametrize("run", RUNS)
+def test_offloaded_values_come_back(run, policy, monkeypatch):
+    """The memory of the host is another one only where there is an accelerator: here it is said to be."""
+    moved = []
+    monkeypatch.setattr(recording, "is_far", lambda x: moved.append(x.shape) or True)
+    wrapped = remat(mlp, policy=policy)
+    measured = measure(RUNS[run], mlp, lambda f: wrapped)
+    assert moved
+    assert_close(measured.result, RUNS[run](mlp, lambda f: f))
+    assert measured.flops == measure(RUNS[run], mlp, lambda f: f).flops
+
+
+@pytest.mark.parametrize("policy", ["dots", "names", "but", "gelu", "everything"])
+def test_the_same_policy_serves_checkpoint(policy):
+    def wrap(f):
+        contexts = functools.partial(create_selective_checkpoint_contexts, POLICIES[policy])
+        return lambda *args: checkpoint(f, *args, use_reentrant=False, context_fn=contexts)
+
+    without = measure(plain, mlp, lambda f: f)
+    measured = measure(plain, mlp, wrap)
+    assert_close(measured.result, without.result)
+    assert measured.flops - without.flops == EXPECTED["mlp"][policy][0]
+    assert_close(under_grad(mlp, wrap), under_grad(mlp, lambda f: f))
+
+
+def test_both_policies():
+    both = policies.save_from_both_policies(POLICIES["gelu"], POLICIES["names"])
+    assert spent(mlp, both) == (2 * N * HID * 8, spent(mlp, policies.dots_saveable)[1])
+
+
+def test_a_policy_is_told_the_name_and_the_result():
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        seen.append((ctx.name, op, ctx.op_output.shape, ctx.is_recompute))
+        return False
+
+    grad(remat(lambda x: checkpoint_name(x.sin(), "s").sum(), policy=policy))(torch.ones(3))
+    assert (None, torch.ops.aten.sin.default, (3,), False) in seen
+    assert ("s", torch.ops.aten.alias.default, (3,), False) in seen
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: remat(torch.sin, policy=3), InputError, "not int"),
+        (lambda: remat(torch.sin, policy=[torch.ops.aten.mm]), OptionError, "aten.mm.default"),
+        (lambda: policies.budget(), OptionError, "one of the two"),
+        (lambda: policies.budget(bytes=1, fraction=0.5), OptionError, "one of the two"),
+        (lambda: policies.budget(fraction=2), OptionError, "between 0 and 1"),
+        (lambda: policies.budget(bytes=-1), OptionError, "less than nothing"),
+        (lambda: policies.save_only_these_names(["a"]), InputError, "names are strings"),
+        (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
+        (
+            lambda: policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=["a"], names_which_can_be_offloaded=["a"]
+            ),
+            OptionError,
+            "saved and offloaded",
+        ),
+        (
+            lambda: policies.save_from_both_policies(policies.dots_saveable, policies.budget(bytes=1)),
+            OptionError,
+            "Give it alone",
+        ),
+        (
+            lambda: grad(remat(lambda x: x.sin(), policy=lambda *args: "yes"))(torch.tensor(0.0)),
+            InputError,
+            "returned 'yes'",
+        ),
+        (
+            lambda: create_selective_checkpoint_contexts(policies.budget(bytes=1))[0]._policy,
+            OptionError,
+            "only remat",
+        ),
+    ],
+)
+def test_what_is_no_policy(make, error, words):
+    with pytest.raises(error, match=words):
+        make()

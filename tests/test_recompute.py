@@ -1,0 +1,310 @@
+"""What a recomputation does not run, and that nobody can tell."""
+
+import ctypes
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from support import IMPLEMENTATIONS
+from torch.func import grad, hessian, jacrev, vmap
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from funcckpt import recompute, remat
+from funcckpt.dispatch import using
+from funcckpt.lazy import Lazy
+from funcckpt.meter import measure
+
+L, N, D, H = 4, 8, 4, 16
+MATMUL = 2 * N * D * H
+
+
+@pytest.fixture(autouse=True)
+def small_sizes_matter(monkeypatch):
+    """What is too small to be worth it in practice is large enough to count."""
+    monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
+    recompute._plans.clear()
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64) / 2
+
+
+def block(x, w1, w2):
+    return x + F.layer_norm(F.gelu(x @ w1), (H,)) @ w2
+
+
+def net(wrap, ws, x):
+    for w1, w2 in zip(ws[::2], ws[1::2], strict=True):
+        x = wrap(block)(x, w1, w2)
+    return x
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(D, H), (H, D)] * L
+    return [torch.randn(s, generator=generator, dtype=torch.float64) / 2 for s in shapes]
+
+
+def points(*batch):
+    return torch.randn(*batch, N, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def backward(wrap):
+    ws = [w.requires_grad_() for w in weights()]
+    net(wrap, ws, points()).square().sum().backward()
+    return [w.grad for w in ws]
+
+
+def under_grad(wrap):
+    return grad(lambda ws, x: net(wrap, ws, x).square().sum())(weights(), points())
+
+
+def per_sample(wrap):
+    xs = points(3)
+    return vmap(grad(lambda ws, x: net(wrap, ws, x).square().sum()), (None, 0))(weights(), xs)
+
+
+def jacobian(wrap):
+    x = points()
+    return jacrev(lambda ws: net(wrap, ws, x).sum(0))(weights())
+
+
+def second_derivatives(wrap):
+    ws = weights()
+    return hessian(lambda x: net(wrap, ws, x).square().sum())(points()[:2])
+
+
+RUNS = [backward, under_grad, per_sample, jacobian, second_derivatives]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_last_product_of_a_block_is_not_computed_again(run):
+    """From the first time on: the backward needs neither it nor the sum that it goes into."""
+    without = measure(run, lambda f: f)
+    for _ in range(3):
+        measured = measure(run, remat)
+        assert_close(measured.result, without.result)
+        again = {
+            backward: L * MATMUL,
+            under_grad: L * MATMUL,
+            per_sample: 3 * L * MATMUL,
+            jacobian: L * MATMUL,
+            # Of the first product: the value; its tangent by the zero tangent of the weight, and that by
+            # 2 x D tangents of x.
+            second_derivatives: L * (2 + 2 * D) * 2 * 2 * D * H,
+        }
+        assert measured.flops - without.flops == again[run]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_more_than_early_stop(implementation):
+    def stop(f):
+        return lambda *args: torch_checkpoint(f, *args, use_reentrant=False)
+
+    with using(implementation):
+        assert measure(backward, remat).flops == measure(backward, stop).flops
+
+
+def test_also_in_the_middle():
+    """Of two products the second is needed, and the first is not."""
+
+    def f(x, w):
+        a = x @ w
+        return (x @ w.sin()).cos() + a
+
+    x, w = draw(N, D), draw(D, H)
+    without = measure(lambda: grad(lambda w: f(x, w).sum())(w))
+    measured = measure(lambda: grad(lambda w: remat(f)(x, w).sum())(w))
+    assert_close(measured.result, without.result)
+    assert measured.flops - without.flops == MATMUL
+
+
+def test_memory_is_no_more_than_without_it(monkeypatch):
+    lean = measure(under_grad, remat).peak_bytes
+    monkeypatch.setattr(recompute, "run", lambda program, inputs: program.run(*inputs))
+    assert lean <= measure(under_grad, remat).peak_bytes
+
+
+def test_where_all_is_needed_nothing_is_watched_any_more(monkeypatch):
+    def f(x, w):
+        return (x @ w).sin()
+
+    x, w = draw(N, D), draw(D, H)
+    grad(lambda w: remat(f)(x, w).sum())(w)
+    monkeypatch.setattr(recompute.Replay, "__enter__", None)
+    grad(lambda w: remat(f)(x, w).sum())(w)
+
+
+v = torch.linspace(-1, 1, D * D, dtype=torch.float64).view(D, D)
+
+
+def written_tail(x, w):
+    y = (x @ w).tanh() @ v
+    y.add_(x).mul_(2)
+    return y.sum()
+
+
+def written_view(x, w):
+    y = x @ w
+    y[:, 0] += 1
+    z = y.view(-1)
+    z[3:].mul_(2)
+    return y.sin().sum()
+
+
+def reads_before_it_is_written(x, w):
+    a = (x @ w).clone()
+    b = a @ v
+    a.zero_()
+    return (b.sin() + a).sum()
+
+
+def shapes_in_place(x, w):
+    y = (x @ w).unsqueeze_(0).transpose_(0, 1)
+    return (y.squeeze_(1) @ v).sin().sum()
+
+
+def random_between(x, w):
+    y = F.dropout((x @ w).sin(), 0.5) @ v
+    return (F.dropout(y, 0.5) + torch.rand_like(y) @ v).sin().sum()
+
+
+def random_unread(x, w):
+    torch.rand(3)
+    return ((x @ w).sin() + torch.rand_like(x) @ v).sum()
+
+
+def several_outputs(x, w):
+    values, _ = torch.topk(x @ w, 2)
+    q, _ = torch.linalg.qr(x.mT @ x + torch.eye(D, dtype=x.dtype))
+    return values.sin().sum() + (q @ v).sum()
+
+
+def pieces(x, w):
+    return sum(i * p.sin().sum() for i, p in enumerate((x @ w).chunk(2, 1)))
+
+
+def complex_numbers(x, w):
+    return torch.fft.fft(x @ w).abs().sum()
+
+
+def attention(x, w):
+    q = (x @ w)[None, None]
+    return (F.scaled_dot_product_attention(q, q * 2, x[None, None]) @ v).sin().sum()
+
+
+def nested(x, w):
+    return (remat(lambda a: (a @ w).sin())((x @ w).cos()) @ v).sum()
+
+
+def batched_inside(x, w):
+    return (vmap(lambda a: (a @ w).sin())((x @ w).cos()) @ v).sum()
+
+
+def differentiated_inside(x, w):
+    return (grad(lambda a: (a @ w).sin().sum())((x @ w).cos()) @ v).sum()
+
+
+ANYWHERE = [
+    written_tail,
+    written_view,
+    reads_before_it_is_written,
+    shapes_in_place,
+    random_between,
+    random_unread,
+    several_outputs,
+    pieces,
+    complex_numbers,
+    attention,
+    nested,
+    batched_inside,
+    differentiated_inside,
+]
+
+
+def by_item(x, w):
+    return ((x @ w).sin() * (x.detach() @ v).sum().item()).sum()
+
+
+def by_branch(x, w):
+    return ((x @ w).sin() if (x.detach() @ v).sum() > 0 else (x @ w).cos()).sum()
+
+
+def by_numpy(x, w):
+    return ((x @ w).sin() * torch.from_numpy(numpy.sin((x.detach() @ v).numpy()))).sum()
+
+
+def by_list(x, w):
+    return ((x @ w).sin() * (x.detach() @ v).tolist()[0][0]).sum()
+
+
+def by_address(x, w):
+    y = x.detach() @ v
+    assert y.data_ptr() == y.untyped_storage().data_ptr()
+    return ((x @ w).sin() * y).sum()
+
+
+EAGER_ONLY = [by_item, by_branch, by_numpy, by_list, by_address]
+
+
+def gradients(f, transform):
+    x, w = points(), weights()[0][:, :D].clone()
+    torch.manual_seed(0)
+    if transform == "plain":
+        x.requires_grad_(), w.requires_grad_()
+        f(x, w).backward()
+        found = x.grad, w.grad
+    else:
+        found = grad(f, (0, 1))(x, w)
+    return (*found, torch.rand(2))  # the stream is where it would be
+
+
+@pytest.mark.parametrize(
+    ("f", "transform"),
+    [(f, t) for f in ANYWHERE for t in ("plain", "grad")] + [(f, "plain") for f in EAGER_ONLY],
+)
+def test_nobody_can_tell(f, transform):
+    for _ in range(3):
+        assert_close(gradients(remat(f), transform), gradients(f, transform))
+
+
+def test_what_f_puts_somewhere_is_there():
+    """A recomputation that f lets others look into is done in full."""
+    seen = []
+
+    def f(x, w):
+        y = x.detach() @ v
+        seen.append(y)
+        return (x @ w).sin().sum()
+
+    for _ in range(2):
+        gradients(remat(f), "plain")
+        assert seen[-1].numpy().shape == (N, D)
+        assert not isinstance(seen[-1], Lazy)
+
+
+def test_a_kernel_that_nobody_sees_is_given_memory():
+    """One that writes by address, as those of Triton and numba do."""
+
+    def f(x, w):
+        y = x.detach() @ v
+        memory = (ctypes.c_double * y.numel()).from_address(y.data_ptr())
+        numpy.frombuffer(memory)[:] *= 2
+        return ((x @ w).sin() * y).sum()
+
+    assert_close(gradients(remat(f), "plain"), gradients(f, "plain"))
+
+
+def test_errors_of_f_are_its_own():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        if len(calls) > 1:
+            raise ArithmeticError("only once")
+        return (x @ v).sin()
+
+    with pytest.raises(ArithmeticError, match="only once"):
+        remat(f)(points().requires_grad_()).sum().backward()

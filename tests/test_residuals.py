@@ -1,0 +1,528 @@
+"""What is kept, exactly: records of functions small enough to be counted by hand, and the meter's bytes."""
+
+import functools
+import gc
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compositions.programs import draw
+from compositions.test_random_programs import inputs
+from support import no_remat, outcome
+from torch import nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.overrides import TorchFunctionMode
+
+from funcckpt import (
+    InputError,
+    checkpoint,
+    checkpoint_name,
+    checkpoint_scope,
+    create_selective_checkpoint_contexts,
+    print_saved_residuals,
+    remat,
+    saved_residuals,
+)
+from funcckpt.meter import Meter
+from funcckpt.nn import Remat, apply_remat
+
+FILE = Path(__file__).name
+N, D, H, B = 3, 4, 8, 5  # rows, features in, features hidden, batch
+f32 = torch.float32
+
+
+def block(params, x):
+    h = torch.tanh(x @ params["w1"])
+    return checkpoint_name(h * h, "square") @ params["w2"]
+
+
+def line(function, text):
+    """Where in this file a function has a line of code, as a record says it."""
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [first + i for i, code in enumerate(lines) if text in code]
+    return f"{FILE}:{found} ({function.__name__})"
+
+
+TANH = line(block, "tanh")
+SQUARE = line(block, "square")
+
+
+def loss(params, x):
+    return block(params, x).exp().sum()
+
+
+def rematted(params, x):
+    return remat(block)(params, x).exp().sum()
+
+
+def hooked(params, x):
+    return checkpoint(block, params, x).exp().sum()
+
+
+@pytest.fixture
+def params():
+    return {"w1": torch.randn(D, H), "w2": torch.randn(H, 2)}
+
+
+def rows(*args, **kwargs):
+    return [(r.dtype, r.shape, r.bytes, r.source, r.name) for r in saved_residuals(*args, **kwargs)]
+
+
+W1 = (f32, (D, H), 4 * D * H, "argument params['w1']", None)
+W2 = (f32, (H, 2), 4 * H * 2, "argument params['w2']", None)
+X = (f32, (N, D), 4 * N * D, "argument x", None)
+XS = (f32, (B, N, D), 4 * B * N * D, "argument x", None)
+
+
+def tanh(*batch):
+    shape = (*batch, N, H)
+    return f32, shape, 4 * N * H * (batch or (1,))[0], f"output of aten.tanh at {TANH}", None
+
+
+def square(*batch):
+    shape = (*batch, N, H)
+    return f32, shape, 4 * N * H * (batch or (1,))[0], f"output of aten.mul at {SQUARE}", "square"
+
+
+def exp(function, *batch):
+    shape = (*batch, N, 2)
+    where = line(function, "exp()")
+    return f32, shape, 4 * N * 2 * (batch or (1,))[0], f"output of aten.exp at {where}", None
+
+
+# -- exact records --------------------------------------------------------------------------------------
+
+
+def test_plain(params):
+    """With respect to all arguments, since none requires grad."""
+    assert rows(loss, params, torch.ones(N, D)) == [W1, W2, X, tanh(), square(), exp(loss)]
+
+
+def test_what_requires_grad_decides(params):
+    """x does not, so that w1 is not needed."""
+    params = {name: p.requires_grad_() for name, p in params.items()}
+    assert rows(loss, params, torch.ones(N, D)) == [W2, X, tanh(), square(), exp(loss)]
+
+
+def test_grad(params):
+    assert rows(grad(loss), params, torch.ones(N, D)) == [W2, X, tanh(), square(), exp(loss)]
+
+
+def test_vmap_of_grad(params):
+    """Batched, what belongs to each sample; the parameters as they are."""
+    found = rows(vmap(grad(loss), (None, 0)), params, torch.ones(B, N, D))
+    assert found == [W2, XS, tanh(B), square(B), exp(loss, B)]
+
+
+def test_grad_of_vmap(params):
+    def total(params, x):
+        return vmap(loss, (None, 0))(params, x).sum()
+
+    found = saved_residuals(grad(total), params, torch.ones(B, N, D))
+    # Where all batch dimensions are outside of the grad, a matmul folds them.
+    assert [(r.bytes, r.source, r.name) for r in found] == [
+        row[2:] for row in (W2, XS, tanh(B), square(B), exp(loss, B))
+    ]
+
+
+def test_remat(params):
+    inputs = [W1, W2, X]
+    assert rows(rematted, params, torch.ones(N, D)) == [*inputs, exp(rematted)]
+    assert rows(grad(rematted), params, torch.ones(N, D)) == [*inputs, exp(rematted)]
+    found = rows(vmap(grad(rematted), (None, 0)), params, torch.ones(B, N, D))
+    assert found == [W1, W2, XS, exp(rematted, B)]
+
+
+def test_who_keeps_it(params):
+    found = {r.source: r.kept_by for r in saved_residuals(grad(rematted), params, torch.ones(N, D))}
+    assert found["argument x"] == "remat(block)"
+    assert found[exp(rematted)[3]] == "ExpBackward0"
+
+
+def test_whole_function_in_remat(params):
+    assert rows(grad(remat(loss)), params, torch.ones(N, D)) == [W1, W2, X]
+
+
+def test_the_hook_path(params):
+    assert rows(hooked, params, torch.ones(N, D)) == [W1, W2, X, exp(hooked)]
+    assert rows(vmap(grad(hooked), (None, 0)), params, torch.ones(B, N, D)) == [W1, W2, XS, exp(hooked, B)]
+
+
+def test_nested_hook_path(params):
+    """The inner region's inputs are the outer one's to recompute."""
+
+    def outer(params, x):
+        return checkpoint(block, params, x.sin()).cos()
+
+    def f(params, x):
+        return checkpoint(outer, params, x)
+
+    assert rows(f, params, torch.ones(N, D)) == [W1, W2, X]
+
+
+def test_jvp_of_grad():
+    """Forward over reverse keeps the tangents of what reverse keeps."""
+
+    def f(x, t):
+        return jvp(grad(lambda x: x.exp().sin().sum()), (x,), (t,))
+
+    where = f"{FILE}:{inspect.getsourcelines(f)[1] + 1} (<lambda>)"
+    found = saved_residuals(f, torch.ones(7), torch.ones(7))
+    assert [(r.shape, r.bytes, r.source) for r in found] == [
+        ((7,), 28, f"output of aten.exp at {where}"),
+        ((7,), 28, f"output of aten.mul at {where}"),  # its tangent
+    ]
+
+
+def test_jvp_of_grad_of_remat():
+    def f(x, t):
+        return jvp(grad(lambda x: remat(lambda x: x.exp().sin())(x).sum()), (x,), (t,))
+
+    found = saved_residuals(f, torch.ones(7), torch.ones(7))
+    assert [(r.bytes, r.source, r.kind) for r in found] == [
+        (28, "argument x", "argument"),
+        (28, "argument t", "argument"),
+    ]
+
+
+def test_second_order():
+    """The outer backward goes through the inner one as well."""
+    cube = lambda x: (x * x * x).sum()
+    found = saved_residuals(grad(lambda x: grad(cube)(x).sum()), torch.ones(6))
+    assert [r.kind for r in found].count("argument") == 1
+    assert any("in a backward" in r.source for r in found)
+
+
+def test_jacobians():
+    """The pullback is called when its level is over."""
+    f = lambda x: x.exp().sin()
+    for transform in (jacrev, lambda f: lambda x: vjp(f, x)[1](torch.ones(7))):
+        (found,) = saved_residuals(transform(f), torch.ones(7))
+        assert (found.bytes, found.source.split(" at ")[0]) == (28, "output of aten.exp")
+    with (
+        torch.no_grad()
+    ):  # forward mode keeps nothing; without no_grad it is asked what its own backward needs
+        assert saved_residuals(jacfwd(f), torch.ones(7)) == []
+    # 7 tangents of the exponential at once.
+    assert [r.bytes for r in saved_residuals(hessian(lambda x: f(x).sum()), torch.ones(7))] == [28, 7 * 28]
+
+
+def test_module():
+    model = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 2))
+    assert rows(model, torch.ones(N, D)) == [
+        (f32, (N, D), 4 * N * D, "argument input", None),
+        (f32, (H, 2), 4 * H * 2, "parameter 'weight' of module '2'", None),
+        (f32, (N, H), 4 * N * H, "output of aten.tanh", None),
+    ]
+    apply_remat(model, nn.Tanh)
+    assert [r.source for r in saved_residuals(model, torch.ones(N, D))][2:] == [
+        "output of aten.addmm",
+        "output of aten.tanh",
+    ]
+
+
+def test_training_step():
+    model = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 2))
+
+    def step(x):
+        model(x).sum().backward()
+
+    where = line(step, "model(x)")
+    assert [r.source for r in saved_residuals(step, torch.ones(N, D))] == [
+        "argument x",
+        "parameter 'weight' of module '2' of closure variable 'model'",
+        f"output of aten.tanh at {where}",
+    ]
+    assert model[0].weight.grad is not None  # f is run as it is
+
+
+BACKWARDS = {
+    "torch.autograd.backward": lambda y, w: torch.autograd.backward(y),
+    "torch.autograd.grad": lambda y, w: torch.autograd.grad(outputs=y, inputs=w),
+    "Tensor.backward": lambda y, w: y.backward(),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_every_way_to_run_a_backward(name):
+    w = torch.ones(3, requires_grad=True)
+
+    def f(w):
+        BACKWARDS[name]((w * w).exp().sum(), w)
+
+    found = saved_residuals(f, w)
+    assert [r.source.split(" at ")[0] for r in found] == ["argument w", "output of aten.exp"]
+
+
+def test_the_largest_of_several_backwards():
+    def f(x):
+        small, _ = grad(lambda x: x[:2].exp().sum())(x), None
+        return grad(lambda x: (x.exp() * x.sin()).sum())(x) + small
+
+    assert sum(r.bytes for r in saved_residuals(f, torch.ones(10))) == 3 * 40
+
+
+def test_closure_variables():
+    scale = torch.full((H,), 2.0)
+
+    def f(x):
+        return (x * scale).sum()
+
+    assert rows(f, torch.ones(N, H)) == [(f32, (H,), 4 * H, "closure variable 'scale'", None)]
+    # The recomputation needs it, too.
+    assert [r[3] for r in rows(remat(f), torch.ones(N, H))] == ["argument x", "closure variable 'scale'"]
+
+
+def test_a_constant_that_only_the_recomputation_needs():
+    """It is made in f, and no node of autograd saves it."""
+
+    def f(x):
+        mask = torch.ones(N, H)
+        return remat(lambda x: (x + mask).cos())(x).sum()
+
+    where = line(f, "mask = ")
+    assert [r[3] for r in rows(grad(f), torch.ones(N, H))] == [
+        "argument x",
+        f"output of aten.ones at {where}",
+    ]
+
+
+def test_copies_to_compare_with():
+    f = remat(lambda x: x.sin(), determinism_check="values")
+    found = saved_residuals(grad(lambda x: f(x).sum()), torch.ones(10))
+    assert [(r.kind, r.bytes) for r in found] == [("argument", 40), ("output", 40)]
+
+
+def test_a_custom_function():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.sin()
+            ctx.save_for_backward(y)
+            ctx.more = torch.cat([x, x])
+            return y + 1
+
+        @staticmethod
+        def backward(ctx, ct):
+            return ct * ctx.saved_tensors[0]
+
+    found = saved_residuals(Own.apply, torch.ones(5))
+    assert [(r.bytes, r.source.split(" at ")[0], r.kept_by) for r in found] == [
+        (20, "output of aten.sin", "OwnBackward"),
+        (40, "output of aten.cat", "OwnBackward"),
+    ]
+
+
+def test_views_are_one_storage():
+    """A part keeps the whole alive; an expanded tensor is no larger than what it shows."""
+    (found,) = saved_residuals(lambda x: (x.exp()[:2]).sin().sum(), torch.ones(100))
+    assert (found.shape, found.bytes) == ((100,), 400)
+    found = saved_residuals(lambda x: (x.exp().sum().expand(50) * 2).sin().sum(), torch.ones(100))
+    assert [r.bytes for r in found] == [400, 200]
+
+
+def test_numbers_are_no_residuals_and_small_tensors_are():
+    assert saved_residuals(lambda x: (x * 2.0).sum(), torch.ones(3)) == []
+    assert [
+        r.source for r in saved_residuals(lambda x, s: (x * s).sum(), torch.ones(3), torch.tensor(2.0))
+    ] == [
+        "argument x",
+        "argument s",
+    ]
+    two = torch.tensor(2.0, dtype=torch.float64)
+    assert [r.source for r in saved_residuals(lambda x: (x * two).sum(), torch.ones(3))] == [
+        "closure variable 'two'"
+    ]
+
+
+def test_in_place_results_are_known_by_the_last_operator():
+    def f(x):
+        return x.exp().mul_(2).sin().sum()
+
+    (found,) = [r for r in saved_residuals(lambda x: f(x.clone()), torch.ones(3)) if "mul_" in r.source]
+    assert found.source == f"output of aten.mul_ at {line(f, 'mul_')}"
+
+
+def test_names_of_arguments():
+    def f(a, *rest, b, **more):
+        return (a * rest[0] * rest[1]["k"] * b * more["c"]).sum()
+
+    x = torch.ones(2)
+    found = saved_residuals(f, x, x + 1, {"k": x + 2}, b=x + 3, c=x + 4)
+    assert [r.source for r in found if r.kind == "argument"] == [
+        "argument a",
+        "argument rest[0]",
+        "argument rest[1]['k']",
+        "argument b",
+        "argument c",
+    ]
+    assert [r.source for r in saved_residuals(torch.sin, x)] == ["argument 0"]
+
+
+def test_under_a_transform(params):
+    """Called where a transform is active, it sees below it."""
+    seen = []
+
+    def f(x):
+        seen.append(rows(grad(loss), params, x))
+        return x
+
+    vmap(f)(torch.ones(B, N, D))
+    assert [row[2] for row in seen[0]] == [row[2] for row in (W2, XS, tanh(B), square(B), exp(loss, B))]
+
+
+def test_selective_checkpoint(params):
+    """What a policy keeps is kept beside the graph, for the recomputation."""
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default])
+
+    def f(params, x):
+        return checkpoint(block, params, x, context_fn=context_fn).exp().sum()
+
+    assert rows(f, params, torch.ones(N, D)) == [W1, W2, X, tanh(), exp(f)]
+
+
+def test_torchs_checkpoint(params):
+    def f(params, x):
+        return torch.utils.checkpoint.checkpoint(block, params, x, use_reentrant=False).exp().sum()
+
+    assert rows(f, params, torch.ones(N, D)) == [W1, W2, X, exp(f)]
+
+
+def test_scope():
+    def f(x):
+        with checkpoint_scope():
+            y = x.cos().sin()
+        return (y * y).exp().sum()
+
+    where = line(f, "exp()")
+    x = (f32, (N, D), 4 * N * D, "argument x", None)
+    assert rows(f, torch.ones(N, D)) == [x, (f32, (N, D), 4 * N * D, f"output of aten.exp at {where}", None)]
+
+
+def test_statistics_of_a_recomputed_module():
+    """No copy of them is held for the recomputation."""
+    model = Remat(nn.BatchNorm1d(D))
+    found = saved_residuals(lambda x: model(x.sin()), torch.ones(N, D))
+    assert [(r.dtype, r.bytes) for r in found if r.kind == "output"] == [(f32, 4 * N * D)]
+
+
+def test_saved_tensors_on_the_host():
+    """A tensor that a hook keeps in place of the saved one."""
+
+    def f(x):
+        with torch.autograd.graph.save_on_cpu():
+            return x.exp().sum()
+
+    (found,) = saved_residuals(f, torch.ones(10))
+    assert found.bytes == 40 and found.kind == "output"
+
+
+# -- the same bytes as the meter's ----------------------------------------------------------------------
+
+
+class _AtBackward(TorchFunctionMode):
+    """What the meter says is alive when a backward begins."""
+
+    def __init__(self, meter):
+        super().__init__()
+        self.meter, self.seen = meter, []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.autograd.grad:
+            self.seen.append(self.meter.live_bytes)
+        return func(*args, **(kwargs or {}))
+
+
+def attention(params, x):
+    q, k, v = x @ params["w1"], (x * 2) @ params["w1"], x.sin() @ params["w1"]
+    return F.dropout(torch.softmax(q @ k.mT, -1), 0.3) @ v @ params["w2"]
+
+
+def convolution(params, x):
+    y = F.conv1d(x.reshape(1, 1, -1), params["w1"].reshape(H, 1, D))
+    return F.gelu(F.layer_norm(y, y.shape[-1:])).logsumexp(-1)
+
+
+def checkpointed(f):
+    return lambda *args: checkpoint(f, *args)
+
+
+def plain(value, params, x):
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    return torch.autograd.grad(value(leaves, x), list(leaves.values()), allow_unused=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, remat, checkpointed], ids=["plain", "remat", "checkpoint"])
+@pytest.mark.parametrize("f", [block, attention, convolution])
+@pytest.mark.parametrize(
+    "stack", ["plain", "grad", "vmap(grad)", "grad(vmap)", "jacrev", "grad(grad)", "jvp(grad)"]
+)
+def test_the_meter_sees_the_same_bytes(stack, f, wrap, params):
+    """Alive when the (last) backward begins: what is kept, and the value that is differentiated."""
+    xs = torch.randn(B, N, D)
+    randomness = {"randomness": "different"}
+    value = lambda params, x: wrap(f)(params, x * 1.5).sum()  # nothing else refers to what it computes
+    runs = {
+        "plain": (lambda p, x: plain(value, p, x[0]), 4),
+        "grad": (lambda p, x: grad(value)(p, x[0]), 4),
+        "vmap(grad)": (vmap(grad(value), (None, 0), **randomness), 4 * B),
+        "grad(vmap)": (grad(lambda p, x: vmap(value, (None, 0), **randomness)(p, x).sum()), 4),
+        "jacrev": (lambda p, x: jacrev(value)(p, x[0]), 4),
+        "grad(grad)": (grad(lambda p, x: grad(value)(p, x[0])["w1"].sum()), 4),
+        "jvp(grad)": (lambda p, x: jvp(lambda p: grad(value)(p, x[0]), (p,), (p,)), 8),
+    }
+    run, size_of_value = runs[stack]
+    with Meter() as meter, _AtBackward(meter) as at:
+        run(params, xs)
+    gc.collect()
+    kept = sum(r.bytes for r in saved_residuals(run, params, xs) if r.kind == "output")
+    if stack == "jacrev":  # the basis of the cotangents is there already
+        size_of_value *= 2
+    assert kept + size_of_value == at.seen[-1]
+
+
+@pytest.mark.parametrize("wrap", [remat, no_remat])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs(seed, wrap):
+    """To look breaks nothing, all that is kept is alive, and all of it has a source."""
+    program, (x, w) = draw(seed), inputs(seed)
+    expected = outcome(lambda: program.run(wrap, x, w), seed)
+    with Meter() as meter:
+        found = outcome(lambda: saved_residuals(lambda x, w: program.run(wrap, x, w), x, w), seed)
+    assert type(found.error) is type(expected.error), found.error
+    residuals = found.value or []
+    assert sum(r.bytes for r in residuals if r.kind == "output") <= meter.peak_bytes
+    assert not [r for r in residuals if r.source == "a captured tensor"]
+
+
+def test_random_streams_and_gradients_are_left_alone():
+    x = torch.ones(10, requires_grad=True)
+    state = torch.get_rng_state()
+    assert saved_residuals(lambda x: F.dropout(x).sum(), x)
+    assert torch.equal(state, torch.get_rng_state()) and x.grad is None
+
+
+# -- printed --------------------------------------------------------------------------------------------
+
+
+def test_printed(params, capsys):
+    print_saved_residuals(vmap(grad(rematted), (None, 0)), params, torch.ones(B, N, D))
+    assert capsys.readouterr().out == (
+        "float32[4, 8]     128 bytes  argument params['w1']\n"
+        "float32[8, 2]      64 bytes  argument params['w2']\n"
+        "float32[5, 3, 4]  240 bytes  argument x\n"
+        f"float32[5, 3, 2]  120 bytes  output of aten.exp at {line(rematted, 'exp()')}\n"
+    )
+    print_saved_residuals(lambda x: x + 1, torch.ones(3))
+    assert capsys.readouterr().out == ""
+    named = [r for r in saved_residuals(loss, params, torch.ones(N, D)) if r.name]
+    assert [str(r) for r in named] == [
+        f"float32[3, 8]  96 bytes  named 'square', output of aten.mul at {SQUARE}"
+    ]
+
+
+def test_errors():
+    with pytest.raises(InputError, match="a function and its arguments"):
+        saved_residuals(torch.ones(3))
