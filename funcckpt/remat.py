@@ -258,7 +258,10 @@ class _Checkpointed:
     def __init__(self, f: Callable[..., Any], name: str, options: _Options) -> None:
         # The __dict__ of other callables is their state, not an annotation.
         updated = ("__dict__",) if isinstance(f, types.FunctionType) else ()
-        functools.update_wrapper(self, f.forward if isinstance(f, nn.Module) else f, updated=updated)
+        # Dynamo of torch 2.11 asks functions written in C for annotations, which they do not have.
+        wrapped = f.forward if isinstance(f, nn.Module) else f
+        assigned = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(wrapped, name)]
+        functools.update_wrapper(self, wrapped, assigned=assigned, updated=updated)
         self._made_of = f, name, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
