@@ -260,6 +260,7 @@ class Closure:
         """
         nodes: list[_Node] = []
         contents: list[list[Any]] = []
+        value: Any
         for step in plan.steps:
             parent = step.parent
             if parent < 0:
