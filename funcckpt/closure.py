@@ -260,12 +260,13 @@ class Closure:
         """
         nodes: list[_Node] = []
         contents: list[list[Any]] = []
+        value: Any
         for step in plan.steps:
             parent = step.parent
             if parent < 0:
-                value, node = root, step.node(root, None, step.label)
                 if type(root) is not step.kind:
                     return False
+                value, node = root, step.node(root, None, step.label)
             else:
                 value = contents[parent][step.position]
                 node = step.node(value, nodes[parent].key, step.label)

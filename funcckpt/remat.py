@@ -246,16 +246,22 @@ def _name_and_check(f: Callable[..., Any]) -> str:
         )
     name = _name(f)
     for unwrapped in (f, getattr(f, "forward", None), inspect.getattr_static(type(f), "__call__", None)):
-        if (
-            inspect.isgeneratorfunction(unwrapped)
-            or inspect.iscoroutinefunction(unwrapped)
-            or inspect.isasyncgenfunction(unwrapped)
-        ):
+        if _is_generator_or_coroutine(unwrapped):
             raise InputError(
                 f"remat({name}): a generator or coroutine function gives nothing that could be "
                 "recomputed. Return the values in a list or tuple."
             )
     return name
+
+
+def _is_generator_or_coroutine(f: Any) -> bool:
+    # inspect's own functions ask an nn.Module for what it has not, which takes long.
+    while isinstance(f, types.MethodType | functools.partial):
+        f = f.func if isinstance(f, functools.partial) else f.__func__
+    lazy = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+    return isinstance(f, types.FunctionType) and (
+        f.__code__.co_flags & lazy != 0 or inspect.iscoroutinefunction(f)
+    )
 
 
 class _Checkpointed:
@@ -264,7 +270,10 @@ class _Checkpointed:
     def __init__(self, f: Callable[..., Any], name: str, options: _Options) -> None:
         # The __dict__ of other callables is their state, not an annotation.
         updated = ("__dict__",) if isinstance(f, types.FunctionType) else ()
-        functools.update_wrapper(self, f.forward if isinstance(f, nn.Module) else f, updated=updated)
+        # Dynamo of torch 2.11 asks functions written in C for annotations, which they do not have.
+        wrapped = f.forward if isinstance(f, nn.Module) else f
+        assigned = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(wrapped, name)]
+        functools.update_wrapper(self, wrapped, assigned=assigned, updated=updated)
         self._made_of = f, name, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
