@@ -110,6 +110,7 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
         arguments = _Arguments(name, options, tuple(own), kwargs)
         places = {id(x): i for i, x in enumerate(arguments.tensors)}
         call = _Call(_scalar(loss, name), name, options, arguments)
+        call.code = None  # to put values off would keep what they are made of, at the peak
         call._layers = _torch.active_layers()
         inputs = call._take_inputs(call._captured)
         program = _Gradient(

@@ -63,7 +63,7 @@ def plot_memory(
     ...     return x.sum()
     >>> ax = plot_memory(loss, [torch.eye(64)] * 4, torch.ones(256, 64))
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
-    ['loss, without remat: 576 KiB', 'loss: 464 KiB']
+    ['loss, without remat: 576 KiB', 'loss: 400 KiB']
     """
     ax = ax or _new_axes("plot_memory")
     if callable(f):

@@ -317,7 +317,12 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
     key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
     plan = _plans.get(key)
-    lazy = (plan is None or bool(plan.unread)) and not _torch.has_compiled()
+    lazy = (
+        (plan is None or bool(plan.unread))
+        and source.code is not None
+        and not _torch.has_compiled()
+        and _may_be_worth_it(inputs)
+    )
     if not lazy and kept is None:
         return program.run(*inputs)
     if kept is not None:
@@ -340,6 +345,14 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             _remember(key, replay.plan())
         return outputs
     return program.run(*inputs)
+
+
+def _may_be_worth_it(inputs: Sequence[Tensor]) -> bool:
+    """Whether a product of some of the inputs may be worth a call. A mode that watches changes how torch
+    computes some derivatives (cumprod), in the last bits.
+    """
+    elements = sum([x.numel() for x in inputs])
+    return elements * elements >= 2 * FLOPS_WORTH_A_CALL
 
 
 def _remember(key: Any, plan: _Plan) -> None:

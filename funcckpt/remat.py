@@ -15,6 +15,7 @@ import gc
 import inspect
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections import Counter, defaultdict
@@ -657,7 +658,9 @@ class _Call(Leaf):
         versions, versions_of_captured = self.versions(arguments), self.versions(captured)
         copies = [_copy(x) if self._closure.writes_unseen else None for x in captured]
         hooks = [len(x._backward_hooks or ()) for x in captured]
-        gradients = [_gradient(x) for x in captured]
+        # Other threads may accumulate meanwhile.
+        watches_gradients = threading.active_count() == 1
+        gradients = [_gradient(x) for x in captured] if watches_gradients else []
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
         inner = [
@@ -682,7 +685,7 @@ class _Call(Leaf):
                     f"remat({self._name}) registers a hook on {self._where_captured(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
                 )
-        for x, gradient in zip(captured, gradients, strict=True):
+        for x, gradient in zip(captured, gradients, strict=watches_gradients):
             if _gradient(x) != gradient:
                 raise MutationError(
                     f"remat({self._name}) calls backward(), which accumulates the gradient of "

@@ -191,6 +191,8 @@ RUNS = {"plain": plain, "grad": under_grad, "vmap_grad": per_sample, "jacrev": j
 def small_sizes_matter(monkeypatch):
     """What is too small to be worth it in practice is large enough to count."""
     monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
+    # What other tests have compiled is none of these.
+    monkeypatch.setattr(recompute._torch, "has_compiled", lambda: False)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -24,6 +24,8 @@ MATMUL = 2 * N * D * H
 def small_sizes_matter(monkeypatch):
     """What is too small to be worth it in practice is large enough to count."""
     monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
+    # What other tests have compiled is none of these.
+    monkeypatch.setattr(recompute._torch, "has_compiled", lambda: False)
     recompute._plans.clear()
 
 
