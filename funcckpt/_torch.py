@@ -10,13 +10,14 @@ a release of torch moves one of these names.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType, MappingProxyType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -70,9 +71,6 @@ try:
         unwrap_if_dead,
     )
 
-    # What keeps the compiler out of a function, and imports it only where it is at work.
-    from torch._compile import _disable_dynamo as disable_dynamo
-
     # torch.func's own bookkeeping, with which ours has to agree: how many jvp levels are open (only
     # the outermost opens a dual level), and which Python frames belong to `torch.func.grad`.
     from torch._functorch import eager_transforms
@@ -111,6 +109,7 @@ except ImportError as error:
         "torch from 2.11 to 2.15."
     ) from error
 
+T = TypeVar("T")
 Interpreter = Any  # torch._C._functorch.CInterpreter
 
 _RANDOMNESS = {
@@ -420,11 +419,20 @@ def jvp_level() -> Iterator[int]:
             _jvp_decrement_nesting()
         return
     with jvp_increment_nesting() as level, _set_fwd_grad_enabled(True):
-        if forward_ad._current_level < 0:
+        if forward_ad._current_level >= 0 or _has_unnamed_dual_level():
+            yield level
+        else:
             with forward_ad.dual_level():
                 yield level
-        else:
-            yield level
+
+
+def _has_unnamed_dual_level() -> bool:
+    """Whether a graph of Dynamo has opened a dual level, which it does without torch's bookkeeping."""
+    try:
+        torch._C._exit_dual_level(level=torch._C._enter_dual_level())
+    except RuntimeError:
+        return True
+    return False
 
 
 def differentiates_in_inference_mode() -> bool:
@@ -743,6 +751,14 @@ def _call_of_engine(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+# Part of what autograd says when something is written to a leaf or to a view of one, and functorch
+# when it is written to what comes from outside of a level.
+WRITES_TO_INPUT = (
+    "leaf Variable that requires grad is being used in an in-place operation",
+    "that would mutate a captured Tensor",
+)
+
+
 # -- for the hook path -----------------------------------------------------------------------------
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -960,3 +976,107 @@ def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
 # Operators, as a list of them is checked: aten's, and those that take functions.
 HigherOrderOperator = torch._ops.HigherOrderOperator
 OPERATORS = (torch._ops.OpOverload, HigherOrderOperator)
+
+
+# -- for torch.compile, whose parts take seconds to import, and are there when they are needed -----------
+
+
+def known_to_dynamo(f: T) -> T:
+    """`torch.compiler.assume_constant_result`, which imports the compiler."""
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+def call_with_graph(how: Callable[..., Any], f: Callable[[], Any]) -> Any:
+    """`how(f)()`. Dynamo makes a graph of f, and `how` is given that when AOTAutograd traces it."""
+    from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+
+    return dynamo_bypassing_wrapper(how, f)
+
+
+def torch_checkpoint_of_graph(graph: torch.fx.GraphModule, args: Sequence[Any]) -> Any:
+    """What torch.compile makes of a checkpoint: nodes with tags for the partitioner."""
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    return tag_activation_checkpoint(graph, *args, use_reentrant=False)
+
+
+def _functional_tensor() -> Any:
+    # Imported as soon as one is made.
+    return sys.modules.get("torch._subclasses.functional_tensor")
+
+
+def is_traced_by_aot_autograd() -> bool:
+    """Whether `torch.compile` traces what is done, below Dynamo; the eager backend does not."""
+    if (module := _functional_tensor()) is None:
+        return False
+    return any(isinstance(mode, module.FunctionalTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def traced_value(x: Tensor) -> Tensor:
+    """What AOTAutograd knows as the value of `x` now, whatever is written to `x` later."""
+    value: Tensor = cast(Any, x).from_functional() if hasattr(x, "from_functional") else x
+    return value
+
+
+def of_traced_value(x: Tensor) -> Tensor:
+    """A new tensor with a value that was known before."""
+    functional: Tensor = _functional_tensor().FunctionalTensor.to_functional(x)
+    return functional
+
+
+def number_of_traced() -> int:
+    """How many operators have been recorded, which tells one place in a graph from all others."""
+    mode = get_proxy_mode()
+    return 0 if mode is None else len(mode.tracer.graph.nodes)
+
+
+def tagged(tags: dict[str, Any]) -> AbstractContextManager[Any]:
+    """What is traced inside is annotated, where annotations are kept; there is no public way to say so."""
+    node = torch.fx.Graph().placeholder("funcckpt")
+    node.meta = tags
+    return fx_traceback.set_current_meta(node)
+
+
+_TRANSFORMS = frozenset({"_grad_increment_nesting", "_jvp_increment_nesting", "_vmap_increment_nesting"})
+# Which argument of what Dynamo records for a transform is the number of a level.
+_LEVEL_AT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_for_grad": 1, "_wrap_for_grad": 1}
+
+
+def has_transforms(graph: torch.fx.GraphModule) -> bool:
+    """Whether transforms are entered inside of a graph of Dynamo."""
+    return any(
+        getattr(node.target, "__name__", None) in _TRANSFORMS
+        for module in graph.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs a graph of Dynamo at another level than that which was active when the graph was made."""
+
+    def __init__(self, graph: torch.fx.GraphModule, level: int) -> None:
+        super().__init__(graph)
+        self._shift = current_level() - level
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._shift and (i := _LEVEL_AT.get(getattr(target, "__name__", ""))) is not None:
+            args = (*args[:i], args[i] + self._shift, *args[i + 1 :])
+        return super().call_function(target, args, kwargs)
+
+
+def interpret(
+    graph: torch.fx.GraphModule, level: int, *args: Any, tags: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """Run a graph that was made at a level, and annotate its nodes as they are traced."""
+    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    before = [node.meta for node in nodes]
+    for node in nodes:
+        node.meta = {**node.meta, **tags}
+    try:
+        with fx_traceback.preserve_node_meta():
+            return _Interpreter(graph, level).run(*args)
+    finally:
+        for node, meta in zip(nodes, before, strict=True):
+            node.meta = meta

@@ -192,7 +192,8 @@ def _bind_legacy(program: Jvp | Vjp, inputs: Sequence[Tensor], recording: bool =
 
 def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) -> Tensors:
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
-    if recording and any(x.requires_grad for x in inputs) and not _torch.is_tracing():
+    is_constant = _torch.is_tracing() and not program.source.is_compiled
+    if recording and any(x.requires_grad for x in inputs) and not is_constant:
         outputs: Tensors = _Plain.apply(program, *inputs)
         return outputs
     with torch.no_grad():

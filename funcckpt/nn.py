@@ -29,8 +29,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from . import _torch
-from .eager.checkpoint import checkpoint
+from . import _torch, compiled
+from .eager.checkpoint import call_under_compiled_transform, checkpoint
 from .eager.region import Contexts
 from .errors import InputError, OptionError
 
@@ -199,6 +199,9 @@ def _recomputed(
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
+        if compiled.differentiates():
+            name = type(next(iter(modules))).__name__
+            return call_under_compiled_transform(f, name, args, kwargs, **options)
         # Dynamo knows this one, and AOTAutograd what it does.
         return torch_checkpoint(f, *args, use_reentrant=False, **options, **kwargs)
     if _runs_by_hooks(options):

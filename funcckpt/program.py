@@ -66,6 +66,8 @@ class Leaf(Program):
     # Whether some captured tensors are replaced by a mode, as f runs. It sees what is handed to an
     # autograd.Function only at a functorch level.
     replaces = False
+    # Whether this is a graph that `torch.compile` traces: plain autograd goes through it.
+    is_compiled = False
 
     def __init__(self) -> None:
         self.home = _torch.current_level()
@@ -88,6 +90,10 @@ class Leaf(Program):
     @abstractmethod
     def take_layers(self) -> list[_torch.Layer] | None:
         """The levels that were active at the call, before the first run; None from then on."""
+
+    def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The inputs of a program made from this one, where no level is left."""
+        return inputs
 
     @abstractmethod
     def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:

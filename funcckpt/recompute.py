@@ -308,10 +308,11 @@ def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before."""
+    source = program.source
+    inputs = source.received(inputs)
     if not program.is_pullback:
         return program.run(*inputs)
-    source = program.source
-    if _torch.is_tracing():
+    if source.is_compiled or _torch.is_tracing():  # where what nobody reads is eliminated from the graph
         return program.run(*inputs)
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
     key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)

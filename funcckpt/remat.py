@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch, dispatch, net, policies, recording, world
+from . import _torch, compiled, dispatch, net, policies, recording, world
 from .closure import Closure, may_be_statistics, take_for_own
 from .errors import (
     CheckpointError,
@@ -45,12 +45,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Part of what autograd says when something is written to a leaf or to a view of one, and functorch
-# when it is written to what comes from outside of a level.
-_WRITES_TO_INPUT = (
-    "leaf Variable that requires grad is being used in an in-place operation",
-    "that would mutate a captured Tensor",
-)
 _CHECKS = ("default", "none", "values")
 
 
@@ -150,6 +144,8 @@ def remat(
     >>> per_sample(torch.ones(3, 2), torch.zeros(5, 3)).shape
     torch.Size([5, 3, 2])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _made_compiled(f, preserve_rng_state, determinism_check, policy)
     positions = _several(int, static_argnums, "static_argnums", f)
     names = _several(str, static_argnames, "static_argnames", f)
     if determinism_check not in _CHECKS:
@@ -170,6 +166,16 @@ def remat(
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
         return type(f)(made(f.__func__)) if isinstance(f, staticmethod | classmethod) else made(f)
+
+    return wrap if f is None else wrap(f)
+
+
+def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
+    """`remat(f)`, made in code that Dynamo traces: it need not be told which arguments are static."""
+
+    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+        name = getattr(f, "__name__", None) or type(f).__name__  # Dynamo is not at home with __qualname__
+        return lambda *args, **kwargs: call_compiled(f, name, args, kwargs, *options)
 
     return wrap if f is None else wrap(f)
 
@@ -273,7 +279,8 @@ class _Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _call_uncompiled(*self._made_of, args, kwargs)
+            f, name, options = self._made_of
+            return call_compiled(f, name, args, kwargs, *options[2:5])
         if (ask := instead.get()) is not None:
             f, name, _ = self._made_of
             return ask(
@@ -356,9 +363,30 @@ def _call(
         return call(hidden).run_under_transforms()
 
 
-# The compiler breaks its graph here: it can see through neither the search for what f captured, nor
-# what becomes of functorch's levels.
-_call_uncompiled = _torch.disable_dynamo(_call)
+def call_compiled(
+    f: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    policy: Any = None,
+) -> Any:
+    """A call in code that Dynamo traces, for which static arguments are like all others."""
+    if policy is not None:
+        compiled.refuse(f"remat({name}): policy")
+    if not torch.is_grad_enabled():
+        return f(*args, **kwargs)
+    untraced = functools.partial(
+        _call_untraced, name=name, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check
+    )
+    return compiled.call(untraced, name, f, args, kwargs)
+
+
+def _call_untraced(
+    f: Callable[..., Any], name: str, preserve_rng_state: bool, determinism_check: str, args: Any
+) -> Any:
+    return _call(f, name, _Options(frozenset(), frozenset(), preserve_rng_state, determinism_check), args, {})
 
 
 class _Arguments:
@@ -758,7 +786,7 @@ class _Call(Leaf):
             try:
                 out = f(*args, **kwargs)
             except RuntimeError as error:
-                if any(words in str(error) for words in _WRITES_TO_INPUT):
+                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                     raise self._changed_input(tensors) from error
                 raise
         self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)

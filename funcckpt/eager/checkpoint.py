@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
-from .. import _torch
+from .. import _torch, compiled
 from ..errors import CheckpointError, InputError, OptionError, describe
-from ..remat import instead, remat
+from ..remat import call_compiled, instead, remat
 from . import redirect
 from .debug import logged
 from .region import Contexts, Region, is_of_checkpoint, title
@@ -215,6 +215,11 @@ def _call(
         # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
         # read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
+        if dynamo and compiled.differentiates():  # which torch's does without recomputation, or refuses
+            name = getattr(f, "__name__", None) or type(f).__name__
+            return call_under_compiled_transform(
+                f, name, args, kwargs, preserve_rng_state, determinism_check, context_fn
+            )
         given: dict[str, Any] = {} if context_fn is noop_context_fn else {"context_fn": context_fn}
         return (torch_checkpoint.checkpoint if dynamo else _torch.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
@@ -399,6 +404,22 @@ def _innermost(f: Any) -> Any:
     if isinstance(f, MethodType):
         f = f.__self__ if isinstance(f.__self__, nn.Module) else f.__func__
     return f
+
+
+def call_under_compiled_transform(
+    f: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    **_: Any,
+) -> Any:
+    """The call under a transform, in code that Dynamo traces."""
+    if context_fn is not noop_context_fn:
+        compiled.refuse(f"checkpoint({name}): under torch.func transforms, context_fn")
+    return call_compiled(f, name, args, kwargs, preserve_rng_state, determinism_check)
 
 
 def _functional(

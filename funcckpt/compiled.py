@@ -1,0 +1,319 @@
+"""remat inside of a function that `torch.compile` compiles.
+
+Dynamo traces what it is given into a graph, and makes everything that f has captured an input of it: so
+f comes here as a `GraphModule` that is a function of tensors alone, and a program needs no search.
+While AOTAutograd traces that graph, functorch's levels are active as they are in eager code, and
+`dispatch` applies the same rules. What it recomputes is written to the graph a second time.
+
+Three things are different in a graph:
+
+* Without a level that differentiates, the backward is not in the graph yet: torch's partitioner makes
+  it, and recomputes what is tagged. There torch's own checkpoint does it.
+* The compiler sees the forward and the recomputation side by side. The partitioner, if plain autograd is
+  around such a level, would merge what is equal and keep what is expensive; inductor recomputes early what
+  is cheap to recompute. So the inputs of a recomputation go through an operator that they cannot
+  look into, which waits for the cotangent; and for the partitioner, nodes are tagged.
+* No random stream moves. What random operators have given is kept for the recomputation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from . import _torch, dispatch, world
+from .closure import is_tracked
+from .errors import CheckpointError, MutationError, OptionError, describe
+from .program import Leaf, Tensors
+
+
+@_torch.known_to_dynamo
+def differentiates() -> bool:
+    """Whether some functorch level takes a derivative; Dynamo, too, may ask."""
+    return any(layer.kind != "vmap" for layer in _torch.active_layers())
+
+
+@_torch.known_to_dynamo
+def refuse(what: str) -> None:
+    """Raise where Dynamo lets it through."""
+    raise OptionError(f"{what} cannot be honoured in a compiled graph. Leave it out there.")
+
+
+def call(
+    untraced: Callable[..., Any],
+    name: str,
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`f(*args, **kwargs)`, checkpointed, in code that Dynamo traces.
+
+    Parameters
+    ----------
+    untraced : callable
+        `untraced(f, args=args)` does it where there is nothing to trace: the backend is an eager one, or
+        Dynamo gave up and runs what it could not read.
+    name : str
+        What f is called in messages.
+    f, args, kwargs
+        The call. Tensors that f has captured become inputs of a graph, as the arguments do.
+
+    Returns
+    -------
+    object
+        What f returns.
+
+    Raises
+    ------
+    MutationError
+        f changes an input or a captured tensor in place, under a transform that differentiates.
+    CheckpointError
+        The recomputation draws other random numbers than the forward.
+    """
+    how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
+    return _torch.call_with_graph(how, lambda: f(*args, **kwargs))
+
+
+@_torch.known_to_dynamo
+def _level() -> int:
+    return _torch.current_level()
+
+
+def _from_dynamo(
+    f: Callable[..., Any], untraced: Callable[..., Any], name: str, level: int
+) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        if not isinstance(f, torch.fx.GraphModule):
+            return untraced(f, args=args)
+        if not _torch.is_traced_by_aot_autograd():
+            return untraced(functools.partial(_torch.interpret, f, level), args=args)
+        layers = _torch.active_layers()
+        if (
+            all(layer.kind == "vmap" for layer in layers)
+            and len(layers) == level
+            and not _torch.has_transforms(f)
+        ):
+            return _torch.torch_checkpoint_of_graph(f, args)
+        return _Graph(f, name, level, args, layers).call()
+
+    return run
+
+
+class _Graph(Leaf):
+    """A call of a graph, as a program over those of its inputs at which a transform looks.
+
+    The others, which f may change, are known to it as AOTAutograd knows them: by their value.
+    """
+
+    is_compiled = True
+
+    def __init__(
+        self,
+        graph: torch.fx.GraphModule,
+        name: str,
+        level: int,
+        args: Sequence[Any],
+        layers: list[_torch.Layer],
+    ) -> None:
+        super().__init__()
+        self._graph = graph
+        self._name = name
+        self._level = level
+        self._layers: list[_torch.Layer] | None = layers
+        self._args = list(args)
+        self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]
+        self._constants = {
+            i: _torch.traced_value(x)
+            for i, x in enumerate(args)
+            if isinstance(x, Tensor) and i not in self._inputs
+        }
+        # Whether plain autograd is below all levels, so that there will be a partition.
+        self._in_joint_graph = torch.is_grad_enabled() and any(
+            _torch.below_wrappers(args[i]).requires_grad for i in self._inputs
+        )
+        self._gates = _gates(graph, args)
+        self._world = world.World()
+        self._drawn = _Drawn(name)
+        self._out: list[Any] | None = None
+        # Where outputs stand that are inputs, which those are, and where the others stand.
+        self._same: dict[int, int] = {}
+        self._new: list[int] = []
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def call(self) -> tuple[Any, ...]:
+        """Run it under whatever transforms are active."""
+        args = list(self._args)
+        inputs = [args[i] for i in self._inputs]
+        for i in self._inputs:
+            self._args[i] = None
+        outputs = dispatch.call(self, inputs)
+        assert self._out is not None
+        out = list(self._out)
+        for i, j in self._same.items():
+            out[i] = args[j]  # Dynamo takes it for the same tensor
+        for i, y in zip(self._new, outputs, strict=True):
+            out[i] = y
+        return tuple(out)
+
+    def take_layers(self) -> list[_torch.Layer] | None:
+        layers, self._layers = self._layers, None
+        return layers
+
+    def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A recomputation reads some of its inputs through an operator that a compiler does not look into.
+
+        That waits for the newest cotangent, so that nothing can be recomputed long before it is needed.
+        """
+        number = _torch.number_of_traced()
+
+        def behind(i: int, x: Tensor) -> Tensor:
+            return torch.ops.funcckpt.barrier(x, inputs[-1], number) if i in self._gates else x
+
+        with _torch.tagged(_RECOMPUTED if self._in_joint_graph else {}):
+            for i, value in self._constants.items():
+                self._args[i] = behind(i, _torch.of_traced_value(value))
+            found = [behind(i, x) for i, x in zip(self._inputs, inputs, strict=False)]
+        return [*found, *inputs[len(found) :]]
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        args = list(self._args)
+        for i, x in zip(self._inputs, inputs, strict=True):
+            args[i] = x
+        if self._out is None:
+            return self._run_first(args)
+        with ExitStack() as stack:
+            if not self._world.is_here():
+                stack.enter_context(self._world.replayed())
+            stack.enter_context(world.own_autocast_cache())
+            if self.random:
+                stack.enter_context(_torch.without_vmap_mode())
+                stack.enter_context(self._drawn.replayed())
+            tags = _RECOMPUTED if self._in_joint_graph else {}
+            out = _torch.interpret(self._graph, self._level, *args, tags=tags)
+        return tuple([out[i] for i in self._new])
+
+    def _run_first(self, args: list[Any]) -> Tensors:
+        with world.own_autocast_cache(), self._drawn:
+            try:
+                out = _torch.interpret(self._graph, self._level, *args)
+            except RuntimeError as error:
+                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
+                    raise self._changed([args[i] for i in self._inputs]) from error
+                raise
+        self.random = self._drawn.seen
+        places = {id(x): i for i, x in enumerate(args) if isinstance(x, Tensor)}
+        for i, y in enumerate(out):
+            if id(y) in places:
+                self._same[i] = places[id(y)]
+            elif isinstance(y, Tensor):
+                self._new.append(i)
+        self._out = [None if isinstance(y, Tensor) else y for y in out]
+        return tuple([out[i] for i in self._new])
+
+    def held(self) -> list[Tensor]:
+        return []
+
+    @staticmethod
+    def versions(inputs: Sequence[Tensor]) -> list[int | None]:
+        return [x._version for x in inputs]
+
+    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
+        changed = [x for version, x in zip(before, inputs, strict=True) if x._version != version]
+        if changed:
+            raise self._changed(changed)
+
+    def _changed(self, candidates: Sequence[Tensor]) -> MutationError:
+        return MutationError(
+            f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
+            f"{' or '.join(map(describe, candidates))}. The recomputation would start from the changed "
+            "values: work on a copy (x.clone()) inside the function."
+        )
+
+
+def _gates(graph: torch.fx.GraphModule, args: Sequence[Any]) -> set[int]:
+    """Inputs without which no operator of a graph can run, small ones rather than large ones."""
+    depends: dict[torch.fx.Node, frozenset[int]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            i = len(depends)
+            depends[node] = frozenset([i] if isinstance(args[i], Tensor) else [])
+        elif node.op != "get_attr":
+            depends[node] = frozenset().union(*[depends.get(n, ()) for n in node.all_input_nodes])
+    needed = {inputs for node, inputs in depends.items() if node.op != "placeholder" and inputs}
+    gates = set().union(*needed)
+    for i in sorted(gates, key=lambda i: _size(args[i]), reverse=True):
+        if all(inputs & gates - {i} for inputs in needed):
+            gates.remove(i)
+    return gates
+
+
+def _size(x: Tensor) -> int:
+    """0 if it is symbolic: what has a dynamic size is an activation, and not a parameter."""
+    size = x.numel()
+    return size if isinstance(size, int) else 0
+
+
+_RECOMPUTED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
+
+
+_library = torch.library.Library("funcckpt", "FRAGMENT")
+_library.define("barrier(Tensor x, Tensor after, int number) -> Tensor")
+# The value of x: what a compiler cannot know, nor that it is the same for another number.
+_library.impl("barrier", lambda x, after, number: x.clone(), "CompositeExplicitAutograd")
+
+
+class _Drawn(world.Drawing):
+    """What the random operators of a run have given, in their order."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._results: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # By its value: the tensor may be written to.
+            self._results.append((func, pytree.tree_map_only(Tensor, _torch.traced_value, out)))
+        return out
+
+    def replayed(self) -> AbstractContextManager[Any]:
+        return _Replayed(self._name, self._results)
+
+
+class _Replayed(TorchDispatchMode):
+    """Gives what random operators have given before."""
+
+    def __init__(self, name: str, results: Sequence[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self._name = name
+        self._results = iter(results)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        known, result = next(self._results, (None, None))
+        if known is None or known is not func:
+            raise CheckpointError(
+                f"remat({self._name}): the recomputation draws random numbers by {func}, and the forward "
+                f"did by {known or 'nothing'}. Draw them outside of the function, and pass them as arguments."
+            )
+        fresh = pytree.tree_map_only(Tensor, _torch.of_traced_value, result)
+        if func._schema.is_mutable:
+            return args[0].copy_(fresh)
+        return fresh
