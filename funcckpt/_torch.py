@@ -1014,13 +1014,15 @@ def is_traced_by_aot_autograd() -> bool:
 
 
 def traced_value(x: Tensor) -> Tensor:
-    """What AOTAutograd knows as the value of `x` now, whatever is written to `x` later."""
-    value: Tensor = cast(Any, x).from_functional() if hasattr(x, "from_functional") else x
+    """What a graph that is being recorded knows as the value of `x` now, whatever is written to `x` later."""
+    value: Tensor = cast(Any, x).from_functional() if hasattr(x, "from_functional") else x.clone()
     return value
 
 
 def of_traced_value(x: Tensor) -> Tensor:
     """A new tensor with a value that was known before."""
+    if not is_traced_by_aot_autograd():
+        return x.clone()
     functional: Tensor = _functional_tensor().FunctionalTensor.to_functional(x)
     return functional
 

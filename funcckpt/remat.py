@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch, compiled, dispatch, net, policies, recording, world
+from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
 from .closure import Closure, may_be_statistics, take_for_own
 from .errors import (
     CheckpointError,
@@ -625,6 +625,7 @@ class _Call(Leaf):
         self._streams = world.random_streams(self._closure.generators)
         self._states: world.States | None = None
         self._world: world.World | None = None
+        self._drawn: drawing.Drawn | None = None
         self._outputs: _Outputs | None = None
         self._values: list[tuple[Tensor, int]] = []
 
@@ -781,15 +782,16 @@ class _Call(Leaf):
         content = self._arguments.content(args, kwargs)
         self._world = world.World()
         self._states = world.states(self._streams)
-        drawing = world.Drawing() if _torch.is_tracing() else None
-        with world.own_autocast_cache(), drawing or nullcontext():
+        if _torch.is_tracing():
+            self._drawn = drawing.Drawn(self._name)
+        with world.own_autocast_cache(), self._drawn or nullcontext():
             try:
                 out = f(*args, **kwargs)
             except RuntimeError as error:
                 if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                     raise self._changed_input(tensors) from error
                 raise
-        self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)
+        self.random = world.have_moved(self._states) or (self._drawn is not None and self._drawn.seen)
         self.random |= self._closure.moves_streams
         if not self.random:
             self._states = None  # there is nothing to put back, and each is some kilobytes
@@ -892,10 +894,10 @@ class _Call(Leaf):
     def _run_again(self, inputs: Tensors) -> Tensors:
         assert self._world is not None and self._outputs is not None
         self._closure.check_unchanged(self._name)
-        if self.random and _torch.is_tracing():
+        if self.random and self._drawn is None and _torch.is_tracing():
             raise CheckpointError(
-                f"remat({self._name}) draws random numbers, and make_fx records the recomputation as "
-                "drawing others. Draw them outside of the function, and pass them as arguments."
+                f"remat({self._name}) has drawn random numbers before make_fx began to record. Draw them "
+                "outside of the function, and pass them as arguments, or trace the forward too."
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
@@ -920,6 +922,7 @@ class _Call(Leaf):
             world.own_autocast_cache(),
             world.streams_at(self._states or []) if draws else nullcontext(),
             _torch.without_vmap_mode() if draws else nullcontext(),
+            nullcontext() if self._drawn is None else self._drawn.replayed(),
         ):
             out = f(*args, **kwargs)
         if replacing is not None and self._met - replacing.met:
