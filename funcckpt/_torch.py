@@ -76,6 +76,9 @@ try:
     from torch._functorch import eager_transforms
     from torch._functorch.eager_transforms import jvp_increment_nesting
 
+    # Tensors without values, and the mode under which operators take no others.
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
     # Graph nodes are numbered in the order of their making: this tells those that were made inside
     # a call from those that it found.
     from torch.autograd import (  # type: ignore[attr-defined]
@@ -541,6 +544,15 @@ def _legacy_level() -> int:
 def is_tracing() -> bool:
     """Whether `make_fx` records what is done."""
     return get_proxy_mode() is not None
+
+
+def takes_only_fake() -> bool:
+    """Whether operators refuse tensors with values, as where `make_fx` traces with symbolic shapes."""
+    return any([isinstance(m, FakeTensorMode) and not m.allow_non_fake_inputs for m in dispatch_modes()])
+
+
+def is_fake(x: Tensor) -> bool:
+    return isinstance(below_wrappers(x), FakeTensor)
 
 
 _CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closure import Closure, may_be_statistics, take_for_own
+from .closure import Closure, may_be_statistics, snapshot_of_statistics, take_for_own
 from .errors import (
     CheckpointError,
     ClosureError,
@@ -600,7 +600,8 @@ class _Call(Leaf):
         # Arguments that hold nothing need no search.
         others = None if arguments.is_flat else arguments.others
         self._arguments_are_plain = not others and not arguments.static
-        self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
+        root = f if self._arguments_are_plain else (f, others, arguments.static or None)
+        self._closure = Closure(root, stand_in=net.stand_in)
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         # One tensor may stand for several by which f refers to it.
         stand_ins: dict[int, Tensor] = {}
@@ -618,6 +619,8 @@ class _Call(Leaf):
         self._met: set[int] = set()
         # Inputs that f writes to, without autograd: a recomputation does so on copies.
         self._written: frozenset[int] = frozenset()
+        # What statistics were that f was given, by their positions, where it has updated them.
+        self._statistics: dict[int, Tensor] = {}
         self.replaces = bool(self._replaced)
         self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
@@ -664,15 +667,15 @@ class _Call(Leaf):
         gradients = [_gradient(x) for x in captured] if watches_gradients else []
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
-        inner = [
-            _dress(x.detach().requires_grad_(), _attributes(x)) if x.requires_grad else x for x in arguments
-        ]
+        retains = self._closure.retains_gradients
+        inner = [_detached(x, retains) if x.requires_grad else x for x in arguments]
         given = [*inner, *captured]
         # f may make an argument require grad that did not: that is the caller's own.
-        leaves = [weakref.ref(x) for x in inner if x.requires_grad]
+        leaves = [weakref.ref(x if x._base is None else x._base) for x in inner if x.requires_grad]
         record = self.recorder()
         labels = [self._keys(x)[0] for x in originals]
-        with nullcontext() if record is None else record.of(labels, given):
+        hooked = net.Hooked() if self._closure.registers_hooks else None
+        with nullcontext() if record is None else record.of(labels, given), hooked or nullcontext():
             outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
             if record is not None:
                 record.note_graph(outputs, first_node)
@@ -680,6 +683,8 @@ class _Call(Leaf):
         if not any(y.requires_grad for y in outputs):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
         self.check_versions(versions, arguments)
+        if retains:
+            _retain(arguments, inner)
         for x, before in zip(captured, hooks, strict=True):
             if len(x._backward_hooks or ()) > before:
                 raise MutationError(
@@ -710,7 +715,7 @@ class _Call(Leaf):
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
         del inner, given
-        self._check_escaped(lambda x: _leads_to(x, own))
+        self._check_escaped(functools.partial(_leads_to, edges=own))
         inputs_by_capture = {id(x) for x in used}
         self._closure.keep_as_constants(
             {key: x for x in captured if id(x) not in inputs_by_capture for key in self._keys(x)}
@@ -723,7 +728,9 @@ class _Call(Leaf):
         self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
         self._closure.seal()
         self.kept = None if record is None else record.finish()
-        del outputs, arguments, captured, used, record
+        del outputs, arguments, captured, used, record, own
+        if hooked is not None:
+            hooked.remove()
         watched = self._closure.has_rnn or _torch.has_global_module_hook()
         if not watched and _outlive(leaves):
             raise EscapeError(
@@ -743,7 +750,7 @@ class _Call(Leaf):
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
-        return [net.stand_in(x) for x in watching.seen]
+        return watching.seen
 
     def undo(self) -> None:
         """As if f had not run: random streams are where they were before the first run."""
@@ -780,6 +787,8 @@ class _Call(Leaf):
     ) -> Tensors:
         args, kwargs = self._arguments.unflatten(tensors, others, static)
         content = self._arguments.content(args, kwargs)
+        statistics = map(snapshot_of_statistics, tensors if self._closure.normalizes else ())
+        snapshots = [(i, node) for i, node in enumerate(statistics) if node is not None]
         self._world = world.World()
         self._states = world.states(self._streams)
         if _torch.is_tracing():
@@ -796,6 +805,12 @@ class _Call(Leaf):
         if not self.random:
             self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
+        for i, node in snapshots:
+            if node.settle(writes_unseen=False):
+                if _torch.constant_of(tensors[i]) is None:  # batched: the outputs will tell
+                    self._closure.is_pure = False
+                elif node.snapshot is not None:
+                    self._statistics[i] = node.snapshot[1]
         self._outputs = _Outputs(self._name, out, given)
         return self._outputs.take()
 
@@ -840,7 +855,10 @@ class _Call(Leaf):
                     raise self._not_found(edge, outputs)
                 searched = True
                 with world.streams_at(self._states or []):
-                    known.update({_edge(x): x for x in self.search_while_running()})
+                    for x in self.search_while_running():
+                        stand_in = net.stand_in(x)
+                        known[_edge(stand_in)] = stand_in
+                        self._originals[id(stand_in)].append(id(x))
                 seen.remove(edge)
                 pending.append(edge)
             else:
@@ -893,7 +911,7 @@ class _Call(Leaf):
 
     def _run_again(self, inputs: Tensors) -> Tensors:
         assert self._world is not None and self._outputs is not None
-        self._closure.check_unchanged(self._name)
+        refused = self._closure.check_unchanged(self._name)
         if self.random and self._drawn is None and _torch.is_tracing():
             raise CheckpointError(
                 f"remat({self._name}) has drawn random numbers before make_fx began to record. Draw them "
@@ -904,7 +922,10 @@ class _Call(Leaf):
         if (watch := recording.watch_of(self)) is not None:
             watch.label([keys[0] for keys in self._ids], inputs)
         inputs = tuple(
-            [x.clone() if may_be_statistics(x) or i in self._written else x for i, x in enumerate(inputs)]
+            [
+                self._statistics.get(i, x).clone() if may_be_statistics(x) or i in self._written else x
+                for i, x in enumerate(inputs)
+            ]
         )
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
@@ -916,6 +937,7 @@ class _Call(Leaf):
         draws = self.random and self._options.preserve_rng_state and self._states is not None
         with (
             replacer as replacing,
+            net.Refusing(refused) if refused else nullcontext(),
             self._closure.restored(),
             self._closure.caches_kept_clean(),
             nullcontext() if self._world.is_here() else self._world.replayed(),
@@ -983,7 +1005,12 @@ class _Call(Leaf):
 
     def held(self) -> list[Tensor]:
         """The tensors that are kept here and not by the graph: constants of f, and copies to compare with."""
-        return [*self._closure.constants, *self._closure.copies(), *[x for x, _ in self._values]]
+        return [
+            *self._closure.constants,
+            *self._closure.copies(),
+            *self._statistics.values(),
+            *[x for x, _ in self._values],
+        ]
 
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
@@ -1066,6 +1093,18 @@ def _outlive(references: Sequence[weakref.ref[Tensor]]) -> bool:
             return False
         gc.collect(generation)
     return any(reference() is not None for reference in references)
+
+
+def _detached(x: Tensor, retains: bool) -> Tensor:
+    """What f is given for a tensor that requires grad. A leaf would not say if it was told to retain that."""
+    leaf = x.detach().requires_grad_()
+    return _dress(leaf.view_as(leaf) if retains else leaf, _attributes(x))
+
+
+def _retain(originals: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
+    for original, x in zip(originals, inner, strict=True):
+        if x.requires_grad and x.retains_grad:
+            original.retain_grad()
 
 
 def _attributes(x: Tensor) -> dict[str, Any]:
