@@ -54,7 +54,7 @@ __all__ = [
     "save_only_these_names",
 ]
 
-Policy = Callable[..., "CheckpointPolicy | bool"] | Sequence[Any]
+Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any]
 
 _KEEP = CheckpointPolicy.PREFER_SAVE
 _OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
