@@ -350,7 +350,7 @@ def _edge(y: Tensor) -> Any:
     if (node := y.grad_fn) is None:
         return y
     # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
-    owner = y if isinstance(node, torch.autograd.function.FunctionCtx) else None
+    owner: Any = y if isinstance(node, torch.autograd.function.FunctionCtx) else None
     return torch.autograd.graph.GradientEdge(node, y.output_nr, owner)
 
 
