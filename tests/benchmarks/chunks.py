@@ -2,7 +2,7 @@
 
     python tests/benchmarks/chunks.py
 
-A transformer of 12 blocks of width 64 and 16 samples. The longer the sample, the more bytes its forward keeps for
+A transformer of 6 blocks of width 64 and 16 samples. The longer the sample, the more bytes its forward keeps for
 its backward (its activations), for the same bytes of its gradient: the problems go from activations of a fraction
 of the gradient to a hundred times as much. Two jobs: all per-sample gradients at once
 (``vmap(grad(loss), chunk_size=)``), and their clipped sum, which holds those of a chunk (`per_sample.clipped_sum`).
@@ -26,7 +26,7 @@ BATCH, CHUNK = 16, 4
 
 def model(wrap, toy):
     with torch.device("meta"):
-        return Transformer(wrap, 256, 2 if toy else 12, 16 if toy else 64, 4)
+        return Transformer(wrap, 256, 2 if toy else 6, 16 if toy else 64, 4)
 
 
 def loss_of(model):
@@ -64,17 +64,18 @@ def sized(positions):
     return problem
 
 
+def kept_by_the_forward(positions):
+    parameters, x, y = given(positions, False)
+    loss = loss_of(model(none, False))
+    return measure(lambda: vjp(lambda p: loss(p, x[0], y[0]), parameters)).end_bytes
+
+
 def of_a_sample(rows):
-    """Bytes that the forward of one sample keeps without remat, and bytes of its gradient."""
-    parameters, *_ = given(1, False)
-    found = {"gradient_bytes": sum(p.nbytes for p in parameters.values()), "activation_bytes": []}
-    for positions in POSITIONS:
-        parameters, x, y = given(positions, False)
-        loss = loss_of(model(none, False))
-        found["activation_bytes"].append(
-            measure(lambda: vjp(lambda p: loss(p, x[0], y[0]), parameters)).end_bytes
-        )  # noqa: B023
-    return found
+    """Bytes of the gradient of one sample, and bytes that its forward keeps without remat."""
+    return {
+        "gradient_bytes": sum(p.nbytes for p in given(1, False)[0].values()),
+        "activation_bytes": [kept_by_the_forward(n) for n in POSITIONS],
+    }
 
 
 if __name__ == "__main__":

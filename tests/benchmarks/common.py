@@ -150,7 +150,7 @@ def write(script: str, found: dict[str, Any], options: argparse.Namespace) -> No
 
 def about(script: str) -> dict[str, Any]:
     return {
-        "commit": _commit(),
+        "commit": COMMIT,
         "command": f"python tests/benchmarks/{Path(script).name}",
         "hardware": hardware(),
         "python": platform.python_version(),
@@ -166,6 +166,9 @@ def _commit() -> str | None:
 
     changed = git("status", "--porcelain", "--", ":/funcckpt", "*.py")
     return (git("rev-parse", "HEAD") + (" and changes" if changed else "")) or None
+
+
+COMMIT = _commit()  # as the benchmark begins
 
 
 def hardware() -> str:

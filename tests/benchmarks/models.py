@@ -4,6 +4,7 @@ comes in; inputs have a batch dimension first, and all parameters are those of l
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -75,7 +76,7 @@ class ResNet18(nn.Module):
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         stages = [
             [ResidualBlock(a, b, 1 if a == b else 2), ResidualBlock(b, b, 1)]
-            for a, b in zip(widths, widths[1:])
+            for a, b in itertools.pairwise(widths)
         ]
         self.blocks = nn.ModuleList([block for stage in stages for block in stage])
         self.head = nn.Linear(8 * width, classes)

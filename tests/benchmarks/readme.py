@@ -49,7 +49,7 @@ def per_sample() -> list[str]:
     def cell(method: str, problem: str) -> str:
         row, first = found[method, problem], found[methods[0], problem]
         flops = "" if row["flops"] is None else f"{row['flops'] / first['flops']:.2f}"
-        return f"{mebibytes(row['peak_bytes'])} · {flops or '–'} · {row['time_ratio']:.2f}"
+        return f"{mebibytes(row['peak_bytes'])} · {flops or '?'} · {row['time_ratio']:.2f}"
 
     lines = table(
         ["MiB · FLOPs · time", *problems],

@@ -9,6 +9,8 @@ refuses), and `jax.jacrev` of a compiled `jax.lax.scan` without and with `jax.ch
 The exponents are those of bytes against steps.
 """
 
+import itertools
+
 import torch
 from common import Methods, exponent, is_installed, main, none, of_jax, of_torch, torch_checkpoint
 from torch.func import jacrev
@@ -22,7 +24,7 @@ SIZE, HIDDEN = 32, 512
 def network():
     generator = torch.Generator().manual_seed(0)
     sizes = [SIZE + 1, HIDDEN, HIDDEN, SIZE]
-    return [torch.randn(a, b, generator=generator) / a**0.5 for a, b in zip(sizes, sizes[1:])]
+    return [torch.randn(a, b, generator=generator) / a**0.5 for a, b in itertools.pairwise(sizes)]
 
 
 def velocity(weights, x, t, module=torch):
