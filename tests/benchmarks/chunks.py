@@ -78,5 +78,7 @@ def of_a_sample(rows):
     }
 
 
+PROBLEMS = {f"{n} positions": sized(n) for n in POSITIONS}
+
 if __name__ == "__main__":
-    main(__file__, {f"{n} positions": sized(n) for n in POSITIONS}, rounds=0, summary=of_a_sample)
+    main(__file__, PROBLEMS, rounds=0, summary=of_a_sample)

@@ -5,7 +5,7 @@ Of each method it tells
 
 * the most bytes that are alive at a time, and the FLOPs: those of `funcckpt.meter`, exact. For JAX the bytes are
   what XLA says of the compiled program, its temporaries and outputs; its FLOPs are not comparable;
-* by how much the resident memory of a child process grows;
+* by how much the resident memory of the process grows;
 * the processor's time, the best of some rounds in which the methods take turns, as a ratio to the first one;
 * the largest difference of its results from those of the first, as a share of the largest result.
 
@@ -121,14 +121,15 @@ def main(
     """
     options = _options(script, rounds).parse_args(arguments)
     torch.set_num_threads(1)
-    if options.child:
-        print(json.dumps(_resident(problems[options.child])))
-        return
+    # What is freed goes back to the system, and is counted when it comes anew.
+    _map_storages_above(1 << 16)
+    measured = [_costs(name, methods(options.toy), options.rounds > 0) for name, methods in problems.items()]
+    _map_storages_above(1 << 25)
     rows: list[Row] = []
-    for problem, methods in problems.items():
-        resident = {} if options.toy or not options.rounds else _in_child(script, problem)
-        rows += (found := _compare(problem, methods(options.toy), resident, options.rounds))
-        _print_table(problem, found)
+    for jobs, of_problem in measured:
+        _run(jobs, of_problem, options.rounds)
+        _print_table(list(of_problem.values()))
+        rows += of_problem.values()
     write(script, {"rows": rows, "summary": summary(rows)}, options)
 
 
@@ -137,7 +138,6 @@ def _options(script: str, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--toy", action="store_true", help="sizes that take seconds; nothing is written")
     parser.add_argument("--rounds", type=int, default=rounds, help="that time is the best of")
     parser.add_argument("--out", type=Path, help="the JSON (default: in results)")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
 
 
@@ -181,28 +181,33 @@ def hardware() -> str:
     return f"{cpu}, 1 of {os.cpu_count()} cores"
 
 
-def _compare(problem: str, methods: Methods, resident: dict[str, int | None], rounds: int) -> list[Row]:
-    jobs: dict[str, Job] = {}
-    rows: dict[str, Row] = {}
-    for name, make in methods.items():
-        rows[name] = {"problem": problem, "method": name}
-        try:
-            job = make()
-            peak, flops = job.cost()
-        except RuntimeError as error:  # torch refuses it
-            rows[name]["error"] = str(error).split("\n")[0]
-            continue
-        if job.run:
-            jobs[name] = job
-        rows[name] |= {"peak_bytes": peak, "flops": flops}
-        if name in resident:
-            rows[name]["resident_bytes"] = resident[name]
-    if rounds:
-        _run(jobs, rows, rounds)
+def compare(problem: str, methods: Methods, rounds: int) -> list[Row]:
+    """A row for each method."""
+    jobs, rows = _costs(problem, methods, rounds > 0)
+    _run(jobs, rows, rounds)
     return list(rows.values())
 
 
+def _costs(problem: str, methods: Methods, with_resident: bool) -> tuple[dict[str, Job], dict[str, Row]]:
+    jobs: dict[str, Job] = {}
+    rows: dict[str, Row] = {}
+    for name, make in methods.items():
+        rows[name] = row = {"problem": problem, "method": name}
+        try:
+            job = make()
+            row["peak_bytes"], row["flops"] = job.cost()
+        except RuntimeError as error:  # torch refuses it
+            row["error"] = str(error).split("\n")[0]
+            continue
+        if job.run:
+            jobs[name] = job
+            row["resident_bytes"] = resident_growth(job.run) if with_resident else None
+    return jobs, rows
+
+
 def _run(jobs: dict[str, Job], rows: dict[str, Row], rounds: int) -> None:
+    if not rounds:
+        return
     times, results = best_times({name: job.run for name, job in jobs.items()}, rounds)
     first = next(iter(jobs))
     for name, job in jobs.items():
@@ -239,25 +244,10 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 # -- resident memory ---------------------------------------------------------------------------------------
 
 
-def _in_child(script: str, problem: str) -> dict[str, int | None]:
-    root = str(RESULTS.parents[2])
-    # What is freed goes back to the system, so that it is not counted when it comes anew.
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
-    command = [sys.executable, script, "--child", problem]
-    done = subprocess.run(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.strip().split("\n")[-1])
-
-
-def _resident(problem: Callable[[bool], Methods]) -> dict[str, int | None]:
-    toys, found = problem(True), {}
-    for name, make in problem(False).items():
-        with contextlib.suppress(RuntimeError):  # torch refuses it
-            if run := make().run:
-                toys[name]().run()  # loads libraries
-                found[name] = resident_growth(run)
-    return found
+def _map_storages_above(size: int) -> None:
+    """Let the allocator of C map larger ones from the system, and unmap them when they are freed."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(-3, size)  # M_MMAP_THRESHOLD
 
 
 def resident_growth(run: Callable[[], Any]) -> int | None:
@@ -266,7 +256,6 @@ def resident_growth(run: Callable[[], Any]) -> int | None:
     if not reset.exists():
         return None
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
     reset.write_text("5")  # the peak is what is there now
 
     def kib(key: str) -> int:
@@ -291,8 +280,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def _print_table(problem: str, rows: list[Row]) -> None:
-    print(f"\n{problem:46}" + "".join(f"{title:>12}" for title in COLUMNS))
+def _print_table(rows: list[Row]) -> None:
+    print(f"\n{rows[0]['problem']:46}" + "".join(f"{title:>12}" for title in COLUMNS))
     for row in rows:
         cells = [form(row[key]) if row.get(key) is not None else "" for key, form in COLUMNS.values()]
         said = row["error"][:100] if "error" in row else "".join(f"{cell:>12}" for cell in cells)

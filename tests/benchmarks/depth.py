@@ -99,8 +99,7 @@ def exponents(rows):
     }
 
 
+PROBLEMS = {f"{n} blocks: {kind}": deep(n, kind) for kind in ("input", "per sample") for n in DEPTHS}
+
 if __name__ == "__main__":
-    kinds = ["input", "per sample"]
-    main(
-        __file__, {f"{n} blocks: {kind}": deep(n, kind) for kind in kinds for n in DEPTHS}, summary=exponents
-    )
+    main(__file__, PROBLEMS, summary=exponents, rounds=2)

@@ -51,5 +51,7 @@ def ten_steps(toy: bool) -> Methods:
     }
 
 
+PROBLEMS = {"cos(sin(x)), 10 times": ten_steps}
+
 if __name__ == "__main__":
-    main(__file__, {"cos(sin(x)), 10 times": ten_steps}, rounds=10)
+    main(__file__, PROBLEMS, rounds=3)

@@ -140,5 +140,7 @@ def gru(toy: bool) -> Methods:
     )
 
 
+PROBLEMS = {"transformer": transformer, "ResNet-18": resnet, "GRU": gru}
+
 if __name__ == "__main__":
-    main(__file__, {"transformer": transformer, "ResNet-18": resnet, "GRU": gru})
+    main(__file__, PROBLEMS, rounds=2)

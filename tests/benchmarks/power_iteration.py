@@ -101,5 +101,7 @@ def iteration(toy: bool) -> Methods:
     return found
 
 
+PROBLEMS = {"10,000 steps": iteration}
+
 if __name__ == "__main__":
-    main(__file__, {"10,000 steps": iteration}, rounds=1)
+    main(__file__, PROBLEMS, rounds=1)

@@ -101,5 +101,7 @@ def exponents(rows):
     return {method: round(exponent(STEPS, found), 2) for method, found in peaks.items()}
 
 
+PROBLEMS = {f"{n} steps": sampler(n) for n in STEPS}
+
 if __name__ == "__main__":
-    main(__file__, {f"{n} steps": sampler(n) for n in STEPS}, summary=exponents)
+    main(__file__, PROBLEMS, summary=exponents)
