@@ -2,9 +2,9 @@
 
     python tests/benchmarks/chunks.py
 
-A transformer of 6 blocks of width 64 and 16 samples. The longer the sample, the more bytes its forward keeps for
+A transformer of 6 blocks of width 64 and 8 samples. The longer the sample, the more bytes its forward keeps for
 its backward (its activations), for the same bytes of its gradient: the problems go from activations of a fraction
-of the gradient to a hundred times as much. Two jobs: all per-sample gradients at once
+of the gradient to many times as much. Two jobs: all per-sample gradients at once
 (``vmap(grad(loss), chunk_size=)``), and their clipped sum, which holds those of a chunk (`per_sample.clipped_sum`).
 Bytes and FLOPs are those of meta tensors.
 """
@@ -20,8 +20,8 @@ from funcckpt import remat
 from funcckpt.meter import measure
 from funcckpt.per_sample import clipped_sum
 
-POSITIONS = [4, 16, 64, 256, 1024]
-BATCH, CHUNK = 16, 4
+POSITIONS = [4, 16, 64, 256]
+BATCH, CHUNK = 8, 2
 
 
 def model(wrap, toy):

@@ -125,7 +125,7 @@ def chunks() -> list[str]:
     for row in found["rows"]:
         job, way = row["method"].split(": ")
         peaks.setdefault(row["problem"], {})[f"{job}, {way}"] = row["peak_bytes"]
-    ways = ["remat", "chunk_size=4", "remat, chunk_size=4"]
+    ways = ["remat", "chunk_size=2", "remat, chunk_size=2"]
     jobs = {"all gradients": "all", "clipped sum": "clipped sum"}
     head = ["activations / gradient", *[f"{said}: {way}" for said in jobs.values() for way in ways]]
     body = [
