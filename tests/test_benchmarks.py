@@ -66,12 +66,10 @@ def test_tables_of_the_readme():
     """`python tests/benchmarks/readme.py` writes them."""
     text = readme.README.read_text()
     assert readme.with_tables(text) == text
-    assert all(f"<!-- results: {name} -->" in text for name in readme.TABLES)
+    assert text.count("<!-- results: ") == text.count("<!-- end of results -->") > 0
 
 
-@pytest.mark.parametrize(
-    ("script", "problem"), [("functorch_grad", "cos(sin(x)), 10 times"), ("sampler", "8 steps")]
-)
+@pytest.mark.parametrize(("script", "problem"), [("functorch_grad", "cos(sin(x)), 10 times")])
 def test_results_are_not_worse_than_recorded(script, problem):
     recorded = readme.load(script)
     if recorded["about"]["torch"].split("+")[0] != torch.__version__.split("+")[0]:

@@ -32,7 +32,7 @@ def sources(*names: str) -> list[str]:
     found = [load(name)["about"] for name in names]
     (version,), (hardware,) = ({about[key] for about in found} for key in ("torch", "hardware"))
     commands = ", ".join(f"`{about['command']}`" for about in found)
-    commits = ", ".join(sorted({about["commit"][:10] for about in found}))
+    commits = ", ".join(sorted({about["commit"][:10] + about["commit"][40:] for about in found}))
     return ["", f"*{commands}: torch {version}, {hardware}, commit {commits}.*"]
 
 
@@ -58,39 +58,38 @@ def per_sample() -> list[str]:
     return lines + sources("per_sample")
 
 
-def issues() -> list[str]:
-    def peaks(name: str, problem: str = "") -> dict[str, str]:
-        return {
-            row["method"]: mebibytes(row["peak_bytes"]) if "peak_bytes" in row else "refuses"
-            for row in load(name)["rows"]
-            if row["problem"] == problem or not problem
-        }
+def peaks(name: str, problem: str) -> dict[str, str]:
+    return {
+        row["method"]: mebibytes(row["peak_bytes"]) if "peak_bytes" in row else "refuses"
+        for row in load(name)["rows"]
+        if row["problem"] == problem
+    }
 
-    ten, power = peaks("functorch_grad"), peaks("power_iteration")
-    few, many = peaks("sampler", "8 steps"), peaks("sampler", "512 steps")
+
+def issues() -> list[str]:
+    """One line each of those that have been recorded."""
     link = "[{0}](https://github.com/pytorch/pytorch/issues/{0})".format
-    lines = table(
-        ["peak MiB", "torch.func", "`torch.utils.checkpoint`, plain eager", "`remat`", "`scan`", "`jax.checkpoint`"],
-        [
-            [
-                f"`grad` of ten cos(sin(x)) ({link(134612)})", ten["torch.func.grad"],
-                ten["torch.autograd.grad, torch.utils.checkpoint"], ten["torch.func.grad, remat"], "", "",
-            ],
-            [
-                f"`grad` through 10,000 power iterations, 20 at a time ({link(125591)})", power["torch.func.grad"],
-                power["plain eager, torch.utils.checkpoint"], power["torch.func.grad, remat"],
-                power["torch.func.grad, scan"], power["JAX, jax.checkpoint"],
-            ],
-            *[
-                [
-                    f"`jacrev` through a sampler of {steps} steps ({link(141845)})", found["jacrev"], "",
-                    found["jacrev, remat"], found["jacrev, scan"], found["JAX, jax.checkpoint"],
-                ]
-                for steps, found in ((8, few), (512, many))
-            ],
+    in_eager = "torch.utils.checkpoint"
+    lines = [
+        ("functorch_grad", "cos(sin(x)), 10 times", f"`grad` of ten cos(sin(x)) ({link(134612)})",
+         ("torch.func.grad", f"torch.autograd.grad, {in_eager}", "torch.func.grad, remat", "", "")),
+        ("power_iteration", "10,000 steps", f"`grad` of 10,000 power iterations, 20 at a time ({link(125591)})",
+         ("torch.func.grad", f"plain eager, {in_eager}", "torch.func.grad, remat", "torch.func.grad, scan", "JAX, jax.checkpoint")),
+        *[
+            ("sampler", f"{n} steps", f"`jacrev` through a sampler of {n} steps ({link(141845)})",
+             ("jacrev", "", "jacrev, remat", "jacrev, scan", "JAX, jax.checkpoint"))
+            for n in (8, 512)
         ],
-    )  # fmt: skip
-    return lines + sources("functorch_grad", "power_iteration", "sampler")
+    ]  # fmt: skip
+    lines = [line for line in lines if (RESULTS / f"{line[0]}.json").exists()]
+    head = ["peak MiB", "torch.func", f"`{in_eager}`, plain eager", "`remat`", "`scan`", "`jax.checkpoint`"]
+    body = []
+    for name, problem, title, columns in lines:
+        found = peaks(name, problem)
+        body.append([title, *[found.get(method, "") for method in columns]])
+    columns = [column for column in zip(head, *body, strict=True) if any(column[1:])]
+    head, *body = zip(*columns, strict=True)
+    return table(head, body) + sources(*dict.fromkeys(name for name, *_ in lines))
 
 
 def depth() -> list[str]:
