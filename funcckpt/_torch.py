@@ -607,16 +607,17 @@ def without_vmap_mode() -> Any:
 
 
 def with_memory_for_each(x: Tensor) -> Tensor:
-    """A plain tensor with memory of its own for each element: `x`, or a copy.
+    """A tensor with memory of its own for each element: `x`, or a copy.
 
     A tangent is stored as its primal is. One that comes from a second evaluation, or is zero, may have
     another layout, and could not be written to where elements share memory, or have none (torch's
     symbolic zeros).
     """
-    if x.layout is not torch.strided or is_legacy_batchedtensor(x):
+    value = below_wrappers(x)
+    if value.layout is not torch.strided or is_legacy_batchedtensor(value):
         return x
-    shared = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.clone(memory_format=torch.contiguous_format) if shared or x._is_zerotensor() else x
+    shared = any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    return x.clone(memory_format=torch.contiguous_format) if shared or value._is_zerotensor() else x
 
 
 def below_wrappers(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from . import _torch
 from .errors import OptionError
 
 __all__ = ["Stored", "check_place", "fetch", "store"]
@@ -44,7 +45,10 @@ def store(tree: Any, place: str) -> Stored:
     """
     leaves, structure = pytree.tree_flatten(tree)
     devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
-    moved = [_Store.apply(x, place) if isinstance(x, Tensor) else x for x in leaves]
+    if place == "disk" and any(layer.kind == "functionalize" for layer in _torch.active_layers()):
+        raise OptionError('offload="disk" maps files, which torch.func.functionalize cannot. Take "host".')
+    move = _MapToDisk.apply if place == "disk" else lambda x: x.to("cpu", copy=True)
+    moved = [move(x) if isinstance(x, Tensor) else x for x in leaves]
     return Stored(pytree.tree_unflatten(moved, structure), devices)
 
 
@@ -61,13 +65,11 @@ def fetch(tree: Any) -> Any:
     return pytree.tree_unflatten(back, structure)
 
 
-class _Store(torch.autograd.Function):
-    """A copy in another place. Its derivative is a move as well."""
+class _MapToDisk(torch.autograd.Function):
+    """A copy in a file. Its derivative is a move as well."""
 
     @staticmethod
-    def forward(x: Tensor, place: str) -> Tensor:
-        if place == "host":
-            return x.to("cpu", copy=True)
+    def forward(x: Tensor) -> Tensor:
         return _mapped(x)
 
     @staticmethod
@@ -77,16 +79,18 @@ class _Store(torch.autograd.Function):
             ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None]:
-        return ct.to(ctx.device), None
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct.to(ctx.device)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.to("cpu", copy=True)
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        # Forward mode is switched off in here; a Function finds its levels all the same.
+        mapped: Tensor = _MapToDisk.apply(tangent)
+        return mapped
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, place: str) -> tuple[Tensor, int | None]:
-        return _Store.apply(x, place), in_dims[0]
+    def vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+        return _MapToDisk.apply(x), in_dims[0]
 
 
 def _mapped(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, recompute, recording
-from .errors import ClosureError, describe
+from .errors import CheckpointError, ClosureError, describe
 
 Tensors = tuple[Tensor, ...]
 
@@ -75,6 +75,8 @@ class Leaf(Program):
         self.random: bool | None = None
         # What its code is, to expect of another call what this one did.
         self.code: Any = None
+        # Whether a recomputation may put values off until somebody reads them.
+        self.may_put_off = True
         # What a policy has kept of the first run, until the nodes have it.
         self.kept: recording.Kept | None = None
         self.torch_function = _torch._get_torch_function_state()
@@ -125,9 +127,10 @@ class _Derived(Program):
 
 
 class Vmap(_Derived):
-    """vmap of a program; `out_dims` is known once it has run."""
+    """vmap of a program; `out_dims` is known once it has run, and has to be `known_dims` if these are."""
 
     out_dims: tuple[int | None, ...]
+    known_dims: tuple[int | None, ...] | None = None
 
     def __init__(
         self,
@@ -144,7 +147,21 @@ class Vmap(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         outputs, self.out_dims = _vmap(self.inner.run, inputs, self.in_dims, self.batch_size, self.randomness)
-        return outputs
+        return outputs if self.known_dims is None else self._as_known(outputs, self.known_dims)
+
+    def _as_known(self, outputs: Tensors, known_dims: tuple[int | None, ...]) -> Tensors:
+        moved = list(outputs)
+        for i, (dim, known) in enumerate(zip(self.out_dims, known_dims, strict=True)):
+            if known is None and dim is not None:
+                raise CheckpointError(
+                    f"{self.source.name}: the recomputation batched output {i}, and the forward did not. "
+                    "The function has to do the same each time."
+                )
+            if known is not None:
+                y = outputs[i].expand(self.batch_size, *outputs[i].shape) if dim is None else outputs[i]
+                moved[i] = y.movedim(dim or 0, known)
+        self.out_dims = known_dims
+        return tuple(moved)
 
 
 class Recording(_Derived):

@@ -319,7 +319,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     plan = _plans.get(key)
     lazy = (
         (plan is None or bool(plan.unread))
-        and source.code is not None
+        and source.may_put_off
         and not _torch.has_compiled()
         and _may_be_worth_it(inputs)
     )

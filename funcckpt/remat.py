@@ -239,17 +239,17 @@ def _positions_and_names(
     return frozenset(positions) | more_positions, frozenset(names) | more_names
 
 
-def _name_and_check(f: Callable[..., Any]) -> str:
+def _name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
     """What f is called in messages; raises if it cannot be checkpointed."""
     if not callable(f):
         raise InputError(
-            f"remat takes a callable, not {type(f).__name__}. Write remat(f)(x), not remat(f(x))."
+            f"{taker} takes a callable, not {type(f).__name__}. Write {taker}(f)(x), not {taker}(f(x))."
         )
     name = _name(f)
     for unwrapped in (f, getattr(f, "forward", None), inspect.getattr_static(type(f), "__call__", None)):
         if _is_generator_or_coroutine(unwrapped):
             raise InputError(
-                f"remat({name}): a generator or coroutine function gives nothing that could be "
+                f"{taker}({name}): a generator or coroutine function gives nothing that could be "
                 "recomputed. Return the values in a list or tuple."
             )
     return name

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import assert_same
 from test_scan import SCHEDULES, TRANSFORMS, plain_scan, rnn, tensor
-from torch.func import grad
+from torch.func import functionalize, grad
 
 from funcckpt import InputError, fori_loop, scan, while_loop
 from funcckpt.offload import fetch, store
@@ -79,6 +79,15 @@ def test_the_carries_are_mapped_files_and_go_after_the_backward():
     assert files() == 0
     new = {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("funcckpt-")}
     assert not new
+
+
+def test_files_under_functionalize():
+    run = lambda place: functionalize(
+        grad(lambda x: scan(lambda c, _: (c.sin(), None), x, length=3, offload=place)[0].sum())
+    )(tensor(3))
+    assert_same(run("host"), run(None))
+    with pytest.raises(InputError, match=r'functionalize cannot\. Take "host"'):
+        run("disk")
 
 
 def test_wrong_place():
