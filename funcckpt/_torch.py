@@ -538,9 +538,16 @@ def _legacy_level() -> int:
     return level - 1
 
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 def is_tracing() -> bool:
     """Whether `make_fx` records what is done."""
-    return get_proxy_mode() is not None
+    # That no mode is active, above autograd or below it, takes less time to find out.
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    ) and get_proxy_mode() is not None
 
 
 _CPU = torch.device("cpu")
@@ -551,7 +558,7 @@ def default_device() -> torch.device:
 
     Of a device without an index it asks a tensor that it makes, which it cannot at a grad level.
     """
-    if not function_modes():
+    if not torch._C._len_torch_function_stack():
         return _CPU
     with without_levels():
         return torch.get_default_device()
@@ -700,6 +707,19 @@ def physical(x: Tensor) -> tuple[Tensor, int]:
             x = x.movedim(dim, 0)
             batched += 1
     return x, batched
+
+
+def gradients(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad` of what is known to fit: its checks take as long as a small backward."""
+    run = torch.autograd.graph._engine_run_backward
+    retain_graph, allow_unused = create_graph, True
+    found: Sequence[Tensor | None] = run(
+        *(tuple(outputs), tuple(cotangents), retain_graph, create_graph, tuple(inputs), allow_unused),
+        accumulate_grad=False,
+    )
+    return found
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__

@@ -192,12 +192,18 @@ def _bind_legacy(program: Jvp | Vjp, inputs: Sequence[Tensor], recording: bool =
 
 def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) -> Tensors:
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
-    is_constant = _torch.is_tracing() and not program.source.is_compiled
-    if recording and any(x.requires_grad for x in inputs) and not is_constant:
+    if (
+        recording
+        and any(x.requires_grad for x in inputs)
+        and not (_torch.is_tracing() and not program.source.is_compiled)
+    ):
         outputs: Tensors = _Plain.apply(program, *inputs)
         return outputs
+    inputs = _torch.without_forward_views(inputs, record=False)
+    if not torch.is_grad_enabled():
+        return net.run(program, inputs)
     with torch.no_grad():
-        return net.run(program, _torch.without_forward_views(inputs, record=False))
+        return net.run(program, inputs)
 
 
 def attach(program: Program, outputs: Sequence[tuple[Tensor, bool]], inputs: Sequence[Tensor]) -> Tensors:

@@ -314,22 +314,17 @@ class Vjp(_Derived):
         def pull(*cotangents: Tensor) -> Tensors:
             if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
                 _refuse_once_differentiable(outputs)
+            cotangents = tuple([ct for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad])
             # Edges, since the values of the outputs are needed no more.
-            pairs = [(_edge(y), ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
+            edges = [_edge(y) for y in outputs if y.requires_grad]
             outputs.clear()
             gradients: Sequence[Tensor | None] = [None] * len(leaves)
-            if pairs and leaves:
-                gradients = torch.autograd.grad(
-                    [y for y, _ in pairs],
-                    [*leaves, *originals],
-                    [ct for _, ct in pairs],
-                    allow_unused=True,
-                    create_graph=create_graph,
-                )
-            for i, g in enumerate(gradients[len(leaves) :]):
+            if edges and leaves:
+                gradients = _torch.gradients(edges, [*leaves, *originals], cotangents, create_graph)
+            for x, g in zip(originals, gradients[len(leaves) :], strict=False):
                 if g is not None:
                     raise ClosureError(
-                        f"remat({self.source.name}) uses an input ({describe(originals[i])}) by a second "
+                        f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
                         "way that could not be traced, so that its gradient would be incomplete. "
                         "Use it as an argument only."
                     )
@@ -337,6 +332,8 @@ class Vjp(_Derived):
             self._settle(tuple([g is not None for g in gradients]))
             return tuple([_torch.alive(g) for g in gradients if g is not None])
 
+        if not self.batches:
+            return pull(*cotangents)
         # Each batch belongs to the program that it made, which wants to know its dimensions.
         owners = [self]
         while (unbatched := owners[-1]._unbatched) is not None:
