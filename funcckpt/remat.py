@@ -608,8 +608,9 @@ class _Before:
         self._versions = _Call.versions(captured)
         self._copies = [_copy(x) for x in captured] if copies else []
         self._hooks = [len(x._backward_hooks or ()) for x in captured]
+        self._gradients = [_gradient(x) for x in captured]
         # Other threads may accumulate meanwhile.
-        self._gradients = [_gradient(x) for x in captured] if threading.active_count() == 1 else []
+        self.accumulation = _torch.accumulation(captured) if threading.active_count() > 1 else None
 
     def check(self, name: str, where: Callable[[Tensor], str]) -> None:
         for x, before in zip(self._captured, self._hooks, strict=True):
@@ -618,8 +619,8 @@ class _Before:
                     f"remat({name}) registers a hook on {where(x)} ({describe(x)}), and would do so again in "
                     "the recomputation. Register it outside."
                 )
-        for x, gradient in zip(self._captured, self._gradients, strict=False):
-            if _gradient(x) != gradient:
+        for x, gradient in zip(self._captured, self._gradients, strict=True):
+            if _gradient(x) != gradient and (self.accumulation is None or id(x) in self.accumulation.seen):
                 raise MutationError(
                     f"remat({name}) calls backward(), which accumulates the gradient of {where(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Use torch.autograd.grad "
@@ -683,7 +684,7 @@ class _Call(Leaf):
         self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
-        self._streams = world.random_streams(self._closure.generators)
+        self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
         self._world: world.World | None = None
         self._outputs: _Outputs | None = None
@@ -727,12 +728,13 @@ class _Call(Leaf):
         # f may make an argument require grad that did not: that is the caller's own.
         leaves = [weakref.ref(x) for x in inner if x.requires_grad]
         record = self.recorder()
-        parts = f, self._arguments.others, self._arguments.static
+        f_and_others = f, self._arguments.others, self._arguments.static
+        watch = None if before is None else before.accumulation
         if record is None:
-            outputs = self._run_first(parts, inner, given)
+            outputs = self._run_first(f_and_others, inner, given, watch)
         else:
             with record.of([self._keys(x)[0] for x in originals], given):
-                outputs = self._run_first(parts, inner, given)
+                outputs = self._run_first(f_and_others, inner, given, watch)
                 record.note_graph(outputs, first_node)
         assert self._outputs is not None
         if not any([y.requires_grad for y in outputs]):
