@@ -381,6 +381,22 @@ class recording:
         torch._C._set_fwd_grad_enabled(self._before[1])
 
 
+class grad_mode:
+    """`torch.set_grad_enabled`, which takes as long as a small operator."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._mode)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 class vmap_level:
     """A vmap level for the time of a block, which is given its number."""
 
@@ -506,6 +522,10 @@ def is_left_over(x: Tensor) -> bool:
     """Whether `x` was stored somewhere by a transform that is over: no operator could take it."""
     level = maybe_get_level(alive(x))
     return level is not None and level > current_level()
+
+
+def all_alive(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [*map(alive, inputs)] if any(map(is_dead_tensor_wrapper, inputs)) else [*inputs]
 
 
 def alive(x: Tensor) -> Tensor:

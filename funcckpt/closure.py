@@ -529,7 +529,7 @@ class Closure:
     def escaped(self) -> Iterator[tuple[Tensor, str]]:
         """Tensors that were stored, since the search, where it has been; and the place in words."""
         for node in list(self._nodes.values()):
-            if isinstance(node, _CollectionNode) and not node.assigned:
+            if isinstance(node, _CollectionNode) and not (node.assigned or node.shared):
                 continue  # `settle` has looked
             items = node.items
             now = [*node.assignable(node.value).items()]
@@ -1348,10 +1348,13 @@ class _Places(dict[str, tuple[str, str]]):
         self._part = part
 
     def __missing__(self, name: str) -> tuple[str, str]:
+        if len(self) >= _MANY_PLACES:
+            self.clear()
         place = self[name] = self._part, name
         return place
 
 
+_MANY_PLACES = 4096
 _PLACES = {part: _Places(part) for part in (*_PARTS, "")}
 
 

@@ -85,7 +85,7 @@ def call(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
-    inputs = [_torch.alive(x) for x in inputs]
+    inputs = _torch.all_alive(inputs)
     interpreter = _torch.peek_interpreter_stack()
     if interpreter is None:
         return _bind_plain(program, inputs)
@@ -96,7 +96,7 @@ def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tens
     level = interpreter.level()
     lift = _torch.CGradInterpreterPtr(interpreter).lift
     inputs = [lift(x) for x in inputs]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
         _torch.set_single_level_autograd_function_allowed(True)
         try:
             outputs: Tensors = _AtGradLevel.apply(  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
     recording = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and any(x.requires_grad for x in inputs)
+        and any([x.requires_grad for x in inputs])
     )
     if _torch.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
@@ -194,15 +194,13 @@ def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) ->
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
     if (
         recording
-        and any(x.requires_grad for x in inputs)
+        and any([x.requires_grad for x in inputs])
         and not (_torch.is_tracing() and not program.source.is_compiled)
     ):
         outputs: Tensors = _Plain.apply(program, *inputs)
         return outputs
     inputs = _torch.without_forward_views(inputs, record=False)
-    if not torch.is_grad_enabled():
-        return net.run(program, inputs)
-    with torch.no_grad():
+    with _torch.grad_mode(False):
         return net.run(program, inputs)
 
 

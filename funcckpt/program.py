@@ -164,7 +164,7 @@ class Recording(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         grad_mode = torch.is_grad_enabled() or len(self.differentiated) > 0
-        with _torch.grad_level() as level, torch.set_grad_enabled(grad_mode):
+        with _torch.grad_level() as level, _torch.grad_mode(grad_mode):
             wrapped = [_torch._wrap_for_grad(x, level) for x in inputs]
             for i in self.differentiated:
                 _torch.requires_grad_at_this_level(wrapped[i])
@@ -330,7 +330,7 @@ class Vjp(_Derived):
                     )
             gradients = gradients[: len(leaves)]
             self._settle(tuple([g is not None for g in gradients]))
-            return tuple([_torch.alive(g) for g in gradients if g is not None])
+            return tuple(_torch.all_alive([g for g in gradients if g is not None]))
 
         if not self.batches:
             return pull(*cotangents)
@@ -353,7 +353,7 @@ def _edge(y: Tensor) -> Any:
 
 def _recording() -> AbstractContextManager[Any]:
     """Grad mode on, and inference mode off: a backward may be called there, and nothing be recorded."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _torch.grad_mode(True)
 
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
@@ -486,7 +486,7 @@ class Jvp(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         # Some backward formulas inside of the program are differentiable only where grad mode is on.
-        with _torch.jvp_level() as level, torch.enable_grad():
+        with _torch.jvp_level() as level, _torch.grad_mode(True):
             duals = [_torch._wrap_for_grad(x, level) for x in inputs[: self.arity]]
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
                 duals[i] = _torch.forward_ad.make_dual(duals[i], t, level=0)

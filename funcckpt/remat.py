@@ -839,7 +839,7 @@ class _Call(Leaf):
         self._world = world.World()
         self._states = world.states(self._streams)
         drawing = world.Drawing() if _torch.is_tracing() else None
-        cache = world.own_autocast_cache() if self._world.casts else None
+        cache = world.cleared_autocast_cache() if self._world.casts else None
         try:
             out = _call_within((*contexts, cache, drawing), f, args, kwargs)
         except RuntimeError as error:
@@ -967,7 +967,7 @@ class _Call(Leaf):
             self._closure.restored(),
             self._closure.caches_kept_clean(),
             None if self._world.is_here() else self._world.replayed(),
-            world.own_autocast_cache() if self._world.casts else None,
+            world.cleared_autocast_cache() if self._world.casts else None,
             world.streams_at(self._states or []) if draws else None,
             _torch.without_vmap_mode() if draws else None,
         )

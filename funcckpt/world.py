@@ -133,12 +133,12 @@ def own_autocast_cache() -> AbstractContextManager[None]:
     would be a captured tensor; left behind by one, it would have lost its gradient.
     """
     if any([torch.is_autocast_enabled(device) for device in autocast_devices()]):
-        return _cleared_autocast_cache()
+        return cleared_autocast_cache()
     return nullcontext()
 
 
 @contextmanager
-def _cleared_autocast_cache() -> Iterator[None]:
+def cleared_autocast_cache() -> Iterator[None]:
     torch.clear_autocast_cache()
     try:
         yield
