@@ -381,6 +381,22 @@ class recording:
         torch._C._set_fwd_grad_enabled(self._before[1])
 
 
+class grad_mode:
+    """`torch.set_grad_enabled`, which takes as long as a small operator."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._mode)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 class vmap_level:
     """A vmap level for the time of a block, which is given its number."""
 
@@ -508,6 +524,10 @@ def is_left_over(x: Tensor) -> bool:
     return level is not None and level > current_level()
 
 
+def all_alive(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [*map(alive, inputs)] if any(map(is_dead_tensor_wrapper, inputs)) else [*inputs]
+
+
 def alive(x: Tensor) -> Tensor:
     """`x` without the wrappers of grad and jvp levels that are over, as operators see it."""
     while is_dead_tensor_wrapper(x):
@@ -539,9 +559,16 @@ def _legacy_level() -> int:
     return level - 1
 
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 def is_tracing() -> bool:
     """Whether `make_fx` records what is done."""
-    return get_proxy_mode() is not None
+    # That no mode is active, above autograd or below it, takes less time to find out.
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    ) and get_proxy_mode() is not None
 
 
 _CPU = torch.device("cpu")
@@ -552,7 +579,7 @@ def default_device() -> torch.device:
 
     Of a device without an index it asks a tensor that it makes, which it cannot at a grad level.
     """
-    if not function_modes():
+    if not torch._C._len_torch_function_stack():
         return _CPU
     with without_levels():
         return torch.get_default_device()
@@ -702,6 +729,19 @@ def physical(x: Tensor) -> tuple[Tensor, int]:
             x = x.movedim(dim, 0)
             batched += 1
     return x, batched
+
+
+def gradients(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad` of what is known to fit: its checks take as long as a small backward."""
+    run = torch.autograd.graph._engine_run_backward
+    retain_graph, allow_unused = create_graph, True
+    found: Sequence[Tensor | None] = run(
+        *(tuple(outputs), tuple(cotangents), retain_graph, create_graph, tuple(inputs), allow_unused),
+        accumulate_grad=False,
+    )
+    return found
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__

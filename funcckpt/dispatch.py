@@ -87,7 +87,7 @@ def call(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 def bind(program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None) -> Tensors:
     """R[program](inputs). Outputs that are known already only get their history; under grad and vmap."""
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
-    inputs = [_torch.alive(x) for x in inputs]
+    inputs = _torch.all_alive(inputs)
     interpreter = _torch.peek_interpreter_stack()
     if known is not None:
         rule = _attach_known if interpreter is None else _RULES_FOR_KNOWN[_torch.kind_of(interpreter)]
@@ -103,7 +103,7 @@ def _bind_grad(
     level = interpreter.level()
     lift = _torch.CGradInterpreterPtr(interpreter).lift
     inputs = [lift(x) for x in inputs]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
         _torch.set_single_level_autograd_function_allowed(True)
         try:
             outputs: Tensors = _AtGradLevel.apply(  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
     recording = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and any(x.requires_grad for x in inputs)
+        and any([x.requires_grad for x in inputs])
     )
     if _torch.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
@@ -223,12 +223,16 @@ def _bind_legacy(program: Jvp | Vjp, inputs: Sequence[Tensor], recording: bool =
 
 def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) -> Tensors:
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
-    is_constant = _torch.is_tracing() and not program.source.is_compiled
-    if recording and any(x.requires_grad for x in inputs) and not is_constant:
+    if (
+        recording
+        and any([x.requires_grad for x in inputs])
+        and not (_torch.is_tracing() and not program.source.is_compiled)
+    ):
         outputs: Tensors = _Plain.apply(program, *inputs)
         return outputs
-    with torch.no_grad():
-        return net.run(program, _torch.without_forward_views(inputs, record=False))
+    inputs = _torch.without_forward_views(inputs, record=False)
+    with _torch.grad_mode(False):
+        return net.run(program, inputs)
 
 
 def attach(program: Program, outputs: Sequence[tuple[Tensor, bool]], inputs: Sequence[Tensor]) -> Tensors:

@@ -181,7 +181,7 @@ class Recording(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         grad_mode = torch.is_grad_enabled() or len(self.differentiated) > 0
-        with _torch.grad_level() as level, torch.set_grad_enabled(grad_mode):
+        with _torch.grad_level() as level, _torch.grad_mode(grad_mode):
             wrapped = [_torch._wrap_for_grad(x, level) for x in inputs]
             for i in self.differentiated:
                 _torch.requires_grad_at_this_level(wrapped[i])
@@ -331,29 +331,26 @@ class Vjp(_Derived):
         def pull(*cotangents: Tensor) -> Tensors:
             if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
                 _refuse_once_differentiable(outputs)
+            cotangents = tuple([ct for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad])
             # Edges, since the values of the outputs are needed no more.
-            pairs = [(_edge(y), ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
+            edges = [_edge(y) for y in outputs if y.requires_grad]
             outputs.clear()
             gradients: Sequence[Tensor | None] = [None] * len(leaves)
-            if pairs and leaves:
-                gradients = torch.autograd.grad(
-                    [y for y, _ in pairs],
-                    [*leaves, *originals],
-                    [ct for _, ct in pairs],
-                    allow_unused=True,
-                    create_graph=create_graph,
-                )
-            for i, g in enumerate(gradients[len(leaves) :]):
+            if edges and leaves:
+                gradients = _torch.gradients(edges, [*leaves, *originals], cotangents, create_graph)
+            for x, g in zip(originals, gradients[len(leaves) :], strict=False):
                 if g is not None:
                     raise ClosureError(
-                        f"remat({self.source.name}) uses an input ({describe(originals[i])}) by a second "
+                        f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
                         "way that could not be traced, so that its gradient would be incomplete. "
                         "Use it as an argument only."
                     )
             gradients = gradients[: len(leaves)]
             self._settle(tuple([g is not None for g in gradients]))
-            return tuple([_torch.alive(g) for g in gradients if g is not None])
+            return tuple(_torch.all_alive([g for g in gradients if g is not None]))
 
+        if not self.batches:
+            return pull(*cotangents)
         # Each batch belongs to the program that it made, which wants to know its dimensions.
         owners = [self]
         while (unbatched := owners[-1]._unbatched) is not None:
@@ -373,7 +370,7 @@ def _edge(y: Tensor) -> Any:
 
 def _recording() -> AbstractContextManager[Any]:
     """Grad mode on, and inference mode off: a backward may be called there, and nothing be recorded."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _torch.grad_mode(True)
 
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
@@ -506,7 +503,7 @@ class Jvp(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         # Some backward formulas inside of the program are differentiable only where grad mode is on.
-        with _torch.jvp_level() as level, torch.enable_grad():
+        with _torch.jvp_level() as level, _torch.grad_mode(True):
             duals = [_torch._wrap_for_grad(x, level) for x in inputs[: self.arity]]
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
                 duals[i] = _torch.forward_ad.make_dual(duals[i], t, level=0)

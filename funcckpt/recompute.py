@@ -310,19 +310,16 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before."""
     source = program.source
     inputs = source.received(inputs)
-    if not program.is_pullback:
-        return program.run(*inputs)
-    if source.is_compiled or _torch.is_tracing():  # where what nobody reads is eliminated from the graph
+    # What nobody reads is eliminated from a graph that is traced.
+    if not program.is_pullback or source.is_compiled or _torch.is_tracing():
         return program.run(*inputs)
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
+    lazy = source.may_put_off and _may_be_worth_it(inputs) and not _torch.has_compiled()
+    if not lazy and kept is None:
+        return program.run(*inputs)
     key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
     plan = _plans.get(key)
-    lazy = (
-        (plan is None or bool(plan.unread))
-        and source.may_put_off
-        and not _torch.has_compiled()
-        and _may_be_worth_it(inputs)
-    )
+    lazy = lazy and (plan is None or bool(plan.unread))
     if not lazy and kept is None:
         return program.run(*inputs)
     if kept is not None:
