@@ -541,10 +541,9 @@ class _Outputs:
         tensors, self.tensors = tuple(self.tensors), []
         return tensors
 
-    def take_as(self, first: _Outputs) -> Tensors:
+    def as_in(self, first: _Outputs) -> Tensors:
         """The tensors that were outputs in the first run, where this is another one."""
-        tensors, self.tensors = self.tensors, []
-        return tuple([tensors[self._sources[i][1]] for i in first._kept])
+        return tuple([self.tensors[self._sources[i][1]] for i in first._kept])
 
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         leaves = list(self.others)
@@ -932,7 +931,7 @@ class _Call(Leaf):
         again = _Outputs(self._name, out)
         if self._options.determinism_check != "none":
             self._compare(again)
-        return again.take_as(self._outputs)
+        return again.as_in(self._outputs)
 
     def _parts(self, rebuilt: Any) -> tuple[Callable[..., Any], list[Any], dict[int | str, Any]]:
         """f and its arguments that are no tensors, out of what the closure has rebuilt."""
@@ -961,7 +960,7 @@ class _Call(Leaf):
         assert self._outputs is not None
         difference = self._outputs.difference(again)
         if difference is None:
-            outputs = again.tensors if self._values else ()
+            outputs = again.as_in(self._outputs) if self._values else ()
             for i, ((here, levels), y) in enumerate(zip(self._values, outputs, strict=False)):
                 there, now = _torch.physical(y.detach())
                 # Another level (the vmap of jacfwd, say) may have batched it: then there is
