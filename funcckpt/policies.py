@@ -460,7 +460,7 @@ class Budget(Chooser):
 
 
 class _Plan(NamedTuple):
-    """What is kept of the calls of a function, and the operators it is of, with the bytes of their results."""
+    """What is kept of a function: of which operators, with the bytes of their results."""
 
     kept: frozenset[Place]
     calls: dict[int, tuple[Any, dict[int, int]]]

@@ -41,6 +41,7 @@ from .lazy import (
     write_later,
 )
 from .numbering import Numbers
+from .offload import Returning
 from .operators import address_of, kind_of, kind_of_call, map_tensors, tensors_of, written
 from .recording import Entry, Kept, Watch, watch_of
 
@@ -54,13 +55,13 @@ class Replay(Watch):
     """Puts off what takes time, and hands out what was kept."""
 
     def __init__(
-        self, source: Any, kept: Kept | None, tensors: Sequence[Tensor], plan: _Plan | None, lazy: bool
+        self, source: Any, kept: Kept | None, coming: Sequence[Returning], plan: _Plan | None, lazy: bool
     ) -> None:
         super().__init__(source)
         self._entries = {} if kept is None else kept.entries
         self._numbers = None if kept is None else Numbers(kept.numbers)
-        self._kept = tensors
-        self._kept_storages = {x.untyped_storage()._cdata for x in tensors}
+        self._kept = coming
+        self._kept_storages = {x.untyped_storage()._cdata for x, _ in coming}
         self._plan = plan
         self._lazy = lazy
         self._calls = 0
@@ -107,7 +108,9 @@ class Replay(Watch):
         before, after = entry.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        found = [outs[i] if slot is None else self._kept[slot].detach() for i, slot in enumerate(entry.slots)]
+        found = [
+            outs[i] if slot is None else self._kept[slot].get().detach() for i, slot in enumerate(entry.slots)
+        ]
         return found[0] if entry.is_alone else tuple(found)
 
     def _put_off_or_run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -300,10 +303,18 @@ def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> It
 def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
     """What a node for a program has to keep."""
     source = program.source
+    kept: Kept | None
+    tensors: Sequence[Tensor]
     if program.is_pullback:
-        return (_current.kept, _current.tensors) if _current.source is source else (None, ())
-    kept = source.kept
-    return kept, () if kept is None else kept.tensors
+        kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
+    else:
+        kept = source.kept
+        tensors = () if kept is None else kept.tensors
+    if kept is not None and _torch.top_saved_tensors_hooks() is not None:
+        for away in kept.places:
+            if away is not None:
+                away.wait()  # the hooks will read it
+    return kept, tensors
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -325,11 +336,13 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     )
     if not lazy and kept is None:
         return program.run(*inputs)
+    coming: list[Returning] = []
     if kept is not None:
-        tensors = tuple(
-            [x if place is None else place.back(x) for x, place in zip(tensors, kept.places, strict=True)]
-        )
-    replay = Replay(source, kept, tensors, plan, lazy)
+        coming = [
+            Returning(x) if place is None else place.back(x)
+            for x, place in zip(tensors, kept.places, strict=True)
+        ]
+    replay = Replay(source, kept, coming, plan, lazy)
     try:
         with replay:
             outputs = program.run(*[forced(x) for x in inputs])

@@ -105,7 +105,7 @@ class _Made:
     def __init__(self, key: tuple[int, int], func: Any, needs: frozenset[Place], count: int | None) -> None:
         self.key, self.func, self.needs, self.count = key, func, needs, count
         self.flops = 0
-        # The outputs that could be kept and their bytes, those that are held, and those of them that are to be.
+        # The outputs that could be kept, their bytes, those that are held, and those of them that are to be.
         self.looks: dict[int, Look] = {}
         self.sizes: dict[int, int] = {}
         self.values: dict[int, Tensor] = {}
@@ -288,6 +288,9 @@ class Record(Watch):
             if any(slot is not None for slot in slots):
                 kept.entries[made.key] = Entry(tuple(slots), made.count is None, made.streams)
         self._made = []
+        for away in kept.places:
+            if away is not None:
+                away.is_about_to_be_written()  # by the caller, if it is an output
         return kept if kept.entries else None
 
 
@@ -308,7 +311,7 @@ def _can_be_kept(x: Tensor) -> bool:
     return x.layout is torch.strided and not x._is_zerotensor()
 
 
-def _placed(x: Tensor, offloaded: bool) -> tuple[Tensor, Any]:
+def _placed(x: Tensor, offloaded: bool) -> tuple[Tensor, Offloaded | None]:
     if offloaded and is_far(x):
         away = Offloaded(x)
         return away.host, away
