@@ -42,7 +42,7 @@ from .lazy import (
 )
 from .numbering import Numbers
 from .offload import Returning
-from .operators import address_of, kind_of, kind_of_call, map_tensors, tensors_of, written
+from .operators import WRITE, address_of, kind_of, kind_of_call, map_tensors, reshapes, tensors_of, written
 from .recording import Entry, Kept, Watch, watch_of
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Replay(Watch):
 
     def _run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator now, on values that are there."""
-        if kind == "writes" and self._write_later(func, args, kwargs):
+        if kind in WRITE and self._write_later(func, kind, args, kwargs):
             return args[0]
         lazy = [x for x in tensors_of(args, kwargs) if isinstance(x, Lazy)]
         if not lazy:
@@ -174,14 +174,16 @@ class Replay(Watch):
         out = func(*real, **{key: map_tensors(forced, a) for key, a in kwargs.items()})
         return as_given(func, args, kwargs, out)
 
-    def _write_later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _write_later(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> bool:
         """Before something is written to, compute what waits to read it; put it off if possible."""
         targets = [x for x, _ in written(func, args, kwargs)]
+        if not targets:
+            return False
         addresses = {address_of(x) for x in targets}
-        if addresses & self._kept_storages:
+        if addresses & self._kept_storages and not reshapes(func):
             raise Redo  # what is kept may be asked for again
         waiting = [d for reference in self._deferred if (d := reference()) is not None and not d.is_done]
-        if isinstance(args[0], Lazy) and len(targets) == 1 and targets[0] is args[0]:
+        if kind == "writes" and isinstance(args[0], Lazy) and len(targets) == 1 and targets[0] is args[0]:
             for d in waiting:
                 if args[0].cell in d.waits_for:
                     run_deferred(d)  # it reads what was there before

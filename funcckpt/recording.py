@@ -22,7 +22,7 @@ from .flops import flops_of
 from .lazy import PLAIN, Look, look_of
 from .numbering import Numbers, Place
 from .offload import Offloaded, is_far
-from .operators import kind_of_call, returns_argument, tensors_of, written
+from .operators import WRITE, kind_of_call, reshapes, returns_argument, tensors_of, written
 
 
 class _Active(threading.local):
@@ -205,7 +205,7 @@ class Record(Watch):
         number, times = self._numbers.of_call(func, kind, args, kwargs)
         places = [self._numbers.places(x) for x in tensors_of(args, kwargs)]
         needs: frozenset[Place] = frozenset().union(*places)
-        if kind == "writes":
+        if kind in WRITE and not reshapes(func):
             for x, _ in written(func, args, kwargs):
                 for call, i in self._numbers.places(x):
                     self._made[call].values.pop(i, None)

@@ -898,11 +898,11 @@ class _Call(Leaf):
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
-        if (watch := recording.watch_of(self)) is not None:
-            watch.label([keys[0] for keys in self._ids], inputs)
         inputs = tuple(
             [x.clone() if may_be_statistics(x) or i in self._written else x for i, x in enumerate(inputs)]
         )
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label([keys[0] for keys in self._ids], inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         mapped = self._mapped(inputs)

@@ -25,6 +25,7 @@ from .closure import Closure, may_be_statistics
 from .errors import CheckpointError, InputError, MutationError, OptionError, describe
 from .meter import Meter
 from .offload import Stored, check_place, fetch, store
+from .policies import Budget, Policy, chooser_of
 from .program import is_differentiable
 from .remat import remat
 from .schedules import (
@@ -57,6 +58,7 @@ def scan(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     progress: bool = False,
 ) -> tuple[Any, Any]:
@@ -98,6 +100,9 @@ def scan(
         is to record all of them if they fit. For that the first step is run once more, or twice, forward and
         backward, and measured. xs, ys, gradients of what f captures, and the first and the last carry come
         on top.
+    policy : callable or list of operators, optional
+        What is kept of each step beside the carries, as `remat` takes it: with `policies.dots_saveable` no
+        step computes its products again. Not a budget, and not with `bytes`.
     offload : {"host", "disk"}, optional
         Where the carries are kept: in the memory of the host, if they are on a device; or in files
         without a name in the directory for temporary files, which go when they are no longer needed.
@@ -147,9 +152,10 @@ def scan(
     xs = pytree.tree_map(lambda x: x if x is None else torch.as_tensor(x), xs)
     steps = _steps(xs, length, name)
     check_place(offload, name)
+    policy = _policy(policy, checkpoint, bytes, name)
     if steps == 0:
         return init, _no_ys(f, name, init, xs)
-    body = _Body("scan", name, reverse, (0, 0), offload)
+    body = _Body("scan", name, reverse, (0, 0), offload, policy)
     schedule = _schedule(checkpoint, checkpoints, bytes, f, body, 0, steps, init, xs)
     body = body._replace(progress=_progress(progress, name, schedule, steps))
     return _run(f, body, schedule, 0, steps, init, xs)
@@ -164,6 +170,7 @@ def fori_loop(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     progress: bool = False,
 ) -> Any:
@@ -179,7 +186,7 @@ def fori_loop(
         ``body(i, carry) -> carry``; i is a Python integer.
     init : pytree
         The first carry.
-    checkpoint, checkpoints, bytes, offload, progress
+    checkpoint, checkpoints, bytes, policy, offload, progress
         As in `scan`.
 
     Returns
@@ -197,10 +204,11 @@ def fori_loop(
     name = f"fori_loop({_name(body)})"
     _check_callable(body, name)
     check_place(offload, name)
+    policy = _policy(policy, checkpoint, bytes, name)
     steps = max(0, upper - lower)
     if steps == 0:
         return init
-    loop = _Body("fori", name, False, (0, 0), offload)
+    loop = _Body("fori", name, False, (0, 0), offload, policy)
     schedule = _schedule(checkpoint, checkpoints, bytes, body, loop, lower, steps, init, None)
     loop = loop._replace(progress=_progress(progress, name, schedule, steps))
     return _run(body, loop, schedule, lower, steps, init, None)[0]
@@ -214,6 +222,7 @@ def while_loop(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     max_steps: int | None = None,
     progress: bool = False,
@@ -225,10 +234,10 @@ def while_loop(
     no step is run more often than in a loop whose length is known, but for the last ones. By default
     there are some 3∛n.
 
-    The other schedules need to know the length: the loop runs twice then, first to count its steps,
-    without keeping anything. It does so, too, where forward and reverse mode are used together, where the
-    body updates buffers, or captures tensors in a way that shows only as it runs. The errors and the
-    memory are those of `scan`.
+    The other schedules and policies need to know the length: the loop runs twice then, first to count its
+    steps, without keeping anything. It does so, too, where forward and reverse mode are used together,
+    where the body updates buffers, or captures tensors in a way that shows only as it runs. The errors and
+    the memory are those of `scan`.
 
     Parameters
     ----------
@@ -238,7 +247,7 @@ def while_loop(
         ``body(carry) -> carry``.
     init : pytree
         The first carry.
-    checkpoint, checkpoints, bytes, offload, progress
+    checkpoint, checkpoints, bytes, policy, offload, progress
         As in `scan`.
     max_steps : int, optional
         Stop after so many steps, whatever `cond` says.
@@ -268,8 +277,9 @@ def while_loop(
     _check_callable(cond, name)
     _check_callable(body, name)
     check_place(offload, name)
+    policy = _policy(policy, checkpoint, bytes, name)
     choose(checkpoint, checkpoints, 1, name)
-    loop = _Body("while", name, False, (0, 0), offload)
+    loop = _Body("while", name, False, (0, 0), offload, policy)
     tensors = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
     if (
         checkpoint is None
@@ -282,7 +292,7 @@ def while_loop(
         checkpoints = _as_many_as_fit(checkpoint, checkpoints, bytes, body, loop, 0, init, None, None).number
     before = _Before(Closure((cond, body)))
     cond = _drawing_nothing(cond, before.streams, name)
-    if checkpoint == "binomial":
+    if checkpoint == "binomial" and policy is None:
         try:
             online.check_possible(tensors)
             return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
@@ -308,13 +318,14 @@ def while_loop(
 
 
 class _Body(NamedTuple):
-    """What a part has to know of its loop; numbers and strings, in which no tensor is searched."""
+    """What a part has to know of its loop."""
 
     kind: str
     name: str
     reverse: bool
     progress: tuple[int, int]
     offload: str | None
+    policy: Policy | None = None
 
 
 def _run(
@@ -325,6 +336,7 @@ def _run(
     # xs lie as they were given, and `first` counts in their order.
     ends = list(itertools.accumulate((part.steps for part in cut), initial=0))
     starts = [steps - end for end in ends[1:]] if body.reverse else ends[:-1]
+    run_part = _part if body.policy is None else _as_part(body.policy)
     stacks = []
     for part, start, x in zip(cut, starts, _split(xs, cut, body.reverse), strict=True):
         if part.schedule is None:
@@ -333,14 +345,20 @@ def _run(
             # The first carry of a part that is run again is kept already.
             if body.offload is not None and not isinstance(carry, Stored):
                 carry = store(carry, body.offload)
-            carry, ys = _part(f, body, part.schedule, first + start, part.steps, carry, x)
+            carry, ys = run_part(f, body, part.schedule, first + start, part.steps, carry, x)
         stacks.append(ys)
     return carry, _concatenate(stacks[::-1] if body.reverse else stacks)
 
 
 # Messages call it by the name of what users call.
 _run.__qualname__ = "scan"
-_part = remat(_run, static_argnums=(0, 1, 2))
+
+
+def _as_part(policy: Policy | None) -> Callable[..., tuple[Any, Any]]:
+    return remat(_run, static_argnums=(0, 1, 2), policy=policy)
+
+
+_part = _as_part(None)
 
 
 def _record(
@@ -625,6 +643,18 @@ def _check_callable(f: Any, name: str) -> None:
         raise InputError(f"{name}: takes a function, not {type(f).__name__}.")
     if inspect.isgeneratorfunction(f) or inspect.iscoroutinefunction(f):
         raise InputError(f"{name}: a generator or coroutine function is no step of a loop.")
+
+
+def _policy(policy: Policy | None, checkpoint: Any, bytes: int | None, name: str) -> Policy | None:
+    if chooser_of(policy, name) is None:
+        return None
+    if checkpoint is None:
+        raise OptionError(f"{name}: without a checkpoint all of each step is kept: policy= has no say.")
+    if bytes is not None:
+        raise OptionError(f"{name}: bytes= counts carries, and not what a policy keeps. Give checkpoints=.")
+    if isinstance(policy, Budget):
+        raise OptionError(f"{name}: {policy!r} is that of one call. The budget of a loop is bytes=.")
+    return policy
 
 
 def _steps(xs: Any, length: int | None, name: str) -> int:

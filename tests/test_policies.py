@@ -212,6 +212,23 @@ def test_what_is_kept_and_what_is_computed_again(block, run, policy):
         assert (again, kept) == (flops * samples, numbers * samples)
 
 
+@pytest.mark.parametrize("f", [lambda w, x, b: w @ x + b, lambda w, x, b: F.linear(x, w, b)])
+def test_products_with_vectors_are_kept(f):
+    """A vector that requires no grad may be a running statistic, of which a recomputation gets a copy; and
+    under vmap torch reshapes what F.linear makes of it in place.
+    """
+    w, (x, b) = weights(mlp)[0].mT.contiguous(), (samples()[:, 0].contiguous(), samples().view(-1)[:HID])
+
+    def run(wrap):
+        g = wrap(lambda w, x: f(w, x, b).tanh().square().sum())
+        return vmap(grad(g), (None, 0))(w, x)
+
+    without = measure(run, lambda f: f)
+    measured = measure(run, functools.partial(remat, policy=policies.dots_saveable))
+    assert_close(measured.result, without.result)
+    assert measured.flops == without.flops
+
+
 def test_nothing_saveable_is_no_policy():
     """Nobody asks it anything."""
     with Names() as names:
