@@ -10,6 +10,7 @@ a release of torch moves one of these names.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, MappingProxyType
@@ -749,6 +750,34 @@ def _call_of_engine(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not _ENGINE:
         frame = frame.f_back
     return frame
+
+
+class accumulation:
+    """Sees whether a backward that is called in a block accumulates the gradient of one of some leaves.
+
+    Another thread may do so meanwhile. A thread of the engine, below which there is no caller, works for
+    whoever waits.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.seen: set[int] = set()
+        self._thread = threading.get_ident()
+        self._leaves = [x for x in leaves if x.is_leaf and x.requires_grad]
+
+    def __enter__(self) -> accumulation:
+        self._handles = [x.register_post_accumulate_grad_hook(self._see) for x in self._leaves]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _see(self, x: Tensor) -> None:
+        if threading.get_ident() != self._thread and (
+            _call_of_engine(sys._getframe(1)) or not _call_of_engine(sys._current_frames().get(self._thread))
+        ):
+            return
+        self.seen.add(id(x))
 
 
 # Part of what autograd says when something is written to a leaf or to a view of one, and functorch

@@ -141,6 +141,8 @@ class Closure:
         Random streams that were found.
     is_pure : bool
         Whether f looks like a function of its arguments and of what it captured. After `settle`.
+    reaches_packages : bool
+        Whether f reaches code of installed packages, which is not searched, but for torch and numpy.
     """
 
     def __init__(self, root: Any, everything: bool = False) -> None:
@@ -149,6 +151,7 @@ class Closure:
         self.loose: list[Tensor] = []
         self.generators: list[torch.Generator | PythonStream] = []
         self.is_pure = True
+        self.reaches_packages = False
         # Whether some module keeps what it was given for its parameters, as torch's RNNs do.
         self.has_rnn = False
         # Nodes refer to each other by the ids of their objects, so that no cycle of references keeps
@@ -250,7 +253,7 @@ class Closure:
                     same,
                 )
             )
-        return _Plan(steps, self._names, self.is_pure, self.has_rnn)
+        return _Plan(steps, self._names, self.is_pure, self.reaches_packages, self.has_rnn)
 
     def _follow(self, plan: _Plan, root: Any) -> bool:
         """Look where another search has looked; False if it would look elsewhere now.
@@ -301,6 +304,7 @@ class Closure:
                         return False
         self._root = keys[0]
         self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
+        self.reaches_packages = plan.reaches_packages
         for node in nodes:
             if type(node) is _TensorNode:
                 self._take(node)
@@ -554,6 +558,7 @@ class Closure:
             self.generators.append(value)
             return None
         else:
+            self.reaches_packages |= _is_of_package(value, kind)
             node_type = _node_type(value, kind)
             if node_type is None:
                 stream = PythonStream.of(value)
@@ -669,6 +674,7 @@ class _Plan(NamedTuple):
     steps: list[_Step]
     names: set[str]
     is_pure: bool
+    reaches_packages: bool
     has_rnn: bool
 
 
@@ -1925,6 +1931,7 @@ def take_for_own(f: Any) -> None:
         _own_packages.add(package)
         _is_installed.cache_clear()
         _is_own.forget()
+        _has_code_of_package.forget()
         _is_library.cache_clear()
         _plans.clear()
 
@@ -1945,6 +1952,27 @@ def _is_installed(package: str) -> bool:
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed and package not in _own_packages
+
+
+def _is_of_package(value: Any, kind: type) -> bool:
+    """Whether an object has, or is, code of an installed package."""
+    if isinstance(value, types.FunctionType):
+        return _is_installed_beside_torch(value.__globals__.get("__name__"))
+    if isinstance(value, types.BuiltinFunctionType):
+        return _is_installed_beside_torch(value.__module__)
+    if isinstance(value, types.ModuleType):
+        return _is_installed_beside_torch(value.__name__)
+    return _has_code_of_package(value if isinstance(value, type) else kind)
+
+
+def _is_installed_beside_torch(module: Any) -> bool:
+    package = _package(module)
+    return package not in _LIBRARIES and _is_installed(package)
+
+
+@_OfClass
+def _has_code_of_package(kind: type) -> bool:
+    return any([_is_installed_beside_torch(base.__module__) for base in kind.__mro__])
 
 
 def _holds_nothing(function: types.FunctionType) -> bool:

@@ -347,7 +347,11 @@ class Vjp(_Derived):
 
 
 def _edge(y: Tensor) -> Any:
-    return y if y.grad_fn is None else torch.autograd.graph.GradientEdge(y.grad_fn, y.output_nr)
+    if (node := y.grad_fn) is None:
+        return y
+    # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
+    owner: Any = y if isinstance(node, torch.autograd.function.FunctionCtx) else None
+    return torch.autograd.graph.GradientEdge(node, y.output_nr, owner)
 
 
 def _recording() -> AbstractContextManager[Any]:

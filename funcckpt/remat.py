@@ -621,7 +621,7 @@ class _Call(Leaf):
         self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
-        self._streams = world.random_streams(self._closure.generators)
+        self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
         self._world: world.World | None = None
         self._outputs: _Outputs | None = None
@@ -657,9 +657,9 @@ class _Call(Leaf):
         versions, versions_of_captured = self.versions(arguments), self.versions(captured)
         copies = [_copy(x) if self._closure.writes_unseen else None for x in captured]
         hooks = [len(x._backward_hooks or ()) for x in captured]
+        gradients = [_gradient(x) for x in captured]
         # Other threads may accumulate meanwhile.
-        watches_gradients = threading.active_count() == 1
-        gradients = [_gradient(x) for x in captured] if watches_gradients else []
+        accumulation = _torch.accumulation(captured) if threading.active_count() > 1 else None
         first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
         inner = [
@@ -670,7 +670,7 @@ class _Call(Leaf):
         leaves = [weakref.ref(x) for x in inner if x.requires_grad]
         record = self.recorder()
         labels = [self._keys(x)[0] for x in originals]
-        with nullcontext() if record is None else record.of(labels, given):
+        with accumulation or nullcontext(), nullcontext() if record is None else record.of(labels, given):
             outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
             if record is not None:
                 record.note_graph(outputs, first_node)
@@ -684,8 +684,8 @@ class _Call(Leaf):
                     f"remat({self._name}) registers a hook on {self._where_captured(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Register it outside."
                 )
-        for x, gradient in zip(captured, gradients, strict=watches_gradients):
-            if _gradient(x) != gradient:
+        for x, gradient in zip(captured, gradients, strict=True):
+            if _gradient(x) != gradient and (accumulation is None or id(x) in accumulation.seen):
                 raise MutationError(
                     f"remat({self._name}) calls backward(), which accumulates the gradient of "
                     f"{self._where_captured(x)} ({describe(x)}), and would do so again "

@@ -503,7 +503,7 @@ class _Before:
 
     def __init__(self, closure: Closure) -> None:
         self.closure = closure
-        self.streams = world.random_streams(closure.generators)
+        self.streams = world.random_streams(closure.generators, closure.reaches_packages)
         self._states = world.states(self.streams)
         self._buffers = [(x, x.clone()) for x in closure.constants if may_be_statistics(x) or x.numel() == 1]
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor
@@ -146,14 +147,23 @@ def _cleared_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def random_streams(explicit: Sequence[Stream]) -> list[Stream]:
-    """The generators from which f may draw: those of each device in use, and those it was given."""
+# From which Python and numpy draw for whoever asks: the object behind the functions of their modules.
+_OF_THE_PROCESS = tuple([PythonStream(vars(module)["random"].__self__) for module in (random, np.random)])
+
+
+def random_streams(explicit: Sequence[Stream], of_the_process: bool = False) -> list[Stream]:
+    """The generators from which f may draw: those of each device in use, and those it was given.
+
+    Those of Python and numpy are slow to ask. They are among what code is given that says that it draws.
+    """
     streams: list[Stream] = [torch.default_generator]
     for device in autocast_devices()[1:]:
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))
     streams.extend(explicit)
+    if of_the_process:
+        streams.extend(_OF_THE_PROCESS)
     return streams
 
 
