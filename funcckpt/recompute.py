@@ -230,8 +230,8 @@ class Replay(Watch):
     def plan(self) -> _Plan:
         """What to put off the next time."""
         unread = {number: flops for number, flops in self._put_off.items() if number not in self._ran}
-        if self._numbers is None and sum(unread.values()) < FLOPS_WORTH_A_CALL * self._calls:
-            unread = {}  # not worth to watch for
+        if self._numbers is None and not _pays(sum(unread.values()), self._calls):
+            unread = {}
         return _Plan(tuple(self._heavy), frozenset(unread))
 
 
@@ -334,7 +334,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         (plan is None or bool(plan.unread))
         and source.code is not None
         and not _torch.has_compiled()
-        and _may_be_worth_it(inputs)
+        and _pays(_most_flops(inputs), 1)
     )
     if not lazy and kept is None:
         return program.run(*inputs)
@@ -345,29 +345,40 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             for x, place in zip(tensors, kept.places, strict=True)
         ]
     replay = Replay(source, kept, coming, plan, lazy)
+    ours: Exception | None = None
     try:
         with replay:
             outputs = program.run(*[forced(x) for x in inputs])
             with torch.no_grad():
                 outputs = replay.finish(outputs)
-    except Exception:
+    except Exception as error:
         # Ours to blame, or f's: without us it will show.
         if not replay.has_interfered:
             raise
+        ours = error.with_traceback(None)  # whose frames hold what was computed
         _remember(key, _Plan((), frozenset()))
     else:
         if lazy:
             _remember(key, replay.plan())
         return outputs
-    return program.run(*inputs)
+    outputs = program.run(*inputs)
+    _blame(ours)
+    return outputs
 
 
-def _may_be_worth_it(inputs: Sequence[Tensor]) -> bool:
-    """Whether a product of some of the inputs may be worth a call. A mode that watches changes how torch
-    computes some derivatives (cumprod), in the last bits.
-    """
+def _blame(error: Exception) -> None:
+    """Is told why a recomputation has run again, in full, and without an error. For tests, which raise it."""
+
+
+def _pays(flops: int, calls: int) -> bool:
+    """Whether it is worth to watch so many operators pass by, to be spared so many FLOPs."""
+    return flops >= FLOPS_WORTH_A_CALL * calls
+
+
+def _most_flops(inputs: Sequence[Tensor]) -> int:
+    """No product of some of the inputs takes more: half of them times the other half."""
     elements = sum([x.numel() for x in inputs])
-    return elements * elements >= 2 * FLOPS_WORTH_A_CALL
+    return elements * elements // 2
 
 
 def _remember(key: Any, plan: _Plan) -> None:
