@@ -5,7 +5,9 @@ takes time (`flops.has_flops`) is not run when it is called: what it returns is 
 depends on it, until something needs the values. The pullback needs some of them, and what it does not need
 is never computed: dead-code elimination with nothing to be learned first, whatever way f takes this time.
 What was of use the last time is not put off the next time, so that a function in which all is needed pays
-nothing. Random operators are never put off, and what is written to is computed before.
+nothing. Random operators are never put off, and what is written to is computed before. Torch takes other
+formulas for some derivatives where a dispatch mode watches (cumprod), so that the first recomputation of such
+a function may differ from the next in the last bits.
 
 What a policy has kept (`recording`) is handed out where a value with the same number (`numbering`) is asked
 for. So a recomputation that takes another way (a matmul folds otherwise where gradients are required) finds
