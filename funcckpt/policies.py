@@ -41,6 +41,8 @@ T = TypeVar("T")
 __all__ = [
     "Policy",
     "budget",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
     "checkpoint_name",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
@@ -54,7 +56,7 @@ __all__ = [
     "save_only_these_names",
 ]
 
-Policy = Callable[..., "CheckpointPolicy | bool"] | Sequence[Any]
+Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any]
 
 _KEEP = CheckpointPolicy.PREFER_SAVE
 _OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
@@ -107,6 +109,11 @@ def dots_with_no_batch_dims_saveable(ctx: Any, op: Any, *args: Any, **kwargs: An
     Under `torch.func.vmap` a product of two batched tensors has one.
     """
     return _KEEP if getattr(op, "overloadpacket", op) in _PRODUCTS else _LEAVE
+
+
+# JAX has both names.
+checkpoint_dots = dots_saveable
+checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
 def offload_dot_with_no_batch_dims(
