@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -111,37 +112,53 @@ def _mapped(x: Tensor) -> Tensor:
 class Offloaded:
     """A tensor of an accelerator, kept in the memory of the host.
 
-    The copy there is made by a stream of its own, into pinned memory, while the forward goes on; the copy
-    back by the stream that needs it.
+    The copies there and back are made by a stream of their own, into and from pinned memory, while others
+    go on.
     """
 
     def __init__(self, x: Tensor) -> None:
         x = x.detach()
         self._device = x.device
-        self._done: Any = None
-        self.host = torch.empty_strided(
-            x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=_can_pin(x)
-        )
-        if not self.host.is_pinned():
-            self.host.copy_(x)
-            return
-        side = _side_stream(x.device)
-        side.wait_stream(torch.accelerator.current_stream(x.device))
-        with side:
-            self.host.copy_(x, non_blocking=True)
-            self._done = side.record_event()
-        # Its memory is not given to another tensor before the copy is made.
-        x.record_stream(side)
+        self._storage = weakref.ref(x.untyped_storage())
+        self.host = _host_memory(x, pinned=_side_stream(x.device) is not None)
+        self._done = _copy(self.host, x, x.device)
+        self._returning: Returning | None = None
+
+    def is_about_to_be_written(self, allow_mutation: bool = True) -> None:
+        """Let the current stream wait for the copy, unless nobody has what is copied any more."""
+        if self._done is not None and self._storage() is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._done)
+
+    def wait(self) -> None:
+        """Wait for the copy there, for somebody who reads it himself."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def back(self, host: Tensor) -> Returning:
+        """`host`, which is the copy there or a copy of it, on its way to the device again."""
+        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
+        return Returning(x, _copy(x, host, self._device))
+
+    def begin(self) -> None:
+        """Bring it back, ahead of its use."""
+        self._returning = self._returning or self.back(self.host)
 
     def get(self, allow_mutation: bool) -> Tensor:
-        return self.back(self.host)
+        self.begin()
+        assert self._returning is not None
+        return self._returning.get()
 
-    def back(self, host: Tensor) -> Tensor:
-        """`host`, which is the copy there or a copy of it, on the device again."""
-        if self._done is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._done)
-        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
-        return x.copy_(host, non_blocking=self._done is not None and host.is_pinned())
+
+class Returning(NamedTuple):
+    """A tensor that is being filled, until `done`."""
+
+    x: Tensor
+    done: Any = None
+
+    def get(self) -> Tensor:
+        if self.done is not None:
+            torch.accelerator.current_stream(self.x.device).wait_event(self.done)
+        return self.x
 
 
 def is_far(x: Tensor) -> bool:
@@ -149,14 +166,32 @@ def is_far(x: Tensor) -> bool:
     return x.device.type not in ("cpu", "meta") and x.layout is torch.strided
 
 
-def _can_pin(x: Tensor) -> bool:
-    return x.device.type == "cuda"
+def _host_memory(x: Tensor, pinned: bool) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=pinned)
+
+
+def _copy(target: Tensor, source: Tensor, device: torch.device) -> Any:
+    """Copy between a device and the host, while the current stream goes on: the event that it is done."""
+    side = _side_stream(device)
+    on_host = target if target.device != device else source
+    if side is None or not on_host.is_pinned():  # a hook of the caller may have moved it
+        target.copy_(source)
+        return None
+    side.wait_stream(torch.accelerator.current_stream(device))
+    with side:
+        target.copy_(source, non_blocking=True)
+        # Its memory is not given to another tensor before the copy is made.
+        (source if on_host is target else target).record_stream(side)
+        return side.record_event()
 
 
 _side_streams: dict[torch.device, Any] = {}
 
 
 def _side_stream(device: torch.device) -> Any:
+    """A stream for copies; None where there are none, or no pinned memory."""
+    if device.type != "cuda":
+        return None
     if device not in _side_streams:
         _side_streams[device] = torch.Stream(device)
     return _side_streams[device]

@@ -551,10 +551,9 @@ class _Outputs:
         tensors, self.tensors = tuple(self.tensors), []
         return tensors
 
-    def take_as(self, first: _Outputs) -> Tensors:
+    def as_in(self, first: _Outputs) -> Tensors:
         """The tensors that were outputs in the first run, where this is another one."""
-        tensors, self.tensors = self.tensors, []
-        return tuple([tensors[self._sources[i][1]] for i in first._kept])
+        return tuple([self.tensors[self._sources[i][1]] for i in first._kept])
 
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         leaves = list(self.others)
@@ -949,11 +948,11 @@ class _Call(Leaf):
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
-        if (watch := recording.watch_of(self)) is not None:
-            watch.label([keys[0] for keys in self._ids], inputs)
         inputs = tuple(
             [x.clone() if may_be_statistics(x) or i in self._written else x for i, x in enumerate(inputs)]
         )
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label([keys[0] for keys in self._ids], inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         mapped = self._mapped(inputs)
@@ -982,7 +981,7 @@ class _Call(Leaf):
         again = _Outputs(self._name, out)
         if self._options.determinism_check != "none":
             self._compare(again)
-        return again.take_as(self._outputs)
+        return again.as_in(self._outputs)
 
     def _parts(self, rebuilt: Any) -> _Parts:
         """f and its arguments that are no tensors, out of what the closure has rebuilt."""
@@ -1011,7 +1010,7 @@ class _Call(Leaf):
         assert self._outputs is not None
         difference = self._outputs.difference(again)
         if difference is None:
-            outputs = again.tensors if self._values else ()
+            outputs = again.as_in(self._outputs) if self._values else ()
             for i, ((here, levels), y) in enumerate(zip(self._values, outputs, strict=False)):
                 there, now = _torch.physical(y.detach())
                 # Another level (the vmap of jacfwd, say) may have batched it: then there is

@@ -27,6 +27,7 @@ from .closure import Closure, may_be_statistics
 from .errors import CheckpointError, InputError, MutationError, OptionError, describe
 from .meter import Meter
 from .offload import Stored, check_place, fetch, store
+from .policies import Budget, Policy, chooser_of
 from .program import is_differentiable
 from .remat import remat
 from .schedules import (
@@ -61,6 +62,7 @@ def scan(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     progress: bool = False,
 ) -> tuple[Any, Any]:
@@ -102,6 +104,9 @@ def scan(
         is to record all of them if they fit. For that the first step is run once more, or twice, forward and
         backward, and measured. xs, ys, gradients of what f captures, and the first and the last carry come
         on top.
+    policy : callable or list of operators, optional
+        What is kept of each step beside the carries, as `remat` takes it: with `policies.dots_saveable` no
+        step computes its products again. Not a budget, and not with `bytes`.
     offload : {"host", "disk"}, optional
         Where the carries are kept: in the memory of the host, if they are on a device; or in files
         without a name in the directory for temporary files, which go when they are no longer needed.
@@ -152,9 +157,10 @@ def scan(
     steps = _steps(xs, length, name)
     check_place(offload, name)
     schedule = choose(checkpoint, checkpoints, bytes, steps, name)
+    policy = _policy(policy, checkpoint, bytes, name)
     if steps == 0:
         return init, _no_ys(f, name, init, xs)
-    body = _Body("scan", name, reverse, (0, 0), offload)
+    body = _Body("scan", name, reverse, (0, 0), offload, policy)
     schedule = _within(schedule, bytes, f, body, 0, steps, init, xs)
     body = body._replace(progress=_progress(progress, name, schedule, steps))
     return _run(f, body, schedule, 0, steps, init, xs)
@@ -169,6 +175,7 @@ def fori_loop(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     progress: bool = False,
 ) -> Any:
@@ -184,7 +191,7 @@ def fori_loop(
         ``body(i, carry) -> carry``; i is a Python integer.
     init : pytree
         The first carry.
-    checkpoint, checkpoints, bytes, offload, progress
+    checkpoint, checkpoints, bytes, policy, offload, progress
         As in `scan`.
 
     Returns
@@ -203,11 +210,12 @@ def fori_loop(
     _check_callable(body, name)
     check_place(offload, name)
     lower, upper = _whole(lower, "lower", name), _whole(upper, "upper", name)
+    policy = _policy(policy, checkpoint, bytes, name)
     steps = max(0, upper - lower)
     schedule = choose(checkpoint, checkpoints, bytes, steps, name)
     if steps == 0:
         return init
-    loop = _Body("fori", name, False, (0, 0), offload)
+    loop = _Body("fori", name, False, (0, 0), offload, policy)
     schedule = _within(schedule, bytes, body, loop, lower, steps, init, None)
     loop = loop._replace(progress=_progress(progress, name, schedule, steps))
     return _run(body, loop, schedule, lower, steps, init, None)[0]
@@ -221,6 +229,7 @@ def while_loop(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     max_steps: int | None = None,
     progress: bool = False,
@@ -232,10 +241,10 @@ def while_loop(
     no step is run more often than in a loop whose length is known, but for the last ones. By default
     there are some 3∛n.
 
-    The other schedules need to know the length: the loop runs twice then, first to count its steps,
-    without keeping anything. It does so, too, where forward and reverse mode are used together, where the
-    body updates buffers, or captures tensors in a way that shows only as it runs. The errors and the
-    memory are those of `scan`.
+    The other schedules and policies need to know the length: the loop runs twice then, first to count its
+    steps, without keeping anything. It does so, too, where forward and reverse mode are used together,
+    where the body updates buffers, or captures tensors in a way that shows only as it runs. The errors and
+    the memory are those of `scan`.
 
     Parameters
     ----------
@@ -245,7 +254,7 @@ def while_loop(
         ``body(carry) -> carry``.
     init : pytree
         The first carry.
-    checkpoint, checkpoints, bytes, offload, progress
+    checkpoint, checkpoints, bytes, policy, offload, progress
         As in `scan`.
     max_steps : int, optional
         Stop after so many steps, whatever `cond` says.
@@ -276,16 +285,17 @@ def while_loop(
     _check_callable(body, name)
     check_place(offload, name)
     choose(checkpoint, checkpoints, bytes, 1, name)
+    policy = _policy(policy, checkpoint, bytes, name)
     if max_steps is not None:
         max_steps = _number_of_steps(max_steps, "max_steps", name)
-    loop = _Body("while", name, False, (0, 0), offload)
+    loop = _Body("while", name, False, (0, 0), offload, policy)
     if checkpoint is None or _keeps_nothing((cond, body), init):
         return _while(cond, body, loop, init, max_steps, progress)
     if bytes is not None:
         checkpoints = _as_many_as_fit(bytes, body, loop, 0, init, None, None).number
     before = _Before(Closure((cond, body)))
     cond = _drawing_nothing(cond, before.streams, name)
-    if checkpoint == "binomial":
+    if checkpoint == "binomial" and policy is None:
         try:
             online.check_possible(_tensors_of(init))
             return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
@@ -326,13 +336,14 @@ def _tensors_of(tree: Any) -> list[Tensor]:
 
 
 class _Body(NamedTuple):
-    """What a part has to know of its loop; numbers and strings, in which no tensor is searched."""
+    """What a part has to know of its loop."""
 
     kind: str
     name: str
     reverse: bool
     progress: tuple[int, int]
     offload: str | None
+    policy: Policy | None = None
 
 
 def _run(
@@ -343,6 +354,7 @@ def _run(
     # xs lie as they were given, and `first` counts in their order.
     ends = list(itertools.accumulate((part.steps for part in cut), initial=0))
     starts = [steps - end for end in ends[1:]] if body.reverse else ends[:-1]
+    run_part = _part if body.policy is None else _as_part(body.policy)
     stacks = []
     try:
         for part, start, x in zip(cut, starts, _split(xs, cut, body.reverse), strict=True):
@@ -352,7 +364,7 @@ def _run(
                 # The first carry of a part that is run again is kept already.
                 if body.offload is not None and not isinstance(carry, Stored):
                     carry = store(carry, body.offload)
-                carry, ys = _part(f, body, part.schedule, first + start, part.steps, carry, x)
+                carry, ys = run_part(f, body, part.schedule, first + start, part.steps, carry, x)
             stacks.append(ys)
     except RecursionError as error:
         if schedule.rule in ("plain", "segments"):
@@ -365,7 +377,13 @@ def _run(
 
 # Messages call it by the name of what users call.
 _run.__qualname__ = "scan"
-_part = remat(_run, static_argnums=(0, 1, 2))
+
+
+def _as_part(policy: Policy | None) -> Callable[..., tuple[Any, Any]]:
+    return remat(_run, static_argnums=(0, 1, 2), policy=policy)
+
+
+_part = _as_part(None)
 
 
 def _record(
@@ -686,6 +704,18 @@ def _number_of_steps(x: Any, option: str, name: str) -> int:
     if isinstance(x, bool) or (number := _whole(x, option, name)) < 0:
         raise InputError(f"{name}: {option}={x!r} is not a number of steps.")
     return number
+
+
+def _policy(policy: Policy | None, checkpoint: Any, bytes: int | None, name: str) -> Policy | None:
+    if chooser_of(policy, name) is None:
+        return None
+    if checkpoint is None:
+        raise OptionError(f"{name}: without a checkpoint all of each step is kept: policy= has no say.")
+    if bytes is not None:
+        raise OptionError(f"{name}: bytes= counts carries, and not what a policy keeps. Give checkpoints=.")
+    if isinstance(policy, Budget):
+        raise OptionError(f"{name}: {policy!r} is that of one call. The budget of a loop is bytes=.")
+    return policy
 
 
 def _steps(xs: Any, length: int | None, name: str) -> int:

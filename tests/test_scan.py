@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import assert_same
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -22,14 +23,17 @@ from funcckpt import (
     MutationError,
     OptionError,
     _torch,
+    checkpoint_name,
     fori_loop,
+    policies,
+    recompute,
     remat,
     scan,
     while_loop,
 )
 from funcckpt.dispatch import using
-from funcckpt.meter import measure
-from funcckpt.schedules import Online, Schedule, advances, beta, evaluations, kept
+from funcckpt.meter import mark, measure
+from funcckpt.schedules import Online, Schedule, advances, beta, choose, evaluations, kept, parts
 
 F64 = torch.float64
 N, D = 11, 3
@@ -135,6 +139,107 @@ def test_eager_backward_and_double_backward(options, reverse):
         return out.detach(), [g.detach() for g in first], [leaf.grad for leaf in leaves]
 
     assert_same(run(scan), run(plain_scan))
+
+
+# -- policies for the body -----------------------------------------------------------------------------
+
+KEEPS = {
+    "products": policies.dots_saveable,
+    "everything": policies.everything_saveable,
+    "names": policies.save_only_these_names("h"),
+    "operators": [torch.ops.aten.tanh.default, torch.ops.aten.bernoulli.p],
+}
+
+
+def named_rnn(loop, w, x, xs, **options):
+    def step(h, x):
+        h = torch.tanh(checkpoint_name(w @ h, "h") + x)
+        return h * h.cos(), h.sin()
+
+    h, ys = loop(step, x, xs, **options)
+    return h.exp().sum() + ys.square().sum()
+
+
+@pytest.mark.parametrize("policy", KEEPS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_with_a_policy(transform, policy):
+    run = TRANSFORMS[transform]
+    checkpointed = run(lambda *args: named_rnn(scan, *args, checkpoints=3, policy=KEEPS[policy]))
+    assert_same(checkpointed, run(lambda *args: named_rnn(plain_scan, *args)))
+
+
+def per_sample(f):
+    return vmap(grad(f), (None, 0, 0))(W, torch.stack([X, 2 * X]), torch.stack([XS, XS * XS]))
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("options", [{"checkpoints": 1}, {"checkpoints": 3}, {"checkpoint": "sqrt"}], ids=str)
+def test_what_a_policy_keeps_of_a_loop(options, samples, monkeypatch):
+    """No step computes its product again, however often the schedule runs it; each keeps one vector."""
+    monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
+
+    def run(loop, **options):
+        def f(w, x, xs):
+            y = named_rnn(loop, w, x, xs, **options)
+            mark("forward")
+            return y
+
+        return per_sample(f) if samples == 2 else grad(f, (0, 1, 2))(W, X, XS)
+
+    without = measure(run, plain_scan)
+    alone = measure(run, scan, **options)
+    for policy in (policies.dots_saveable, policies.save_only_these_names("h")):
+        kept = measure(run, scan, policy=policy, **options)
+        assert_same(kept.result, without.result)
+        assert kept.flops == without.flops < alone.flops
+        schedule = _schedule(**options)
+        recorded = sum(part.steps for part in parts(schedule, N) if part.schedule is not None)
+        assert kept.marks["forward"] - alone.marks["forward"] == recorded * samples * X.nbytes
+
+
+def _schedule(checkpoint="binomial", checkpoints=None):
+    return choose(checkpoint, checkpoints, N, "")
+
+
+@pytest.mark.parametrize("policy", KEEPS)
+def test_a_policy_and_random_numbers(policy):
+    def run(loop, **options):
+        def f(w, x):
+            step = lambda h, _: (F.dropout(w @ h, 0.5).tanh() + torch.rand_like(h), None)
+            return loop(step, x, length=7, **options)[0].sum()
+
+        torch.manual_seed(0)
+        xs = torch.stack([X, 2 * X])
+        found = vmap(grad(f, (0, 1)), (None, 0), randomness="different")(W, xs)
+        return found, grad(lambda x: grad(f, 1)(W, x).square().sum())(X), torch.rand(2)
+
+    assert_same(run(scan, checkpoints=2, policy=KEEPS[policy]), run(plain_scan))
+
+
+@pytest.mark.parametrize("policy", KEEPS)
+def test_a_policy_in_the_other_loops(policy):
+    def run(**options):
+        f = lambda x: fori_loop(0, 7, lambda i, h: torch.tanh(W @ h) * (i + 1), x, **options).sum()
+        going_on = lambda c: c[0] < 7
+        body = lambda c: (c[0] + 1, torch.tanh(W @ c[1]) * (c[0] + 1))
+        g = lambda x: while_loop(going_on, body, (0, x), **options)[1].sum()
+        return [(grad(h)(X), vmap(hessian(h))(torch.stack([X, 2 * X]))) for h in (f, g)]
+
+    assert_same(run(policy=KEEPS[policy], checkpoints=2), run(checkpoint=None))
+
+
+def test_a_policy_that_has_no_say():
+    step = lambda h, x: (h * x, None)
+    dots = policies.dots_saveable
+    for options, words in (
+        ({"policy": dots, "checkpoint": None}, "all of each step is kept"),
+        ({"policy": dots, "bytes": 2**20}, "counts carries"),
+        ({"policy": policies.budget(bytes=1)}, "budget of a loop is bytes="),
+        ({"policy": [torch.ops.aten.mm]}, r"scan\(.*aten.mm.default"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            scan(step, X, XS, **options)
+    scan(step, X, XS, policy=policies.nothing_saveable, bytes=2**20)  # the same as none
 
 
 def test_gradients_of_parameters_of_a_module():
