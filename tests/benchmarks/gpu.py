@@ -32,7 +32,7 @@ from funcckpt.meter import measure
 
 WAYS = {"no remat": none, "remat": remat}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-TOY_BYTES = 2**20
+TOY_BYTES = 2 * 2**20
 
 
 class Device:
