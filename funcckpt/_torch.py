@@ -10,6 +10,7 @@ a release of torch moves one of these names.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, MappingProxyType
@@ -383,6 +384,22 @@ class recording:
         torch._C._set_fwd_grad_enabled(self._before[1])
 
 
+class grad_mode:
+    """`torch.set_grad_enabled`, which takes as long as a small operator."""
+
+    __slots__ = ("_before", "_mode")
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._mode)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 class vmap_level:
     """A vmap level for the time of a block, which is given its number."""
 
@@ -510,6 +527,10 @@ def is_left_over(x: Tensor) -> bool:
     return level is not None and level > current_level()
 
 
+def all_alive(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [*map(alive, inputs)] if any(map(is_dead_tensor_wrapper, inputs)) else [*inputs]
+
+
 def alive(x: Tensor) -> Tensor:
     """`x` without the wrappers of grad and jvp levels that are over, as operators see it."""
     while is_dead_tensor_wrapper(x):
@@ -541,9 +562,16 @@ def _legacy_level() -> int:
     return level - 1
 
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 def is_tracing() -> bool:
     """Whether `make_fx` records what is done."""
-    return get_proxy_mode() is not None
+    # That no mode is active, above autograd or below it, takes less time to find out.
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    ) and get_proxy_mode() is not None
 
 
 def takes_only_fake() -> bool:
@@ -563,7 +591,7 @@ def default_device() -> torch.device:
 
     Of a device without an index it asks a tensor that it makes, which it cannot at a grad level.
     """
-    if not function_modes():
+    if not torch._C._len_torch_function_stack():
         return _CPU
     with without_levels():
         return torch.get_default_device()
@@ -618,16 +646,17 @@ def without_vmap_mode() -> Any:
 
 
 def with_memory_for_each(x: Tensor) -> Tensor:
-    """A plain tensor with memory of its own for each element: `x`, or a copy.
+    """A tensor with memory of its own for each element: `x`, or a copy.
 
     A tangent is stored as its primal is. One that comes from a second evaluation, or is zero, may have
     another layout, and could not be written to where elements share memory, or have none (torch's
     symbolic zeros).
     """
-    if x.layout is not torch.strided or is_legacy_batchedtensor(x):
+    value = below_wrappers(x)
+    if value.layout is not torch.strided or is_legacy_batchedtensor(value):
         return x
-    shared = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.clone(memory_format=torch.contiguous_format) if shared or x._is_zerotensor() else x
+    shared = any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    return x.clone(memory_format=torch.contiguous_format) if shared or value._is_zerotensor() else x
 
 
 def below_wrappers(x: Tensor) -> Tensor:
@@ -714,6 +743,19 @@ def physical(x: Tensor) -> tuple[Tensor, int]:
     return x, batched
 
 
+def gradients(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad` of what is known to fit: its checks take as long as a small backward."""
+    run = torch.autograd.graph._engine_run_backward
+    retain_graph, allow_unused = create_graph, True
+    found: Sequence[Tensor | None] = run(
+        *(tuple(outputs), tuple(cotangents), retain_graph, create_graph, tuple(inputs), allow_unused),
+        accumulate_grad=False,
+    )
+    return found
+
+
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _GRAD = torch.autograd.grad.__code__
 _HANDLE = torch.overrides.handle_torch_function.__code__
@@ -761,6 +803,34 @@ def _call_of_engine(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not _ENGINE:
         frame = frame.f_back
     return frame
+
+
+class accumulation:
+    """Sees whether a backward that is called in a block accumulates the gradient of one of some leaves.
+
+    Another thread may do so meanwhile. A thread of the engine, below which there is no caller, works for
+    whoever waits.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.seen: set[int] = set()
+        self._thread = threading.get_ident()
+        self._leaves = [x for x in leaves if x.is_leaf and x.requires_grad]
+
+    def __enter__(self) -> accumulation:
+        self._handles = [x.register_post_accumulate_grad_hook(self._see) for x in self._leaves]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _see(self, x: Tensor) -> None:
+        if threading.get_ident() != self._thread and (
+            _call_of_engine(sys._getframe(1)) or not _call_of_engine(sys._current_frames().get(self._thread))
+        ):
+            return
+        self.seen.add(id(x))
 
 
 # Part of what autograd says when something is written to a leaf or to a view of one, and functorch

@@ -23,6 +23,7 @@ import dis
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import random
 import sys
@@ -32,7 +33,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -152,6 +153,8 @@ class Closure:
         Random streams that were found.
     is_pure : bool
         Whether f looks like a function of its arguments and of what it captured. After `settle`.
+    reaches_packages : bool
+        Whether f reaches code of installed packages, which is not searched, but for torch and numpy.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class Closure:
         self.loose: list[Tensor] = []
         self.generators: list[torch.Generator | PythonStream] = []
         self.is_pure = True
+        self.reaches_packages = False
         # Whether some module keeps what it was given for its parameters, as torch's RNNs do.
         self.has_rnn = False
         # The ids of constants that are tracked: the outputs did not depend on them.
@@ -183,15 +187,16 @@ class Closure:
         # What lies so deep that Python's stack would not reach it.
         self._deep: list[tuple[_Node, Iterable[tuple[Any, Any]]]] = []
         self._root: int | None = None
+        # A root that has no nodes; and its code, if it is a function that refers to nothing.
         self._opaque: Any = None
+        self._code: types.CodeType | None = None
         if type(root) is types.FunctionType and _refers_to_nothing(root):
-            self._names |= _names(root.__code__)
-            # A copy: the original may be given defaults, or other code.
-            self._opaque = _function(root, root.__globals__, None)
+            self._names = set(_names(root.__code__))
+            self._opaque, self._code = root, root.__code__
         elif everything:
             self._search(root)
         else:
-            key = _key(root)
+            key = code_of(root[0] if type(root) is tuple else root)  # with its arguments
             plans = _plans.get(key, ())
             if not any(self._follow(plan, root) for plan in plans):
                 self._search(root)
@@ -206,7 +211,7 @@ class Closure:
         if self._nodes:
             self._share()
             _spread(self._nodes)
-        self.is_pure = self.is_pure and not self._is_told_by_identity()
+        self.is_pure = self.is_pure and "id" not in self._names and not self._is_told_by_identity()
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
@@ -271,7 +276,7 @@ class Closure:
                     same,
                 )
             )
-        return _Plan(steps, self._names, self.is_pure, self.has_rnn)
+        return _Plan(steps, self._names, self.is_pure, self.reaches_packages, self.has_rnn)
 
     def _follow(self, plan: _Plan, root: Any) -> bool:
         """Look where another search has looked; False if it would look elsewhere now.
@@ -304,7 +309,9 @@ class Closure:
             for name, item in node.extra():
                 names.append(name)
                 content.append(item)
-            if names != step.names or [*map(type, content)] != step.kinds or node.identity() != step.identity:
+            if names != step.names or [*map(type, content)] != step.kinds:
+                return False
+            if step.identity is not None and node.identity() != step.identity:
                 return False
             for position, item in step.same:
                 if content[position] is not item:
@@ -315,13 +322,13 @@ class Closure:
         if len(self._nodes) < len(keys):
             return False
         for step, node, content in zip(plan.steps, nodes, contents, strict=True):
-            if step.children:
-                node.children = {name: keys[child] for _, name, child in step.children}
-                for position, _, child in step.children:
-                    if id(content[position]) != keys[child]:
-                        return False
+            for position, name, child in step.children:
+                key = node.children[name] = keys[child]
+                if id(content[position]) != key:
+                    return False
         self._root = keys[0]
         self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
+        self.reaches_packages = plan.reaches_packages
         for node in nodes:
             if type(node) is _TensorNode:
                 self._take(node)
@@ -334,19 +341,19 @@ class Closure:
 
     def _is_told_by_identity(self) -> bool:
         """Whether f may ask if a tensor, module or object is a certain one. A copy is not."""
-        nodes = self._nodes
-        root = nodes.get(self._root) if self._root is not None else None
-        return (
-            "id" in self._names
-            or (root is not None and root.shared and root.is_copied)
-            or any(
-                [
-                    any([nodes[child].shared for child in node.children.values() if nodes[child].is_copied])
-                    or (isinstance(node, _DictNode) and any(isinstance(key, _COPIED) for key in node.items))
-                    for node in nodes.values()
-                    if not node.shared
-                ]
-            )
+        unshared = [node for node in self._nodes.values() if not node.shared]
+        met_twice = {node.key for node in self._nodes.values() if node.shared and node.is_copied}
+        if met_twice and (
+            self._root in met_twice
+            or not all([met_twice.isdisjoint(node.children.values()) for node in unshared])
+        ):
+            return True
+        return any(
+            [
+                any([isinstance(key, _COPIED) for key in node.items])
+                for node in unshared
+                if isinstance(node, _DictNode) and not _ATOMS.issuperset(map(type, node.items))
+            ]
         )
 
     def _take_snapshots(self) -> None:
@@ -368,9 +375,13 @@ class Closure:
             node.frozen = _HELD
         if changed:
             _spread(self._nodes)
-        if self._root is None:
-            return self._opaque
-        return _Rebuild(self._nodes, mapped, first=False).build(self._root)
+        if self._root is not None:
+            return _Rebuild(self._nodes, mapped, first=False).build(self._root)
+        root, code = self._opaque, self._code
+        if code is None or (root.__code__ is code and _holds_nothing(root)):
+            return root
+        # It was given defaults, or other code.
+        return types.FunctionType(code, root.__globals__)
 
     def rebuilt_once(self, mapped: Mapped, name: str) -> AbstractContextManager[Any]:
         """The callable around other tensors for its first run, whose side effects are to be seen.
@@ -397,9 +408,9 @@ class Closure:
             raise
         rebuild.write_back(name)
 
-    def caches_kept_clean(self) -> AbstractContextManager[None]:
+    def caches_kept_clean(self) -> AbstractContextManager[None] | None:
         """Forget what f puts into an `lru_cache` while it runs: it belongs to levels that come to an end."""
-        return self._caches_kept_clean() if self._caches else nullcontext()
+        return self._caches_kept_clean() if self._caches else None
 
     @contextmanager
     def _caches_kept_clean(self) -> Iterator[None]:
@@ -443,10 +454,10 @@ class Closure:
                 self.is_pure = self.is_pure and not node.assigned
                 self._shared.append(node)
             elif isinstance(node, _MUTABLE):
+                node.assigned = node.changed_names()
                 if node.was_assigned():
                     self.is_pure = False
                 if not node.needed:
-                    node.assigned = node.changed_names()
                     self._mutable.append(node)
 
     def check_unchanged(self, name: str) -> dict[int, MutationError]:
@@ -484,9 +495,9 @@ class Closure:
                 )
         return errors
 
-    def restored(self) -> AbstractContextManager[None]:
+    def restored(self) -> AbstractContextManager[None] | None:
         """Context variables and thread-local attributes as they were: a backward has a thread of its own."""
-        return self._restored() if self._shared else nullcontext()
+        return self._restored() if any([isinstance(n, _OfContextNode) for n in self._shared]) else None
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -501,8 +512,8 @@ class Closure:
         """What buffers were that f finds where no copy can be put, by the ids of the tensors."""
         return {
             node.key: node.snapshot[1].clone()
-            for node in self._nodes.values()
-            if isinstance(node, _TensorNode) and node.shared and node.snapshot is not None
+            for node in self._shared
+            if isinstance(node, _TensorNode) and node.snapshot is not None
         }
 
     def copies(self) -> list[Tensor]:
@@ -548,6 +559,8 @@ class Closure:
     def escaped(self) -> Iterator[tuple[Tensor, str]]:
         """Tensors that were stored, since the search, where it has been; and the place in words."""
         for node in list(self._nodes.values()):
+            if isinstance(node, _CollectionNode) and not (node.assigned or node.shared):
+                continue  # `settle` has looked
             items = node.items
             now = [*node.assignable(node.value).items()]
             now = [(name, value) for name, value in now if value is not items.get(name)]
@@ -584,6 +597,7 @@ class Closure:
             self.generators.append(value)
             return None
         else:
+            self.reaches_packages |= _is_of_package(value, kind)
             node_type = _node_type(value, kind)
             if node_type is None:
                 stream = PythonStream.of(value)
@@ -704,6 +718,7 @@ class _Plan(NamedTuple):
     steps: list[_Step]
     names: set[str]
     is_pure: bool
+    reaches_packages: bool
     has_rnn: bool
 
 
@@ -713,9 +728,8 @@ _MAX_PLANS_EACH = 4
 _MAX_PLANS = 256
 
 
-def _key(root: Any) -> Any:
-    if type(root) is tuple:  # a function with its arguments
-        root = root[0]
+def code_of(root: Any) -> Any:
+    """The code of a function or method, or the type of any other callable."""
     if type(root) is types.MethodType:
         root = root.__func__
     return root.__code__ if type(root) is types.FunctionType else type(root)
@@ -821,7 +835,9 @@ class _Node:
 
     def changed_names(self) -> frozenset[Any]:
         """Under which names the object refers to something else than at the time of the search."""
-        now = self.read(self.value)
+        return self.differing_names(self.read(self.value))
+
+    def differing_names(self, now: Content) -> frozenset[Any]:
         return frozenset(
             [
                 name
@@ -847,8 +863,8 @@ class _Node:
                 yield name
 
     def was_assigned(self) -> bool:
-        """Whether f, which has just run, assigned something here."""
-        return len(self.changed_names()) > 0
+        """Whether f, which has just run, assigned something here: `assigned` is what has changed."""
+        return len(self.assigned) > 0
 
     def updated_buffers(self) -> Iterable[Tensor]:
         """Tensors that f may update, and that the recomputation must find as they were."""
@@ -881,10 +897,11 @@ class _OfClass(Generic[T]):
         self._known: weakref.WeakKeyDictionary[type, T] = weakref.WeakKeyDictionary()
 
     def __call__(self, kind: type) -> T:
-        found = self._known.get(kind, _GONE)
-        if found is _GONE:
+        try:
+            return self._known[kind]
+        except KeyError:
             found = self._known[kind] = self._function(kind)
-        return cast(T, found)
+            return found
 
     def forget(self) -> None:
         self._known.clear()
@@ -1270,22 +1287,35 @@ class _TupleNode(_FrozenNode):
         return tuple.__new__(self.kind(), [rebuild.item(self, i) for i in self.items])
 
 
-class _SequenceNode(_Node):
+class _CollectionNode(_Node):
+    """A list, deque or dict. It may be long: each item that holds nothing should cost as little as it can."""
+
+    __slots__ = ()
+
+    def label_of(self, name: Any) -> str:
+        return f"item {name!r}"
+
+    def changed_names(self) -> frozenset[Any]:
+        now = self.read(self.value)
+        return frozenset() if _are_identical(now, self.items) else self.differing_names(now)
+
+    def allocate(self, rebuild: _Rebuild) -> Any:
+        return _cleared(self.value)
+
+    def empty(self, needed: Collection[Any]) -> Any:
+        return _cleared(self.value)
+
+
+class _SequenceNode(_CollectionNode):
     """A list or deque."""
 
     __slots__ = ()
 
     def read(self, value: Any) -> Content:
-        return dict(enumerate(value))
-
-    def label_of(self, name: Any) -> str:
-        return f"item {name}"
+        return dict(zip(_first_numbers(len(value)), value, strict=True))
 
     def changes(self) -> Iterator[Any]:
         return iter(("of another length",)) if len(self.value) != len(self.items) else super().changes()
-
-    def allocate(self, rebuild: _Rebuild) -> Any:
-        return _cleared(self.value)
 
     def put(self, target: Any, name: Any, value: Any) -> None:
         if name < len(target):
@@ -1293,27 +1323,15 @@ class _SequenceNode(_Node):
         else:
             target.append(value)
 
-    def empty(self, needed: Collection[Any]) -> Any:
-        return _cleared(self.value)
 
-
-class _DictNode(_Node):
+class _DictNode(_CollectionNode):
     __slots__ = ()
 
     def read(self, value: Any) -> Content:
         return dict(value)
 
-    def label_of(self, name: Any) -> str:
-        return f"item {name!r}"
-
-    def allocate(self, rebuild: _Rebuild) -> Any:
-        return _cleared(self.value)
-
     def put(self, target: Any, name: Any, value: Any) -> None:
         target[name] = value
-
-    def empty(self, needed: Collection[Any]) -> Any:
-        return _cleared(self.value)
 
 
 class _ObjectNode(_NamedNode):
@@ -1358,6 +1376,23 @@ class _ObjectNode(_NamedNode):
         object.__delattr__(target, name)
 
 
+class _Places(dict[str, tuple[str, str]]):
+    """The names by which `_ModuleNode` knows what is in one part of a module: the same tuples each time."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __missing__(self, name: str) -> tuple[str, str]:
+        if len(self) >= _MANY_PLACES:
+            self.clear()
+        place = self[name] = self._part, name
+        return place
+
+
+_MANY_PLACES = 4096
+_PLACES = {part: _Places(part) for part in (*_PARTS, "")}
+
+
 class _ModuleNode(_NamedNode):
     """An `nn.Module`: parameters, buffers, submodules and attributes, as they are at the call.
 
@@ -1374,16 +1409,18 @@ class _ModuleNode(_NamedNode):
         self.type = type(value)
         self.origin = _weak(value)
         state = value.__dict__
-        self.parameters = {name for name, x in state["_parameters"].items() if isinstance(x, nn.Parameter)}
+        self.parameters = {name for name, x in state["_parameters"].items() if _is_parameter(x)}
         # What weight_norm, spectral_norm and prune of torch.nn.utils assign before each forward.
-        self.computed = {
-            ("", getattr(hook, "name", None) or getattr(hook, "_tensor_name", None))
-            for hook in state["_forward_pre_hooks"].values()
-            if type(hook).__module__.startswith("torch.nn.utils.")
-        }
+        self.computed: Collection[Any] = ()
+        if hooks := state["_forward_pre_hooks"]:
+            self.computed = {
+                ("", getattr(hook, "name", None) or getattr(hook, "_tensor_name", None))
+                for hook in hooks.values()
+                if type(hook).__module__.startswith("torch.nn.utils.")
+            }
         self.state = {name: state[name] for name in _MODULE_FLAGS if name in state}
         # Hooks may be registered and removed later: these are there now.
-        self.hooks = {name: hooks.copy() for name in _MODULE_HOOKS if (hooks := state.get(name))}
+        self.hooks = {name: state[name].copy() for name in _MODULE_HOOKS if state.get(name)}
 
     @property
     def is_named(self) -> bool:
@@ -1391,15 +1428,19 @@ class _ModuleNode(_NamedNode):
 
     def read(self, value: Any) -> Content:
         state = value.__dict__
-        content: Content = {(part, name): item for part in _PARTS for name, item in state[part].items()}
-        attributes = {name: item for name, item in state.items() if name not in _MODULE_STATE}
+        content: Content = {}
+        for part in _PARTS:
+            if items := state[part]:
+                content.update(zip(map(_PLACES[part].__getitem__, items), items.values(), strict=True))
+        attributes = {name: state[name] for name in state if name not in _MODULE_STATE}
         if attributes:
             attributes = self.named(attributes)
         for name in _HOOKS:
             if item := state.get(name):
                 attributes[name] = item
-        for name, item in attributes.items():
-            content["", name] = item
+        if attributes:
+            names = map(_PLACES[""].__getitem__, attributes)
+            content.update(zip(names, attributes.values(), strict=True))
         return content
 
     def extra(self) -> Iterable[tuple[Any, Any]]:
@@ -1430,9 +1471,10 @@ class _ModuleNode(_NamedNode):
         for part in _PARTS:
             state[part] = {}
         origin = self.origin()
-        for name, item in () if origin is None else origin.__dict__.items():
-            if name not in _MODULE_STATE and not self.may_look_up(name):
-                state[name] = item  # as in other objects
+        if origin is not None and not self._may_look_up_anything():
+            for name, item in origin.__dict__.items():
+                if name not in _MODULE_STATE and name not in self.looked_up:
+                    state[name] = item  # as in other objects
         object.__setattr__(new, "__dict__", state)
         forward = self.children.get(("", "forward"))
         if forward is not None and ("", "forward") not in self.items:
@@ -1446,7 +1488,7 @@ class _ModuleNode(_NamedNode):
         return name in self.computed
 
     def changed_names(self) -> frozenset[Any]:
-        return super().changed_names() - self.computed
+        return super().changed_names() - frozenset(self.computed)
 
     def updated_buffers(self) -> Iterable[Tensor]:
         if self.value.training:
@@ -1877,13 +1919,11 @@ class _Rebuild:
 def _spread(nodes: Mapping[int, _Node]) -> None:
     """What refers to something that is rebuilt has to be rebuilt."""
     # Most of what an object refers to was met after it.
-    backwards = [*nodes.values()][::-1]
+    backwards = [n for n in nodes.values() if n.children and not isinstance(n, _FixedNode)][::-1]
     spreading = True
     while spreading:
         spreading = False
         for node in backwards:
-            if not node.children or isinstance(node, _FixedNode):
-                continue
             needed, frozen = node.needed, node.frozen
             for key in node.children.values():
                 child = nodes[key]
@@ -1902,9 +1942,33 @@ def _samples(values: Any, count: int, size: int) -> bytes:
     return b"".join([bytes(values[start : start + block]) for start in starts])
 
 
+def _is_parameter(x: Any) -> bool:
+    return type(x) is nn.Parameter or isinstance(x, nn.Parameter)
+
+
 def _version(x: Tensor) -> int | None:
     """How often `x` was changed in place; inference tensors do not count."""
     return None if x.is_inference() else x._version
+
+
+def _are_identical(now: Content, before: Content) -> bool:
+    """Whether two mappings have the same objects for keys and values, in the same order."""
+    return (
+        len(now) == len(before)
+        and all(map(operator.is_, now, before))
+        and all(map(operator.is_, now.values(), before.values()))
+    )
+
+
+_numbers: tuple[int, ...] = ()
+
+
+def _first_numbers(count: int) -> Iterator[int]:
+    """The numbers from 0, the same objects each time."""
+    global _numbers
+    if len(_numbers) < count:
+        _numbers = (*_numbers, *range(len(_numbers), 2 * count))
+    return itertools.islice(_numbers, count)
 
 
 def _cleared(value: Any) -> Any:
@@ -1971,6 +2035,7 @@ def take_for_own(f: Any) -> None:
         _own_packages.add(package)
         _is_installed.cache_clear()
         _is_own.forget()
+        _has_code_of_package.forget()
         _is_library.cache_clear()
         _plans.clear()
 
@@ -1991,6 +2056,27 @@ def _is_installed(package: str) -> bool:
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed and package not in _own_packages
+
+
+def _is_of_package(value: Any, kind: type) -> bool:
+    """Whether an object has, or is, code of an installed package."""
+    if isinstance(value, types.FunctionType):
+        return _is_installed_beside_torch(value.__globals__.get("__name__"))
+    if isinstance(value, types.BuiltinFunctionType):
+        return _is_installed_beside_torch(value.__module__)
+    if isinstance(value, types.ModuleType):
+        return _is_installed_beside_torch(value.__name__)
+    return _has_code_of_package(value if isinstance(value, type) else kind)
+
+
+def _is_installed_beside_torch(module: Any) -> bool:
+    package = _package(module)
+    return package not in _LIBRARIES and _is_installed(package)
+
+
+@_OfClass
+def _has_code_of_package(kind: type) -> bool:
+    return any([_is_installed_beside_torch(base.__module__) for base in kind.__mro__])
 
 
 def _holds_nothing(function: types.FunctionType) -> bool:

@@ -34,6 +34,7 @@ from .program import (
     Recording,
     Tensors,
     Vjp,
+    Vmap,
     bind_legacy,
     bind_vmap,
     is_differentiable,
@@ -83,32 +84,42 @@ def call(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     return primitive.call(_IMPLEMENTATIONS[implementation], program, inputs)
 
 
-def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+def bind(program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None) -> Tensors:
+    """R[program](inputs). Outputs that are known already only get their history; under grad and vmap."""
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
-    inputs = [_torch.alive(x) for x in inputs]
+    inputs = _torch.all_alive(inputs)
     interpreter = _torch.peek_interpreter_stack()
+    if known is not None:
+        rule = _attach_known if interpreter is None else _RULES_FOR_KNOWN[_torch.kind_of(interpreter)]
+        return rule(interpreter, program, inputs, known)
     if interpreter is None:
         return _bind_plain(program, inputs)
     return _RULES[_torch.kind_of(interpreter)](interpreter, program, inputs)
 
 
-def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
+def _bind_grad(
+    interpreter: Any, program: Program, inputs: list[Tensor], known: Sequence[Tensor] | None = None
+) -> Tensors:
     level = interpreter.level()
     lift = _torch.CGradInterpreterPtr(interpreter).lift
     inputs = [lift(x) for x in inputs]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
         _torch.set_single_level_autograd_function_allowed(True)
         try:
             outputs: Tensors = _AtGradLevel.apply(  # type: ignore[attr-defined]
-                interpreter, program, *inputs
+                interpreter, program, known, *inputs
             )
         finally:
             _torch.set_single_level_autograd_function_allowed(False)
         return outputs
-    unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
+    unwrapped, values = _unwrapped(inputs, level), None if known is None else _unwrapped(known, level)
     with _torch.lower(interpreter):
-        outputs = bind(recorded(program, ()), unwrapped)
+        outputs = bind(recorded(program, ()), unwrapped, values)
     return tuple([_torch._wrap_for_grad(y, level) for y in outputs])
+
+
+def _unwrapped(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    return [_torch._unwrap_for_grad(x, level) for x in tensors]
 
 
 def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
@@ -135,6 +146,25 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tens
     return bind_vmap(interpreter, program, inputs, bind)
 
 
+def _bind_known_vmap(
+    interpreter: Any, program: Program, inputs: list[Tensor], known: Sequence[Tensor]
+) -> Tensors:
+    values_and_dims = [_torch._unwrap_batched(y, interpreter.level()) for y in known]
+
+    def bind_values(below: Program, inputs: Sequence[Tensor]) -> Tensors:
+        if isinstance(below, Vmap) and below is not program:
+            below.known_dims = below.out_dims = tuple([dim for _, dim in values_and_dims])
+        return bind(below, inputs, [y for y, _ in values_and_dims])
+
+    return bind_vmap(interpreter, program, inputs, bind_values)
+
+
+def _attach_known(_: None, program: Program, inputs: list[Tensor], known: Sequence[Tensor]) -> Tensors:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return attach(program, [(y.detach(), y.requires_grad) for y in known], inputs)
+    return tuple([y.detach() for y in known])
+
+
 def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
     add_back_views = _torch.adds_back_views(interpreter)
@@ -154,6 +184,7 @@ _RULES = {
     "vmap": _bind_vmap,
     "functionalize": _bind_functionalize,
 }
+_RULES_FOR_KNOWN = {"grad": _bind_grad, "vmap": _bind_known_vmap}
 
 
 def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
@@ -162,7 +193,7 @@ def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
     recording = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
-        and any(x.requires_grad for x in inputs)
+        and any([x.requires_grad for x in inputs])
     )
     if _torch.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
@@ -192,12 +223,16 @@ def _bind_legacy(program: Jvp | Vjp, inputs: Sequence[Tensor], recording: bool =
 
 def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) -> Tensors:
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
-    is_constant = _torch.is_tracing() and not program.source.is_compiled
-    if recording and any(x.requires_grad for x in inputs) and not is_constant:
+    if (
+        recording
+        and any([x.requires_grad for x in inputs])
+        and not (_torch.is_tracing() and not program.source.is_compiled)
+    ):
         outputs: Tensors = _Plain.apply(program, *inputs)
         return outputs
-    with torch.no_grad():
-        return net.run(program, _torch.without_forward_views(inputs, record=False))
+    inputs = _torch.without_forward_views(inputs, record=False)
+    with _torch.grad_mode(False):
+        return net.run(program, inputs)
 
 
 def attach(program: Program, outputs: Sequence[tuple[Tensor, bool]], inputs: Sequence[Tensor]) -> Tensors:
@@ -326,22 +361,24 @@ class _AtGradLevel(_Node, _torch.SingleLevelFunction):
     """R at one grad level of functorch."""
 
     @staticmethod
-    def forward(ctx: Any, interpreter: Any, program: Program, *inputs: Tensor) -> Tensors:
+    def forward(
+        ctx: Any, interpreter: Any, program: Program, known: Sequence[Tensor] | None, *inputs: Tensor
+    ) -> Tensors:
         level = interpreter.level()
+        active: Sequence[bool] | None = (
+            None if known is None else [y.requires_grad and is_differentiable(y) for y in known]
+        )
         differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
         recording = recorded(program, differentiated)
-        unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
+        unwrapped, values = _unwrapped(inputs, level), None if known is None else _unwrapped(known, level)
         # An autograd.Function switches both modes off, for all levels below too.
         with _torch.recording(), _torch.lower(interpreter):
-            outputs = bind(recording, unwrapped)
+            outputs = bind(recording, unwrapped, values)
         wrapped = tuple([_torch._wrap_for_grad(y, level) for y in outputs])
-        active = recording.active if isinstance(recording, Recording) else None
+        if known is None and isinstance(recording, Recording):
+            active = recording.active
         home = min(program.home, level - 1)
         return _Node.keep(ctx, program, inputs, wrapped, home, level, active)
-
-
-def _none(dims: Sequence[int | None]) -> bool:
-    return all(dim is None for dim in dims)
 
 
 def _split_duals(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:

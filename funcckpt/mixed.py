@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _torch, dispatch, net, primitive
-from .errors import InputError, describe
+from .errors import InputError, OptionError, describe
 from .program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
 from .remat import _Arguments, _Call, _name_and_check, _Options
 
@@ -78,18 +78,26 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     >>> torch.func.grad(after_training)(torch.tensor(0.1))
     tensor(-10.3763)
     """
-    name = _name_and_check(loss)
+    name = _name_and_check(loss, "inner_grad")
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(isinstance(i, int) for i in numbers):
+        raise OptionError(f"inner_grad({name}): argnums={argnums!r} is no int, and no tuple of ints.")
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        several = isinstance(argnums, tuple)
-        numbers = argnums if isinstance(argnums, tuple) else (argnums,)
         for i in numbers:
             if not -len(args) <= i < len(args):
                 raise InputError(
                     f"inner_grad({name}): argnums={argnums}, and there are {len(args)} arguments."
                 )
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        layers = _torch.active_layers()
+        kinds = {layer.kind for layer in layers}
+        if (
+            not torch.is_grad_enabled()
+            or torch.is_inference_mode_enabled()
+            or "functionalize" in kinds  # which knows no autograd.Function
+            or (_torch.is_tracing() and "grad" not in kinds)  # as `remat` does
+        ):
             return torch.func.grad(loss, argnums)(*args, **kwargs)
 
         # Another tensor than everywhere else: what is the same elsewhere is constant.
@@ -110,8 +118,8 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
         arguments = _Arguments(name, options, tuple(own), kwargs)
         places = {id(x): i for i, x in enumerate(arguments.tensors)}
         call = _Call(_scalar(loss, name), name, options, arguments)
-        call.code = None  # to put values off would keep what they are made of, at the peak
-        call._layers = _torch.active_layers()
+        call.may_put_off = False  # at the peak that would keep what the values are made of
+        call._layers = layers
         inputs = call._take_inputs(call._captured)
         program = _Gradient(
             call, call.home, len(inputs), tuple([places[id(x)] for x in leaves]), with_zeros=True
@@ -120,7 +128,7 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
         # random numbers, which differ from sample to sample all the same.
         outputs = _Symmetric.apply(program, *inputs, *_torch.batched_nothing())
         gradients = pytree.tree_unflatten(list(outputs), structure)
-        return gradients if several else gradients[0]
+        return gradients if isinstance(argnums, tuple) else gradients[0]
 
     return gradient
 
@@ -188,7 +196,10 @@ class _Directional(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         jvp = Jvp(self.inner, self.home, self.arity, self.along)
-        primals, tangents = jvp.split(jvp.run(*inputs))
+        arguments = list(inputs)
+        for i in self.along:  # What samples share has been expanded to them, and is given tangents now.
+            arguments[i] = _torch.with_memory_for_each(inputs[i])
+        primals, tangents = jvp.split(jvp.run(*arguments))
         return (torch.zeros_like(primals[0]) if tangents[0] is None else tangents[0],)
 
 
@@ -244,7 +255,7 @@ class _Symmetric(torch.autograd.Function):
 
     @staticmethod
     def forward(program: Any, *inputs: Tensor) -> Tensors:
-        return tuple([_torch.fresh(y) for y in net.run(program, inputs)])
+        return tuple([_torch.fresh(y) for y in net.run(program, _torch.without_forward_views(inputs))])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:

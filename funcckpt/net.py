@@ -145,6 +145,11 @@ def _reads_values(func: Any, out: Any) -> bool:
 _replacing: ContextVar[Replacing | None] = ContextVar("replacing", default=None)
 
 
+def is_replacing() -> bool:
+    """Whether f runs inside of another one in which tensors stand for others."""
+    return _replacing.get() is not None
+
+
 def stand_in(x: Tensor) -> Tensor:
     """The tensor that stands for `x` where f runs again inside of another one that is recomputed."""
     replacing = _replacing.get()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _torch
 from .lazy import version_of
-from .operators import ALLOCATES, address_of, name_of, tensors_of, written
+from .operators import ALLOCATES, WRITE, address_of, name_of, tensors_of, written
 
 # An output of an operator: the how manieth call it was, and the how manieth of its outputs.
 Place = tuple[int, int]
@@ -157,11 +157,12 @@ class Numbers:
     ) -> None:
         """Note what a call has returned, or written to."""
         outs = out if isinstance(out, (list, tuple)) else (out,)
-        if kind == "writes":
+        if kind in WRITE:
             for i, (x, all_of_it) in enumerate(written(func, args, kwargs)):
                 if x.layout is torch.strided:
                     before = frozenset() if all_of_it and _fills_storage(x) else self.places(x)
                     self._note(x, (number, "written", i), 0, before | {(call, i)})
+        if kind == "writes":
             return
         for i, y in enumerate(outs):
             if not isinstance(y, Tensor) or y.layout is not torch.strided:

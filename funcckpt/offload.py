@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from . import _torch
 from .errors import OptionError
 
 __all__ = ["Stored", "check_place", "fetch", "store"]
@@ -44,7 +46,10 @@ def store(tree: Any, place: str) -> Stored:
     """
     leaves, structure = pytree.tree_flatten(tree)
     devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
-    moved = [_Store.apply(x, place) if isinstance(x, Tensor) else x for x in leaves]
+    if place == "disk" and any(layer.kind == "functionalize" for layer in _torch.active_layers()):
+        raise OptionError('offload="disk" maps files, which torch.func.functionalize cannot. Take "host".')
+    move = _MapToDisk.apply if place == "disk" else lambda x: x.to("cpu", copy=True)
+    moved = [move(x) if isinstance(x, Tensor) else x for x in leaves]
     return Stored(pytree.tree_unflatten(moved, structure), devices)
 
 
@@ -61,13 +66,11 @@ def fetch(tree: Any) -> Any:
     return pytree.tree_unflatten(back, structure)
 
 
-class _Store(torch.autograd.Function):
-    """A copy in another place. Its derivative is a move as well."""
+class _MapToDisk(torch.autograd.Function):
+    """A copy in a file. Its derivative is a move as well."""
 
     @staticmethod
-    def forward(x: Tensor, place: str) -> Tensor:
-        if place == "host":
-            return x.to("cpu", copy=True)
+    def forward(x: Tensor) -> Tensor:
         return _mapped(x)
 
     @staticmethod
@@ -77,16 +80,18 @@ class _Store(torch.autograd.Function):
             ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, None]:
-        return ct.to(ctx.device), None
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return ct.to(ctx.device)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.to("cpu", copy=True)
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        # Forward mode is switched off in here; a Function finds its levels all the same.
+        mapped: Tensor = _MapToDisk.apply(tangent)
+        return mapped
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, place: str) -> tuple[Tensor, int | None]:
-        return _Store.apply(x, place), in_dims[0]
+    def vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+        return _MapToDisk.apply(x), in_dims[0]
 
 
 def _mapped(x: Tensor) -> Tensor:
@@ -107,37 +112,53 @@ def _mapped(x: Tensor) -> Tensor:
 class Offloaded:
     """A tensor of an accelerator, kept in the memory of the host.
 
-    The copy there is made by a stream of its own, into pinned memory, while the forward goes on; the copy
-    back by the stream that needs it.
+    The copies there and back are made by a stream of their own, into and from pinned memory, while others
+    go on.
     """
 
     def __init__(self, x: Tensor) -> None:
         x = x.detach()
         self._device = x.device
-        self._done: Any = None
-        self.host = torch.empty_strided(
-            x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=_can_pin(x)
-        )
-        if not self.host.is_pinned():
-            self.host.copy_(x)
-            return
-        side = _side_stream(x.device)
-        side.wait_stream(torch.accelerator.current_stream(x.device))
-        with side:
-            self.host.copy_(x, non_blocking=True)
-            self._done = side.record_event()
-        # Its memory is not given to another tensor before the copy is made.
-        x.record_stream(side)
+        self._storage = weakref.ref(x.untyped_storage())
+        self.host = _host_memory(x, pinned=_side_stream(x.device) is not None)
+        self._done = _copy(self.host, x, x.device)
+        self._returning: Returning | None = None
+
+    def is_about_to_be_written(self, allow_mutation: bool = True) -> None:
+        """Let the current stream wait for the copy, unless nobody has what is copied any more."""
+        if self._done is not None and self._storage() is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._done)
+
+    def wait(self) -> None:
+        """Wait for the copy there, for somebody who reads it himself."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def back(self, host: Tensor) -> Returning:
+        """`host`, which is the copy there or a copy of it, on its way to the device again."""
+        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
+        return Returning(x, _copy(x, host, self._device))
+
+    def begin(self) -> None:
+        """Bring it back, ahead of its use."""
+        self._returning = self._returning or self.back(self.host)
 
     def get(self, allow_mutation: bool) -> Tensor:
-        return self.back(self.host)
+        self.begin()
+        assert self._returning is not None
+        return self._returning.get()
 
-    def back(self, host: Tensor) -> Tensor:
-        """`host`, which is the copy there or a copy of it, on the device again."""
-        if self._done is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._done)
-        x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
-        return x.copy_(host, non_blocking=self._done is not None and host.is_pinned())
+
+class Returning(NamedTuple):
+    """A tensor that is being filled, until `done`."""
+
+    x: Tensor
+    done: Any = None
+
+    def get(self) -> Tensor:
+        if self.done is not None:
+            torch.accelerator.current_stream(self.x.device).wait_event(self.done)
+        return self.x
 
 
 def is_far(x: Tensor) -> bool:
@@ -145,14 +166,32 @@ def is_far(x: Tensor) -> bool:
     return x.device.type not in ("cpu", "meta") and x.layout is torch.strided
 
 
-def _can_pin(x: Tensor) -> bool:
-    return x.device.type == "cuda"
+def _host_memory(x: Tensor, pinned: bool) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu", pin_memory=pinned)
+
+
+def _copy(target: Tensor, source: Tensor, device: torch.device) -> Any:
+    """Copy between a device and the host, while the current stream goes on: the event that it is done."""
+    side = _side_stream(device)
+    on_host = target if target.device != device else source
+    if side is None or not on_host.is_pinned():  # a hook of the caller may have moved it
+        target.copy_(source)
+        return None
+    side.wait_stream(torch.accelerator.current_stream(device))
+    with side:
+        target.copy_(source, non_blocking=True)
+        # Its memory is not given to another tensor before the copy is made.
+        (source if on_host is target else target).record_stream(side)
+        return side.record_event()
 
 
 _side_streams: dict[torch.device, Any] = {}
 
 
 def _side_stream(device: torch.device) -> Any:
+    """A stream for copies; None where there are none, or no pinned memory."""
+    if device.type != "cuda":
+        return None
     if device not in _side_streams:
         _side_streams[device] = torch.Stream(device)
     return _side_streams[device]

@@ -3,7 +3,7 @@
 The loop runs step by step, each step a `remat` whose history is dropped as soon as it is done, and
 `schedules.Online` says which carries to keep. When the loop has ended, its length is known. Then each
 part between two carries that are kept becomes a checkpoint as it would be in `scan`, but for one thing:
-what it computes is known, and is not computed again. `_attach` gives known values the history of
+what it computes is known, and is not computed again. `dispatch.bind` gives known values the history of
 R[part], at every level.
 
 That is not possible everywhere. `Unknown` says so, before anything has changed, and `scan` counts the
@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _torch, dispatch, net, world
-from .closure import Closure
-from .errors import CheckpointError, MutationError
-from .program import Program, Tensors, Vmap, _may_skip_vmap, is_differentiable, recorded
+from .errors import MutationError
 from .remat import _Arguments, _Call, _Options, _Outputs
 
-__all__ = ["Unknown", "check_possible", "first_run", "known", "only_forward", "restart"]
+__all__ = ["Unknown", "check_possible", "first_run", "known", "restart"]
 
 
 class Unknown(Exception):
@@ -44,18 +42,11 @@ def check_possible(tensors: Sequence[Tensor]) -> None:
         or _torch.has_dual_level()
         or _torch.is_tracing()
         or torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
         or dispatch._implementation.get() != "direct"
         or any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in tensors)
     ):
         raise Unknown
-
-
-def only_forward(captured: Callable[[], Closure], tensors: Sequence[Tensor]) -> bool:
-    """Whether only forward mode and vmap are active, so that nothing is kept anyway."""
-    kinds = {layer.kind for layer in _torch.active_layers()}
-    if "grad" in kinds or not ("jvp" in kinds or _torch.has_dual_level()):
-        return False
-    return not any(_torch.below_wrappers(x).requires_grad for x in (*tensors, *captured().tensors))
 
 
 _OPTIONS = _Options(frozenset({0, 1, 2}), frozenset(), True, "default")
@@ -103,7 +94,7 @@ def known(
     call._outputs = _Outputs(name, out)
     call._closure.settle(name)
     call._closure.seal()
-    outputs = _attach(call, call._outputs.take(), inputs)
+    outputs = dispatch.bind(call, inputs, known=call._outputs.take())
     return call._outputs.assemble(outputs, inputs)
 
 
@@ -136,115 +127,3 @@ def _restart(tensors: Sequence[Tensor]) -> list[Tensor]:
         if before.requires_grad:
             _torch.requires_grad_at_this_level(x)
     return wrapped
-
-
-# -- values with a history --------------------------------------------------------------------------
-
-
-def _attach(program: Program, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
-    """`dispatch.bind`, for values that are known."""
-    inputs = [_torch.alive(x) for x in inputs]
-    interpreter = _torch.peek_interpreter_stack()
-    if interpreter is None:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            return dispatch.attach(program, [(y.detach(), y.requires_grad) for y in outputs], inputs)
-        return tuple([y.detach() for y in outputs])
-    level = interpreter.level()
-    if _torch.kind_of(interpreter) == "vmap":
-        return _attach_batched(interpreter, program, outputs, inputs)
-    lift = _torch.CGradInterpreterPtr(interpreter).lift
-    inputs = [lift(x) for x in inputs]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        _torch.set_single_level_autograd_function_allowed(True)
-        try:
-            attached: Tensors = _AttachedAtGradLevel.apply(  # type: ignore[attr-defined]
-                interpreter, program, list(outputs), *inputs
-            )
-        finally:
-            _torch.set_single_level_autograd_function_allowed(False)
-        return attached
-    below = [_torch._unwrap_for_grad(y, level) for y in outputs]
-    unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
-    with _torch.lower(interpreter):
-        below = list(_attach(recorded(program, ()), below, unwrapped))
-    return tuple([_torch._wrap_for_grad(y, level) for y in below])
-
-
-def _attach_batched(
-    interpreter: Any, program: Program, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> Tensors:
-    level = interpreter.level()
-    in_values_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
-    values_and_dims = [_torch._unwrap_batched(y, level) for y in outputs]
-    values = [y for y, _ in values_and_dims]
-    out_dims = tuple([dim for _, dim in values_and_dims])
-    in_dims = tuple([dim for _, dim in in_values_and_dims])
-    randomness = _torch.randomness_of(interpreter)
-    if any(dim is not None for dim in in_dims) or not _may_skip_vmap(program, level, randomness):
-        home = min(program.home, level - 1)
-        size = _torch.batch_size_of(interpreter)
-        program = _VmapAsKnown(program, home, in_dims, size, randomness, out_dims)
-    with _torch.lower(interpreter):
-        values = list(_attach(program, values, [x for x, _ in in_values_and_dims]))
-    return tuple(
-        [
-            y if dim is None else _torch._add_batch_dim(y, dim, level)
-            for y, dim in zip(values, out_dims, strict=True)
-        ]
-    )
-
-
-class _VmapAsKnown(Vmap):
-    """vmap of a program, whose outputs are batched as they were when they became known."""
-
-    def __init__(
-        self,
-        inner: Program,
-        home: int,
-        in_dims: tuple[int | None, ...],
-        batch_size: int,
-        randomness: str,
-        known_dims: tuple[int | None, ...],
-    ) -> None:
-        super().__init__(inner, home, in_dims, batch_size, randomness)
-        self.known_dims = known_dims
-
-    def run(self, *inputs: Tensor) -> Tensors:
-        outputs = list(super().run(*inputs))
-        for i, (dim, want) in enumerate(zip(self.out_dims, self.known_dims, strict=True)):
-            if dim == want:
-                continue
-            if want is None:
-                raise CheckpointError(
-                    f"{self.source.name}: the recomputation batched output {i}, and the forward did not. "
-                    "The function has to do the same each time."
-                )
-            y = outputs[i]
-            if dim is None:
-                y, dim = y.expand(self.batch_size, *y.shape), 0
-            outputs[i] = y.movedim(dim, want)
-        self.out_dims = self.known_dims
-        return tuple(outputs)
-
-
-class _AttachedAtGradLevel(dispatch._Node, _torch.SingleLevelFunction):
-    """R at one grad level of functorch, for values that are known."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, interpreter: Any, program: Program, outputs: list[Tensor], *inputs: Tensor
-    ) -> Tensors:
-        level = interpreter.level()
-        active = [y.requires_grad and is_differentiable(y) for y in outputs]
-        below = [_torch._unwrap_for_grad(y, level) for y in outputs]
-        unwrapped = [_torch._unwrap_for_grad(x, level) for x in inputs]
-        recording = recorded(program, [i for i, x in enumerate(inputs) if x.requires_grad])
-        with (
-            torch.enable_grad(),
-            _torch._set_fwd_grad_enabled(True),
-            _torch.lower(interpreter),
-        ):
-            below = list(_attach(recording, below, unwrapped))
-        wrapped = tuple([_torch._wrap_for_grad(y, level) for y in below])
-        home = min(program.home, level - 1)
-        return dispatch._Node.keep(ctx, program, inputs, wrapped, home, level, active)

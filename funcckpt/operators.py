@@ -29,6 +29,9 @@ _LIKE = frozenset(
 _ASKS = frozenset(("is_same_size", "_has_same_storage_numel"))
 # They write to running statistics, and their schemas do not say so.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
+_STATISTICS = frozenset(("running_mean", "running_var"))
+# The kinds of operators that may write to what they are given.
+WRITE = frozenset(("writes", "other"))
 # They return the memory that they were given, and their schemas do not say so either.
 _VIEWS = frozenset(("_unsafe_view",))
 # In-place operators after which nothing is left of what was there.
@@ -103,23 +106,31 @@ def kind_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 @functools.cache
 def _written_places(func: Any) -> tuple[tuple[int, str, bool], ...]:
     """Place, name, and whether it is an `out` that is written all over."""
+    schema = getattr(func, "_schema", None)
+    untold = _STATISTICS if name_of(func) in _UNTOLD else frozenset()
     return tuple(
         [
             (i, a.name, a.is_out)
-            for i, a in enumerate(func._schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
+            for i, a in enumerate(() if schema is None else schema.arguments)
+            if (a.alias_info is not None and a.alias_info.is_write) or a.name in untold
         ]
     )
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
-    """What an operator writes to, and whether it writes all of it."""
+    """What an operator of a kind in `WRITE` writes to, and whether it writes all of it."""
     found = []
     for i, name, is_out in _written_places(func):
         value = args[i] if i < len(args) else kwargs.get(name)
         values = value if isinstance(value, (list, tuple)) else (value,)
         found += [(x, is_out or name_of(func) in FILLS) for x in values if isinstance(x, Tensor)]
     return found
+
+
+@functools.cache
+def reshapes(func: Any) -> bool:
+    """Whether an in-place operator changes what a tensor looks like, and not what is in its memory."""
+    return torch.Tag.inplace_view in func.tags and name_of(func) not in ("resize_", "resize_as_", "set_")
 
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

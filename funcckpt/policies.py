@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ T = TypeVar("T")
 __all__ = [
     "Policy",
     "budget",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
     "checkpoint_name",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
@@ -54,7 +56,7 @@ __all__ = [
     "save_only_these_names",
 ]
 
-Policy = Callable[..., "CheckpointPolicy | bool"] | Sequence[Any]
+Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any]
 
 _KEEP = CheckpointPolicy.PREFER_SAVE
 _OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
@@ -107,6 +109,11 @@ def dots_with_no_batch_dims_saveable(ctx: Any, op: Any, *args: Any, **kwargs: An
     Under `torch.func.vmap` a product of two batched tensors has one.
     """
     return _KEEP if getattr(op, "overloadpacket", op) in _PRODUCTS else _LEAVE
+
+
+# JAX has both names.
+checkpoint_dots = dots_saveable
+checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
 def offload_dot_with_no_batch_dims(
@@ -292,7 +299,7 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> Callable[...,
 def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget:
     """Keep the values that save the most recomputation for their bytes.
 
-    The first call of a function, for the shapes of its inputs, measures the FLOPs and the bytes of every
+    The first call of a function, for what its inputs look like, measures the FLOPs and the bytes of every
     operator whose result the backward reads, or needs to compute what it reads. The set that is kept is
     then the best that fits. The call keeps all of them while it runs; those that follow only what was
     chosen.
@@ -400,7 +407,7 @@ class Chooser:
         self._title = title
 
     def for_call(self, signature: Any) -> Chooser:
-        """What to ask in one call of f; `signature` is its code, and the shapes of its inputs."""
+        """What to ask in one call of f; `signature` is its code, and what its inputs look like."""
         return self
 
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
@@ -417,7 +424,7 @@ class Chooser:
             )
         return Decision(keep=False, forbid=answer is _FORBID)
 
-    def wants(self, call: int, func: Any) -> bool:
+    def wants(self, call: int, func: Any, sizes: dict[int, int]) -> bool:
         return False
 
     def choose(self, operators: Sequence[Operator], read: frozenset[Place]) -> frozenset[Place]:
@@ -438,7 +445,6 @@ class Budget(Chooser):
     def __init__(self, limit: int | None, fraction: float | None) -> None:
         self._limit = limit
         self._fraction = fraction
-        # By signature: the operators, and which of their results are kept.
         self._plans: dict[Any, _Plan] = {}
 
     def __repr__(self) -> str:
@@ -460,7 +466,11 @@ class Budget(Chooser):
         return int(self._fraction * everything)
 
 
-_Plan = tuple[frozenset[Place], dict[int, Any]]
+class _Plan(NamedTuple):
+    """What is kept of a function: of which operators, with the bytes of their results."""
+
+    kept: frozenset[Place]
+    calls: dict[int, tuple[Any, dict[int, int]]]
 
 
 class _BudgetOfCall(Chooser):
@@ -472,18 +482,28 @@ class _BudgetOfCall(Chooser):
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
         return None
 
-    def wants(self, call: int, func: Any) -> bool:
-        return self._plan is None or self._plan[1].get(call) is func
+    def wants(self, call: int, func: Any, sizes: dict[int, int]) -> bool:
+        if self._plan is None:
+            return True
+        if call not in self._plan.calls:
+            return False
+        planned, planned_sizes = self._plan.calls[call]
+        as_planned = planned is func and planned_sizes.items() <= sizes.items()
+        if not as_planned:
+            # Something else decides what f does (an argument that is no tensor): measure again next time.
+            self._budget._plans.pop(self._signature, None)
+        return as_planned
 
     def choose(self, operators: Sequence[Operator], read: frozenset[Place]) -> frozenset[Place]:
         if self._plan is not None:
-            return self._plan[0]
+            return self._plan.kept
         frontier = Frontier(operators, read, [_is_dot, _is_product])
         chosen = frontier.best(self._budget.limit(frontier.everything))
         plans = self._budget._plans
         if len(plans) >= _MANY:
             plans.clear()
-        plans[self._signature] = chosen, {call: operators[call].func for call, _ in chosen}
+        calls = {call: (operators[call].func, operators[call].outputs) for call, _ in chosen}
+        plans[self._signature] = _Plan(chosen, calls)
         return chosen
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, recompute, recording
-from .errors import ClosureError, describe
+from .errors import CheckpointError, ClosureError, describe
 
 Tensors = tuple[Tensor, ...]
 
@@ -75,6 +75,8 @@ class Leaf(Program):
         self.random: bool | None = None
         # What its code is, to expect of another call what this one did.
         self.code: Any = None
+        # Whether a recomputation may put values off until somebody reads them.
+        self.may_put_off = True
         # What a policy has kept of the first run, until the nodes have it.
         self.kept: recording.Kept | None = None
         self.torch_function = _torch._get_torch_function_state()
@@ -125,9 +127,10 @@ class _Derived(Program):
 
 
 class Vmap(_Derived):
-    """vmap of a program; `out_dims` is known once it has run."""
+    """vmap of a program; `out_dims` is known once it has run, and has to be `known_dims` if these are."""
 
     out_dims: tuple[int | None, ...]
+    known_dims: tuple[int | None, ...] | None = None
 
     def __init__(
         self,
@@ -144,7 +147,21 @@ class Vmap(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         outputs, self.out_dims = _vmap(self.inner.run, inputs, self.in_dims, self.batch_size, self.randomness)
-        return outputs
+        return outputs if self.known_dims is None else self._as_known(outputs, self.known_dims)
+
+    def _as_known(self, outputs: Tensors, known_dims: tuple[int | None, ...]) -> Tensors:
+        moved = list(outputs)
+        for i, (dim, known) in enumerate(zip(self.out_dims, known_dims, strict=True)):
+            if known is None and dim is not None:
+                raise CheckpointError(
+                    f"{self.source.name}: the recomputation batched output {i}, and the forward did not. "
+                    "The function has to do the same each time."
+                )
+            if known is not None:
+                y = outputs[i].expand(self.batch_size, *outputs[i].shape) if dim is None else outputs[i]
+                moved[i] = y.movedim(dim or 0, known)
+        self.out_dims = known_dims
+        return tuple(moved)
 
 
 class Recording(_Derived):
@@ -164,7 +181,7 @@ class Recording(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         grad_mode = torch.is_grad_enabled() or len(self.differentiated) > 0
-        with _torch.grad_level() as level, torch.set_grad_enabled(grad_mode):
+        with _torch.grad_level() as level, _torch.grad_mode(grad_mode):
             wrapped = [_torch._wrap_for_grad(x, level) for x in inputs]
             for i in self.differentiated:
                 _torch.requires_grad_at_this_level(wrapped[i])
@@ -314,29 +331,26 @@ class Vjp(_Derived):
         def pull(*cotangents: Tensor) -> Tensors:
             if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
                 _refuse_once_differentiable(outputs)
+            cotangents = tuple([ct for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad])
             # Edges, since the values of the outputs are needed no more.
-            pairs = [(_edge(y), ct) for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad]
+            edges = [_edge(y) for y in outputs if y.requires_grad]
             outputs.clear()
             gradients: Sequence[Tensor | None] = [None] * len(leaves)
-            if pairs and leaves:
-                gradients = torch.autograd.grad(
-                    [y for y, _ in pairs],
-                    [*leaves, *originals],
-                    [ct for _, ct in pairs],
-                    allow_unused=True,
-                    create_graph=create_graph,
-                )
-            for i, g in enumerate(gradients[len(leaves) :]):
+            if edges and leaves:
+                gradients = _torch.gradients(edges, [*leaves, *originals], cotangents, create_graph)
+            for x, g in zip(originals, gradients[len(leaves) :], strict=False):
                 if g is not None:
                     raise ClosureError(
-                        f"remat({self.source.name}) uses an input ({describe(originals[i])}) by a second "
+                        f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
                         "way that could not be traced, so that its gradient would be incomplete. "
                         "Use it as an argument only."
                     )
             gradients = gradients[: len(leaves)]
             self._settle(tuple([g is not None for g in gradients]))
-            return tuple([_torch.alive(g) for g in gradients if g is not None])
+            return tuple(_torch.all_alive([g for g in gradients if g is not None]))
 
+        if not self.batches:
+            return pull(*cotangents)
         # Each batch belongs to the program that it made, which wants to know its dimensions.
         owners = [self]
         while (unbatched := owners[-1]._unbatched) is not None:
@@ -347,12 +361,16 @@ class Vjp(_Derived):
 
 
 def _edge(y: Tensor) -> Any:
-    return y if y.grad_fn is None else torch.autograd.graph.GradientEdge(y.grad_fn, y.output_nr)
+    if (node := y.grad_fn) is None:
+        return y
+    # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
+    owner: Any = y if isinstance(node, torch.autograd.function.FunctionCtx) else None
+    return torch.autograd.graph.GradientEdge(node, y.output_nr, owner)
 
 
 def _recording() -> AbstractContextManager[Any]:
     """Grad mode on, and inference mode off: a backward may be called there, and nothing be recorded."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _torch.grad_mode(True)
 
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
@@ -485,7 +503,7 @@ class Jvp(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         # Some backward formulas inside of the program are differentiable only where grad mode is on.
-        with _torch.jvp_level() as level, torch.enable_grad():
+        with _torch.jvp_level() as level, _torch.grad_mode(True):
             duals = [_torch._wrap_for_grad(x, level) for x in inputs[: self.arity]]
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
                 duals[i] = _torch.forward_ad.make_dual(duals[i], t, level=0)

@@ -5,7 +5,9 @@ takes time (`flops.has_flops`) is not run when it is called: what it returns is 
 depends on it, until something needs the values. The pullback needs some of them, and what it does not need
 is never computed: dead-code elimination with nothing to be learned first, whatever way f takes this time.
 What was of use the last time is not put off the next time, so that a function in which all is needed pays
-nothing. Random operators are never put off, and what is written to is computed before.
+nothing. Random operators are never put off, and what is written to is computed before. Torch takes other
+formulas for some derivatives where a dispatch mode watches (cumprod), so that the first recomputation of such
+a function may differ from the next in the last bits.
 
 What a policy has kept (`recording`) is handed out where a value with the same number (`numbering`) is asked
 for. So a recomputation that takes another way (a matmul folds otherwise where gradients are required) finds
@@ -41,7 +43,8 @@ from .lazy import (
     write_later,
 )
 from .numbering import Numbers
-from .operators import address_of, kind_of, kind_of_call, map_tensors, tensors_of, written
+from .offload import Returning
+from .operators import WRITE, address_of, kind_of, kind_of_call, map_tensors, reshapes, tensors_of, written
 from .recording import Entry, Kept, Watch, watch_of
 
 if TYPE_CHECKING:
@@ -54,13 +57,13 @@ class Replay(Watch):
     """Puts off what takes time, and hands out what was kept."""
 
     def __init__(
-        self, source: Any, kept: Kept | None, tensors: Sequence[Tensor], plan: _Plan | None, lazy: bool
+        self, source: Any, kept: Kept | None, coming: Sequence[Returning], plan: _Plan | None, lazy: bool
     ) -> None:
         super().__init__(source)
         self._entries = {} if kept is None else kept.entries
         self._numbers = None if kept is None else Numbers(kept.numbers)
-        self._kept = tensors
-        self._kept_storages = {x.untyped_storage()._cdata for x in tensors}
+        self._kept = coming
+        self._kept_storages = {x.untyped_storage()._cdata for x, _ in coming}
         self._plan = plan
         self._lazy = lazy
         self._calls = 0
@@ -107,7 +110,9 @@ class Replay(Watch):
         before, after = entry.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        found = [outs[i] if slot is None else self._kept[slot].detach() for i, slot in enumerate(entry.slots)]
+        found = [
+            outs[i] if slot is None else self._kept[slot].get().detach() for i, slot in enumerate(entry.slots)
+        ]
         return found[0] if entry.is_alone else tuple(found)
 
     def _put_off_or_run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -158,7 +163,7 @@ class Replay(Watch):
 
     def _run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator now, on values that are there."""
-        if kind == "writes" and self._write_later(func, args, kwargs):
+        if kind in WRITE and self._write_later(func, kind, args, kwargs):
             return args[0]
         lazy = [x for x in tensors_of(args, kwargs) if isinstance(x, Lazy)]
         if not lazy:
@@ -171,14 +176,16 @@ class Replay(Watch):
         out = func(*real, **{key: map_tensors(forced, a) for key, a in kwargs.items()})
         return as_given(func, args, kwargs, out)
 
-    def _write_later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _write_later(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> bool:
         """Before something is written to, compute what waits to read it; put it off if possible."""
         targets = [x for x, _ in written(func, args, kwargs)]
+        if not targets:
+            return False
         addresses = {address_of(x) for x in targets}
-        if addresses & self._kept_storages:
+        if addresses & self._kept_storages and not reshapes(func):
             raise Redo  # what is kept may be asked for again
         waiting = [d for reference in self._deferred if (d := reference()) is not None and not d.is_done]
-        if isinstance(args[0], Lazy) and len(targets) == 1 and targets[0] is args[0]:
+        if kind == "writes" and isinstance(args[0], Lazy) and len(targets) == 1 and targets[0] is args[0]:
             for d in waiting:
                 if args[0].cell in d.waits_for:
                     run_deferred(d)  # it reads what was there before
@@ -225,8 +232,8 @@ class Replay(Watch):
     def plan(self) -> _Plan:
         """What to put off the next time."""
         unread = {number: flops for number, flops in self._put_off.items() if number not in self._ran}
-        if self._numbers is None and sum(unread.values()) < FLOPS_WORTH_A_CALL * self._calls:
-            unread = {}  # not worth to watch for
+        if self._numbers is None and not _pays(sum(unread.values()), self._calls):
+            unread = {}
         return _Plan(tuple(self._heavy), frozenset(unread))
 
 
@@ -300,59 +307,77 @@ def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> It
 def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
     """What a node for a program has to keep."""
     source = program.source
+    kept: Kept | None
+    tensors: Sequence[Tensor]
     if program.is_pullback:
-        return (_current.kept, _current.tensors) if _current.source is source else (None, ())
-    kept = source.kept
-    return kept, () if kept is None else kept.tensors
+        kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
+    else:
+        kept = source.kept
+        tensors = () if kept is None else kept.tensors
+    if kept is not None and _torch.top_saved_tensors_hooks() is not None:
+        for away in kept.places:
+            if away is not None:
+                away.wait()  # the hooks will read it
+    return kept, tensors
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before."""
     source = program.source
     inputs = source.received(inputs)
-    if not program.is_pullback:
-        return program.run(*inputs)
-    if source.is_compiled or _torch.is_tracing():  # where what nobody reads is eliminated from the graph
+    # What nobody reads is eliminated from a graph that is traced.
+    if not program.is_pullback or source.is_compiled or _torch.is_tracing():
         return program.run(*inputs)
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
-    key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
-    plan = _plans.get(key)
-    lazy = (
-        (plan is None or bool(plan.unread))
-        and source.code is not None
-        and not _torch.has_compiled()
-        and _may_be_worth_it(inputs)
-    )
+    lazy = source.may_put_off and _pays(_most_flops(inputs), 1) and not _torch.has_compiled()
     if not lazy and kept is None:
         return program.run(*inputs)
+    key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
+    plan = _plans.get(key)
+    lazy = lazy and (plan is None or bool(plan.unread))
+    if not lazy and kept is None:
+        return program.run(*inputs)
+    coming: list[Returning] = []
     if kept is not None:
-        tensors = tuple(
-            [x if place is None else place.back(x) for x, place in zip(tensors, kept.places, strict=True)]
-        )
-    replay = Replay(source, kept, tensors, plan, lazy)
+        coming = [
+            Returning(x) if place is None else place.back(x)
+            for x, place in zip(tensors, kept.places, strict=True)
+        ]
+    replay = Replay(source, kept, coming, plan, lazy)
+    ours: Exception | None = None
     try:
         with replay:
             outputs = program.run(*[forced(x) for x in inputs])
             with torch.no_grad():
                 outputs = replay.finish(outputs)
-    except Exception:
+    except Exception as error:
         # Ours to blame, or f's: without us it will show.
         if not replay.has_interfered:
             raise
+        ours = error.with_traceback(None)  # whose frames hold what was computed
         _remember(key, _Plan((), frozenset()))
     else:
         if lazy:
             _remember(key, replay.plan())
         return outputs
-    return program.run(*inputs)
+    outputs = program.run(*inputs)
+    _blame(ours)
+    return outputs
 
 
-def _may_be_worth_it(inputs: Sequence[Tensor]) -> bool:
-    """Whether a product of some of the inputs may be worth a call. A mode that watches changes how torch
-    computes some derivatives (cumprod), in the last bits.
-    """
+def _blame(error: Exception) -> None:
+    """Is told why a recomputation has run again, in full, and without an error. For tests, which raise it."""
+
+
+def _pays(flops: int, calls: int) -> bool:
+    """Whether it is worth to watch so many operators pass by, to be spared so many FLOPs."""
+    return flops >= FLOPS_WORTH_A_CALL * calls
+
+
+def _most_flops(inputs: Sequence[Tensor]) -> int:
+    """No product of some of the inputs takes more: half of them times the other half."""
     elements = sum([x.numel() for x in inputs])
-    return elements * elements >= 2 * FLOPS_WORTH_A_CALL
+    return elements * elements // 2
 
 
 def _remember(key: Any, plan: _Plan) -> None:

@@ -22,7 +22,7 @@ from .flops import flops_of
 from .lazy import PLAIN, Look, look_of
 from .numbering import Numbers, Place
 from .offload import Offloaded, is_far
-from .operators import kind_of_call, returns_argument, tensors_of, written
+from .operators import WRITE, kind_of_call, reshapes, returns_argument, tensors_of, written
 
 
 class _Active(threading.local):
@@ -88,13 +88,26 @@ class Operator(NamedTuple):
 class _Made:
     """A call of the forward."""
 
-    __slots__ = ("chosen", "count", "flops", "func", "key", "looks", "needs", "offloads", "streams", "values")
+    __slots__ = (
+        "chosen",
+        "count",
+        "flops",
+        "func",
+        "key",
+        "looks",
+        "needs",
+        "offloads",
+        "sizes",
+        "streams",
+        "values",
+    )
 
     def __init__(self, key: tuple[int, int], func: Any, needs: frozenset[Place], count: int | None) -> None:
         self.key, self.func, self.needs, self.count = key, func, needs, count
         self.flops = 0
-        # The outputs that could be kept, those that are held, and those of them that are to be.
+        # The outputs that could be kept, their bytes, those that are held, and those of them that are to be.
         self.looks: dict[int, Look] = {}
+        self.sizes: dict[int, int] = {}
         self.values: dict[int, Tensor] = {}
         self.chosen: set[int] = set()
         self.offloads = False
@@ -105,8 +118,7 @@ class _Made:
         return torch.Tag.nondeterministic_seeded in getattr(self.func, "tags", ())
 
     def operator(self) -> Operator:
-        sizes = {i: x.numel() * x.element_size() for i, x in self.values.items()}
-        return Operator(self.func, self.flops, sizes, self.needs)
+        return Operator(self.func, self.flops, {i: self.sizes[i] for i in self.values}, self.needs)
 
 
 class Kept:
@@ -137,7 +149,7 @@ class Chooser(Protocol):
     """A policy as the forward asks it."""
 
     def for_call(self, signature: Any) -> Chooser:
-        """The policy for one call of a function, known by its code and the shapes of its inputs."""
+        """The policy for one call of a function, known by its code and by what its inputs look like."""
 
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
         """What to do with what an operator returned; for `aten.alias` with a name, with what is named.
@@ -145,8 +157,8 @@ class Chooser(Protocol):
         None where that is left to `wants` and `choose`.
         """
 
-    def wants(self, call: int, func: Any) -> bool:
-        """Whether the results of a call may be chosen in the end."""
+    def wants(self, call: int, func: Any, sizes: dict[int, int]) -> bool:
+        """Whether the results of a call, of so many bytes, may be chosen in the end."""
 
     def choose(self, operators: Sequence[Operator], read: frozenset[Place]) -> frozenset[Place]:
         """What to keep, given all operators and the values that the backward reads."""
@@ -172,8 +184,8 @@ class Record(Watch):
         self._reads_unseen = False
 
     def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
-        shapes = tuple([_torch.below_wrappers(x).shape for x in inputs])
-        self._chooser = self._chooser.for_call((self.source.code, shapes))
+        looks = tuple([(_torch.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs])
+        self._chooser = self._chooser.for_call((self.source.code, looks))
         self._numbers.label(labels, inputs)
 
     @contextmanager
@@ -193,7 +205,7 @@ class Record(Watch):
         number, times = self._numbers.of_call(func, kind, args, kwargs)
         places = [self._numbers.places(x) for x in tensors_of(args, kwargs)]
         needs: frozenset[Place] = frozenset().union(*places)
-        if kind == "writes":
+        if kind in WRITE and not reshapes(func):
             for x, _ in written(func, args, kwargs):
                 for call, i in self._numbers.places(x):
                     self._made[call].values.pop(i, None)
@@ -210,11 +222,11 @@ class Record(Watch):
         if kind not in ("pure", "custom", "random"):
             return out
         outs = [out] if isinstance(out, Tensor) else out
-        made.looks.update(
-            {i: look_of(y, y.device) for i, y in enumerate(outs) if isinstance(y, Tensor) and _can_be_kept(y)}
-        )
+        for i, y in enumerate(outs):
+            if isinstance(y, Tensor) and _can_be_kept(y):
+                made.looks[i], made.sizes[i] = look_of(y, y.device), y.numel() * y.element_size()
         decision = self._chooser.decides(func, args, kwargs, out)
-        if decision is None and self._chooser.wants(call, func):
+        if decision is None and self._chooser.wants(call, func, made.sizes):
             made.flops = flops_of(func, args, kwargs, out)
         elif decision is None or not decision.keep:
             return out
@@ -276,6 +288,9 @@ class Record(Watch):
             if any(slot is not None for slot in slots):
                 kept.entries[made.key] = Entry(tuple(slots), made.count is None, made.streams)
         self._made = []
+        for away in kept.places:
+            if away is not None:
+                away.is_about_to_be_written()  # by the caller, if it is an output
         return kept if kept.entries else None
 
 
@@ -296,7 +311,7 @@ def _can_be_kept(x: Tensor) -> bool:
     return x.layout is torch.strided and not x._is_zerotensor()
 
 
-def _placed(x: Tensor, offloaded: bool) -> tuple[Tensor, Any]:
+def _placed(x: Tensor, offloaded: bool) -> tuple[Tensor, Offloaded | None]:
     if offloaded and is_far(x):
         away = Offloaded(x)
         return away.host, away

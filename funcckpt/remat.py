@@ -18,9 +18,9 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closure import Closure, may_be_statistics, snapshot_of_statistics, take_for_own
+from .closure import Closure, code_of, may_be_statistics, snapshot_of_statistics, take_for_own
 from .errors import (
     CheckpointError,
     ClosureError,
@@ -186,6 +186,10 @@ instead: ContextVar[Callable[[Any, str, Callable[[], Any], Callable[..., Any]], 
 instead = ContextVar("funcckpt_instead", default=None)
 
 
+# f, and its arguments that are no tensors.
+_Parts = tuple[Callable[..., Any], list[Any], dict[int | str, Any]]
+
+
 class _Options(NamedTuple):
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
@@ -200,7 +204,8 @@ def _title(f: Callable[..., Any] | None) -> str:
 
 
 def _name(f: Any) -> str:
-    name: str = getattr(f, "__qualname__", None) or type(f).__qualname__
+    # An nn.Module takes long to say that it has none.
+    name: str = (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
     return name
 
 
@@ -239,17 +244,17 @@ def _positions_and_names(
     return frozenset(positions) | more_positions, frozenset(names) | more_names
 
 
-def _name_and_check(f: Callable[..., Any]) -> str:
+def _name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
     """What f is called in messages; raises if it cannot be checkpointed."""
     if not callable(f):
         raise InputError(
-            f"remat takes a callable, not {type(f).__name__}. Write remat(f)(x), not remat(f(x))."
+            f"{taker} takes a callable, not {type(f).__name__}. Write {taker}(f)(x), not {taker}(f(x))."
         )
     name = _name(f)
-    for unwrapped in (f, getattr(f, "forward", None), inspect.getattr_static(type(f), "__call__", None)):
+    for unwrapped in (f, getattr(f, "forward", None), type(f).__call__):
         if _is_generator_or_coroutine(unwrapped):
             raise InputError(
-                f"remat({name}): a generator or coroutine function gives nothing that could be "
+                f"{taker}({name}): a generator or coroutine function gives nothing that could be "
                 "recomputed. Return the values in a list or tuple."
             )
     return name
@@ -409,26 +414,29 @@ class _Arguments:
             leaves, self._keys = [*positional, *kwargs.values()], tuple(kwargs)
         else:
             leaves, self._structure = pytree.tree_flatten((positional, kwargs))
-        # An inference tensor is no variable of any graph, which would refuse to save it.
-        self.positions = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()
-        ]
-        # The same tensor twice is one input, and f finds it to be one.
-        unique = {id(leaves[i]): leaves[i] for i in self.positions}
-        numbers = {key: number for number, key in enumerate(unique)}
-        self.numbers = [numbers[id(leaves[i])] for i in self.positions]
-        self.tensors: list[Tensor] = list(unique.values())
-        self.arity = len(unique)
-        for i in self.positions:
-            leaves[i] = None
+        self.tensors: list[Tensor] = []
+        # Where tensors stand among the leaves, and which of them.
+        self.positions: list[int] = []
+        self.numbers: list[int] = []
         self.others = leaves
-        for i, leaf in enumerate(() if self.is_flat else leaves):
-            if hasattr(type(leaf), "__next__"):
+        numbers: dict[int, int] = {}
+        for i, leaf in enumerate(leaves):
+            # An inference tensor is no variable of any graph, which would refuse to save it.
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
+                # The same tensor twice is one input, and f finds it to be one.
+                number = numbers.setdefault(id(leaf), len(numbers))
+                if number == len(self.tensors):
+                    self.tensors.append(leaf)
+                self.positions.append(i)
+                self.numbers.append(number)
+                leaves[i] = None
+            elif not self.is_flat and hasattr(type(leaf), "__next__"):
                 raise InputError(
                     f"remat({name}): {self._where_leaf(i)} is an iterator ({type(leaf).__name__}). The "
                     "forward uses it up, and the recomputation would find it empty: pass a list or a "
                     "tuple."
                 )
+        self.arity = len(self.tensors)
 
     def unflatten(
         self, tensors: Sequence[Tensor], others: Sequence[Any], static: dict[int | str, Any]
@@ -447,6 +455,8 @@ class _Arguments:
     def _assemble(self, leaves: list[Any]) -> Any:
         if not self.is_flat:
             return pytree.tree_unflatten(leaves, self._structure)
+        if not self._keys:
+            return leaves, {}
         count = len(leaves) - len(self._keys)
         return leaves[:count], dict(zip(self._keys, leaves[count:], strict=True))
 
@@ -541,10 +551,9 @@ class _Outputs:
         tensors, self.tensors = tuple(self.tensors), []
         return tensors
 
-    def take_as(self, first: _Outputs) -> Tensors:
+    def as_in(self, first: _Outputs) -> Tensors:
         """The tensors that were outputs in the first run, where this is another one."""
-        tensors, self.tensors = self.tensors, []
-        return tuple([tensors[self._sources[i][1]] for i in first._kept])
+        return tuple([self.tensors[self._sources[i][1]] for i in first._kept])
 
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         leaves = list(self.others)
@@ -572,9 +581,61 @@ def _look_of(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
     return x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device
 
 
+def _call_within(
+    contexts: Sequence[AbstractContextManager[Any] | None], f: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """f(*args, **kwargs), inside of those contexts that there are: most often none."""
+    entered = [context for context in contexts if context is not None]
+    if not entered:
+        return f(*args, **kwargs)
+    with ExitStack() as stack:
+        for context in entered:
+            stack.enter_context(context)
+        return f(*args, **kwargs)
+
+
 def _look(look: tuple[torch.dtype, tuple[int, ...], torch.device]) -> str:
     dtype, shape, device = look
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+class _Before:
+    """What captured tensors were before f ran, to see what it did to them."""
+
+    def __init__(self, captured: Sequence[Tensor], copies: bool) -> None:
+        self._captured = captured
+        self._versions = _Call.versions(captured)
+        self._copies = [_copy(x) for x in captured] if copies else []
+        self._hooks = [len(x._backward_hooks or ()) for x in captured]
+        self._gradients = [_gradient(x) for x in captured]
+        # Other threads may accumulate meanwhile.
+        self.accumulation = _torch.accumulation(captured) if threading.active_count() > 1 else None
+
+    def check(self, name: str, where: Callable[[Tensor], str]) -> None:
+        for x, before in zip(self._captured, self._hooks, strict=True):
+            if len(x._backward_hooks or ()) > before:
+                raise MutationError(
+                    f"remat({name}) registers a hook on {where(x)} ({describe(x)}), and would do so again in "
+                    "the recomputation. Register it outside."
+                )
+        for x, gradient in zip(self._captured, self._gradients, strict=True):
+            if _gradient(x) != gradient and (self.accumulation is None or id(x) in self.accumulation.seen):
+                raise MutationError(
+                    f"remat({name}) calls backward(), which accumulates the gradient of {where(x)} "
+                    f"({describe(x)}), and would do so again in the recomputation. Use torch.autograd.grad "
+                    "inside of it."
+                )
+
+    def written(self) -> set[int]:
+        """The ids of those that f has written to."""
+        now = _Call.versions(self._captured)
+        written = {
+            id(x)
+            for x, before, after in zip(self._captured, self._versions, now, strict=True)
+            if before != after
+        }
+        copies = zip(self._captured, self._copies, strict=False)
+        return written | {id(x) for x, copy in copies if copy is not None and not _same(x, copy)}
 
 
 class _Call(Leaf):
@@ -593,7 +654,7 @@ class _Call(Leaf):
         hidden: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        self.code = getattr(f, "__code__", None) or type(f)
+        self.code = code_of(f)
         self._name = name
         self._options = options
         self._arguments = arguments
@@ -604,15 +665,15 @@ class _Call(Leaf):
         self._closure = Closure(root, stand_in=net.stand_in)
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         # One tensor may stand for several by which f refers to it.
-        stand_ins: dict[int, Tensor] = {}
-        self._originals: dict[int, list[int]] = defaultdict(list)
-        for x in {id(x): x for x in (*arguments.tensors, *self._closure.tensors, *hidden)}.values():
-            stand_in = net.stand_in(x)
-            self._originals[id(stand_in)].append(id(x))
-            stand_ins[id(stand_in)] = stand_in
-        arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
+        self._originals: dict[int, list[int]] = {}
+        captured = {id(x): x for x in (*self._closure.tensors, *hidden)}
+        if net.is_replacing():
+            for x in {**captured, **{id(x): x for x in arguments.tensors}}.values():
+                self._originals.setdefault(id(net.stand_in(x)), []).append(id(x))
+            captured = {id(stand_in): stand_in for stand_in in map(net.stand_in, captured.values())}
+            arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
         given = {id(x) for x in arguments.tensors}
-        self._captured = [x for key, x in stand_ins.items() if key not in given]
+        self._captured = [x for key, x in captured.items() if key not in given]
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
@@ -625,7 +686,7 @@ class _Call(Leaf):
         self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
         self._layers: list[_torch.Layer] | None = None
-        self._streams = world.random_streams(self._closure.generators)
+        self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
         self._world: world.World | None = None
         self._drawn: drawing.Drawn | None = None
@@ -659,76 +720,52 @@ class _Call(Leaf):
         """Without transforms f runs as it is; the graph it leaves behind shows what it captured."""
         arguments = self._arguments.tensors
         captured = self._captured
-        versions, versions_of_captured = self.versions(arguments), self.versions(captured)
-        copies = [_copy(x) if self._closure.writes_unseen else None for x in captured]
-        hooks = [len(x._backward_hooks or ()) for x in captured]
-        # Other threads may accumulate meanwhile.
-        watches_gradients = threading.active_count() == 1
-        gradients = [_gradient(x) for x in captured] if watches_gradients else []
-        first_node = _torch.next_sequence_number()
+        versions = self.versions(arguments)
+        before = _Before(captured, self._closure.writes_unseen) if captured else None
         originals = [*arguments, *captured]
         retains = self._closure.retains_gradients
         inner = [_detached(x, retains) if x.requires_grad else x for x in arguments]
+        first_node = _torch.next_sequence_number()
         given = [*inner, *captured]
         # f may make an argument require grad that did not: that is the caller's own.
         leaves = [weakref.ref(x if x._base is None else x._base) for x in inner if x.requires_grad]
         record = self.recorder()
-        labels = [self._keys(x)[0] for x in originals]
+        f_and_others = f, self._arguments.others, self._arguments.static
         hooked = net.Hooked() if self._closure.registers_hooks else None
-        with nullcontext() if record is None else record.of(labels, given), hooked or nullcontext():
-            outputs = self._run_first(f, inner, self._arguments.others, self._arguments.static, given)
-            if record is not None:
+        watch = None if before is None else before.accumulation
+        if record is None:
+            outputs = self._run_first(f_and_others, inner, given, watch, hooked)
+        else:
+            with record.of([self._keys(x)[0] for x in originals], given):
+                outputs = self._run_first(f_and_others, inner, given, watch, hooked)
                 record.note_graph(outputs, first_node)
         assert self._outputs is not None
-        if not any(y.requires_grad for y in outputs):
+        if not any([y.requires_grad for y in outputs]):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
         self.check_versions(versions, arguments)
         if retains:
             _retain(arguments, inner)
-        for x, before in zip(captured, hooks, strict=True):
-            if len(x._backward_hooks or ()) > before:
-                raise MutationError(
-                    f"remat({self._name}) registers a hook on {self._where_captured(x)} "
-                    f"({describe(x)}), and would do so again in the recomputation. Register it outside."
-                )
-        for x, gradient in zip(captured, gradients, strict=watches_gradients):
-            if _gradient(x) != gradient:
-                raise MutationError(
-                    f"remat({self._name}) calls backward(), which accumulates the gradient of "
-                    f"{self._where_captured(x)} ({describe(x)}), and would do so again "
-                    "in the recomputation. Use torch.autograd.grad inside of it."
-                )
-        written = {
-            id(x)
-            for x, version, copy in zip(captured, versions_of_captured, copies, strict=True)
-            if self.versions([x]) != [version] or (copy is not None and not _same(x, copy))
-        }
+        written: Collection[int] = ()
+        if before is not None:
+            before.check(self._name, self._where_captured)
+            written = before.written()
         if written:
             # The same writes again change nothing (a norm is limited, say), or the outputs will tell.
             self._closure.is_pure = False
         self._settle(outputs)
         own = {_edge(x) for x in inner if x.requires_grad}
         used = self._find_captured(outputs, own, first_node)
-        found = {id(x) for x in self._closure.tensors}
-        by_rebuilding = found - {id(x) for x in self._closure.loose}
-        self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
-        self._met = self._replaced.keys() - found
-        self.replaces = bool(self._replaced)
+        if captured or used:
+            self._settle_captured(captured, used, written)
         del inner, given
         self._check_escaped(functools.partial(_leads_to, edges=own))
-        inputs_by_capture = {id(x) for x in used}
-        self._closure.keep_as_constants(
-            {key: x for x in captured if id(x) not in inputs_by_capture for key in self._keys(x)}
-        )
-        for x in captured:
-            if id(x) in written and id(x) not in inputs_by_capture:
-                raise self._changed_captured(x)
         detached = [(y.detach(), y.requires_grad) for y in outputs]
         inputs = self._take_inputs(used)
-        self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
+        if written:
+            self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
         self._closure.seal()
         self.kept = None if record is None else record.finish()
-        del outputs, arguments, captured, used, record, own
+        del outputs, arguments, captured, used, record, before, own
         if hooked is not None:
             hooked.remove()
         watched = self._closure.has_rnn or _torch.has_global_module_hook()
@@ -741,6 +778,25 @@ class _Call(Leaf):
         attached = dispatch.attach(self, detached, inputs)
         self._hand_over_kept()
         return self._outputs.assemble(attached, originals)
+
+    def _settle_captured(
+        self, captured: Sequence[Tensor], used: Sequence[Tensor], written: Collection[int]
+    ) -> None:
+        """Which captured tensors are inputs, and in what way, now that f has run."""
+        found = {id(x) for x in self._closure.tensors}
+        by_rebuilding = found - {id(x) for x in self._closure.loose}
+        self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
+        self._met = self._replaced.keys() - found
+        self.replaces = bool(self._replaced)
+        inputs = {id(x) for x in used}
+        unused = [x for x in captured if id(x) not in inputs]
+        self._closure.keep_as_constants({key: x for x in unused for key in self._keys(x)})
+        for x in unused:
+            if id(x) in written:
+                raise MutationError(
+                    f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
+                    "place. The recomputation would start from the changed values: change it outside."
+                )
 
     def search_while_running(self) -> list[Tensor]:
         """Tracked tensors that f uses and that the search has missed, seen by what it does to them."""
@@ -779,12 +835,12 @@ class _Call(Leaf):
 
     def _run_first(
         self,
-        f: Callable[..., Any],
+        parts: _Parts,
         tensors: Sequence[Tensor],
-        others: Sequence[Any],
-        static: dict[int | str, Any],
         given: Sequence[Tensor],
+        *contexts: AbstractContextManager[Any] | None,
     ) -> Tensors:
+        f, others, static = parts
         args, kwargs = self._arguments.unflatten(tensors, others, static)
         content = self._arguments.content(args, kwargs)
         statistics = map(snapshot_of_statistics, tensors if self._closure.normalizes else ())
@@ -793,13 +849,13 @@ class _Call(Leaf):
         self._states = world.states(self._streams)
         if _torch.is_tracing():
             self._drawn = drawing.Drawn(self._name)
-        with world.own_autocast_cache(), self._drawn or nullcontext():
-            try:
-                out = f(*args, **kwargs)
-            except RuntimeError as error:
-                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
-                    raise self._changed_input(tensors) from error
-                raise
+        cache = world.cleared_autocast_cache() if self._world.casts else None
+        try:
+            out = _call_within((*contexts, cache, self._drawn), f, args, kwargs)
+        except RuntimeError as error:
+            if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
+                raise self._changed_input(tensors) from error
+            raise
         self.random = world.have_moved(self._states) or (self._drawn is not None and self._drawn.seen)
         self.random |= self._closure.moves_streams
         if not self.random:
@@ -837,33 +893,24 @@ class _Call(Leaf):
         # An argument that is captured as well is an input twice.
         known = {_edge(x): x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad}
         searched = False
-        used: dict[_Edge, Tensor] = {}
-        seen: set[_Edge] = set()
-        pending = [_edge(y) for y in outputs if y.requires_grad]
-        while pending:
-            edge = pending.pop()
-            if edge in seen or edge in own:
+        used: list[Tensor] = []
+        for edge in _entering(outputs, known, first_node):
+            if edge in own:
                 continue
-            seen.add(edge)
-            node, number = edge
-            if edge in known:
-                used[edge] = known[edge]
-            elif number == _LEAF and _is_private(node, outputs):
-                continue  # made inside, for an inner optimisation
-            elif number == _LEAF or node._sequence_nr() < first_node:
-                if searched:
+            if edge not in known:
+                if edge[1] == _LEAF and _is_private(edge[0], outputs):
+                    continue  # made inside, for an inner optimisation
+                if not searched:
+                    searched = True
+                    with world.streams_at(self._states or []):
+                        for x in self.search_while_running():
+                            stand_in = net.stand_in(x)
+                            known[_edge(stand_in)] = stand_in
+                            self._originals.setdefault(id(stand_in), []).append(id(x))
+                if edge not in known:
                     raise self._not_found(edge, outputs)
-                searched = True
-                with world.streams_at(self._states or []):
-                    for x in self.search_while_running():
-                        stand_in = net.stand_in(x)
-                        known[_edge(stand_in)] = stand_in
-                        self._originals[id(stand_in)].append(id(x))
-                seen.remove(edge)
-                pending.append(edge)
-            else:
-                pending.extend([_edge_to(n, i) for n, i in node.next_functions if n is not None])
-        return list(used.values())
+            used.append(known[edge])
+        return used
 
     def _not_found(self, edge: _Edge, outputs: Sequence[Tensor]) -> ClosureError:
         node, number = edge
@@ -895,17 +942,19 @@ class _Call(Leaf):
             watch.label([keys[0] for keys in self._ids], inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
-        with (
-            self._closure.rebuilt_once(mapped, self._name) as rebuilt,
-            self._closure.caches_kept_clean(),
-            self._replacing(mapped) as replacing,
-        ):
-            f, others, static = self._parts(rebuilt)
-            outputs = self._run_first(f, inputs[: self._arguments.arity], others, static, inputs)
+        replacing = self._replacing(mapped)
+        with self._closure.rebuilt_once(mapped, self._name) as rebuilt:
+            outputs = self._run_first(
+                self._parts(rebuilt),
+                inputs[: self._arguments.arity],
+                inputs,
+                self._closure.caches_kept_clean(),
+                replacing,
+            )
         if replacing is not None:
             self._met = replacing.met
-        self._check_escaped(lambda x: _torch.constant_of(x) is None)
         self._settle(outputs)
+        self._check_escaped(lambda x: _torch.constant_of(x) is None)
         self._closure.seal()
         return outputs
 
@@ -919,34 +968,34 @@ class _Call(Leaf):
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
-        if (watch := recording.watch_of(self)) is not None:
-            watch.label([keys[0] for keys in self._ids], inputs)
         inputs = tuple(
             [
                 self._statistics.get(i, x).clone() if may_be_statistics(x) or i in self._written else x
                 for i, x in enumerate(inputs)
             ]
         )
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label([keys[0] for keys in self._ids], inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         mapped = self._mapped(inputs)
         f, others, static = self._parts(self._closure.rebuild(mapped))
         args, kwargs = self._arguments.unflatten(inputs[: self._arguments.arity], others, static)
-        replacer = self._replacing(mapped)
+        replacing = self._replacing(mapped)
         del others, static, inputs, mapped
         draws = self.random and self._options.preserve_rng_state and self._states is not None
-        with (
-            replacer as replacing,
-            net.Refusing(refused) if refused else nullcontext(),
+        contexts = (
+            replacing,
+            net.Refusing(refused) if refused else None,
             self._closure.restored(),
             self._closure.caches_kept_clean(),
-            nullcontext() if self._world.is_here() else self._world.replayed(),
-            world.own_autocast_cache(),
-            world.streams_at(self._states or []) if draws else nullcontext(),
-            _torch.without_vmap_mode() if draws else nullcontext(),
-            nullcontext() if self._drawn is None else self._drawn.replayed(),
-        ):
-            out = f(*args, **kwargs)
+            None if self._world.is_here() else self._world.replayed(),
+            world.cleared_autocast_cache() if self._world.casts else None,
+            world.streams_at(self._states or []) if draws else None,
+            _torch.without_vmap_mode() if draws else None,
+            None if self._drawn is None else self._drawn.replayed(),
+        )
+        out = _call_within(contexts, f, args, kwargs)
         if replacing is not None and self._met - replacing.met:
             label = describe(self._replaced[min(self._met - replacing.met)])
             raise MutationError(
@@ -957,9 +1006,9 @@ class _Call(Leaf):
         again = _Outputs(self._name, out)
         if self._options.determinism_check != "none":
             self._compare(again)
-        return again.take_as(self._outputs)
+        return again.as_in(self._outputs)
 
-    def _parts(self, rebuilt: Any) -> tuple[Callable[..., Any], list[Any], dict[int | str, Any]]:
+    def _parts(self, rebuilt: Any) -> _Parts:
         """f and its arguments that are no tensors, out of what the closure has rebuilt."""
         if self._arguments_are_plain:
             return rebuilt, self._arguments.others, {}
@@ -976,17 +1025,17 @@ class _Call(Leaf):
     def _where_captured(self, x: Tensor) -> str:
         return self._closure.where(self._keys(x)[0])
 
-    def _replacing(self, mapped: dict[int, Tensor]) -> AbstractContextManager[net.Replacing | None]:
+    def _replacing(self, mapped: dict[int, Tensor]) -> net.Replacing | None:
         replaced = {key: mapped[key] for key in self._replaced}
         if self._outputs is not None:
             replaced |= self._closure.statistics()
-        return net.Replacing(replaced) if replaced else nullcontext()
+        return net.Replacing(replaced) if replaced else None
 
     def _compare(self, again: _Outputs) -> None:
         assert self._outputs is not None
         difference = self._outputs.difference(again)
         if difference is None:
-            outputs = again.tensors if self._values else ()
+            outputs = again.as_in(self._outputs) if self._values else ()
             for i, ((here, levels), y) in enumerate(zip(self._values, outputs, strict=False)):
                 there, now = _torch.physical(y.detach())
                 # Another level (the vmap of jacfwd, say) may have batched it: then there is
@@ -1029,12 +1078,6 @@ class _Call(Leaf):
             "on a copy (x.clone()) inside the function."
         )
 
-    def _changed_captured(self, x: Tensor) -> MutationError:
-        return MutationError(
-            f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
-            "place. The recomputation would start from the changed values: change it outside."
-        )
-
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         for i, (version, x) in enumerate(zip(before, inputs, strict=True)):
             if version is not None and x._version != version:
@@ -1055,29 +1098,41 @@ _LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, tor
 # A place in the graph: a node and the number of one of its outputs, or the id of a leaf and _LEAF.
 _Edge = tuple[Any, int]
 _LEAF = -1
+# The number of the nodes that accumulate in a leaf, whenever they were made.
+_LAST = (1 << 64) - 1
 
 
 def _edge(x: Tensor) -> _Edge:
     return (id(x), _LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)
 
 
-def _edge_to(node: Any, number: int) -> _Edge:
-    variable = _variable(node)
-    return (node, number) if variable is None else (id(variable), _LEAF)
+def _entering(outputs: Sequence[Tensor], known: Collection[_Edge], first_node: int) -> list[_Edge]:
+    """The edges at which the graph of some tensors begins: known ones, leaves, and results of older nodes."""
+    found = {_edge(y): None for y in outputs if y.requires_grad and y.grad_fn is None}
+    pending: list[_Edge] = [(y.grad_fn, y.output_nr) for y in outputs]
+    # Of the known ones, those that f has made, by writing to something.
+    made = {edge for edge in known if edge[1] != _LEAF and edge[0]._sequence_nr() >= first_node}
+    seen = set()
+    while pending:
+        edge = pending.pop()
+        node = edge[0]
+        if node is None or (node in seen and edge not in made):
+            continue
+        order = node._sequence_nr()
+        if order < first_node or edge in made:
+            found[edge] = None
+            continue
+        seen.add(node)
+        if order == _LAST and (variable := _variable(node)) is not None:
+            found[id(variable), _LEAF] = None
+        else:
+            pending.extend(node.next_functions)
+    return list(found)
 
 
 def _leads_to(x: Tensor, edges: Collection[_Edge]) -> bool:
     """Whether the graph of a tensor leads to one of some others."""
-    pending, seen = [_edge(x)] if x.requires_grad else [], set()
-    while pending:
-        edge = pending.pop()
-        if edge in edges:
-            return True
-        node, number = edge
-        if number != _LEAF and node not in seen:
-            seen.add(node)
-            pending.extend([_edge_to(n, i) for n, i in node.next_functions if n is not None])
-    return False
+    return any(edge in edges for edge in _entering([x], edges, 0))
 
 
 def _variable(node: Any) -> Tensor | None:
@@ -1109,6 +1164,8 @@ def _retain(originals: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
 
 def _attributes(x: Tensor) -> dict[str, Any]:
     """What code can tell of a tensor beside its values: it may be a parameter, and carry marks."""
+    if type(x) is Tensor:
+        return x.__dict__
     return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,6 +27,7 @@ from .closure import Closure, may_be_statistics
 from .errors import CheckpointError, InputError, MutationError, OptionError, describe
 from .meter import Meter
 from .offload import Stored, check_place, fetch, store
+from .policies import Budget, Policy, chooser_of
 from .program import is_differentiable
 from .remat import remat
 from .schedules import (
@@ -35,6 +38,7 @@ from .schedules import (
     beta,
     choose,
     evaluations,
+    fewest,
     fit,
     parts,
     repetitions,
@@ -43,8 +47,9 @@ from .schedules import (
 
 __all__ = ["fori_loop", "scan", "while_loop"]
 
-# Each repetition is a recomputation inside of a recomputation, some twenty Python frames deep.
-_MAX_REPETITIONS = 16
+# Each repetition is a recomputation inside of a recomputation: so many Python frames, or twice as many
+# where transforms are nested.
+_FRAMES_OF_A_REPETITION = 60
 
 
 def scan(
@@ -57,6 +62,7 @@ def scan(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     progress: bool = False,
 ) -> tuple[Any, Any]:
@@ -74,8 +80,8 @@ def scan(
     ----------
     f : callable
         ``f(carry, x) -> (carry, y)``. The carry keeps its structure and the shapes and dtypes of its
-        tensors. What `remat` asks of a function holds for f: pure up to random numbers. y may be any
-        pytree of tensors and numbers, or None.
+        tensors, and so does y from step to step, which may be any pytree of tensors and numbers, or None.
+        What `remat` asks of a function holds for f: pure up to random numbers.
     init : pytree
         The first carry.
     xs : pytree of tensors of shape ``(n, ...)``, optional
@@ -98,6 +104,9 @@ def scan(
         is to record all of them if they fit. For that the first step is run once more, or twice, forward and
         backward, and measured. xs, ys, gradients of what f captures, and the first and the last carry come
         on top.
+    policy : callable or list of operators, optional
+        What is kept of each step beside the carries, as `remat` takes it: with `policies.dots_saveable` no
+        step computes its products again. Not a budget, and not with `bytes`.
     offload : {"host", "disk"}, optional
         Where the carries are kept: in the memory of the host, if they are on a device; or in files
         without a name in the directory for temporary files, which go when they are no longer needed.
@@ -112,10 +121,10 @@ def scan(
     Raises
     ------
     InputError
-        The lengths of xs differ, or f changes what the carry looks like. The message names the leaf
-        and the step.
+        The lengths of xs differ, or f changes what the carry or y looks like. The message names the
+        leaf and the step.
     OptionError
-        An option is wrong.
+        An option is wrong; or so few checkpoints nest recomputations deeper than Python's recursion limit.
     FuncckptError
         What `remat` raises.
 
@@ -144,13 +153,15 @@ def scan(
     """
     name = f"scan({_name(f)})"
     _check_callable(f, name)
-    xs = pytree.tree_map(lambda x: x if x is None else torch.as_tensor(x), xs)
+    xs = pytree.tree_map_with_path(lambda path, x: _as_tensor(x, f"xs{pytree.keystr(path)}", name), xs)
     steps = _steps(xs, length, name)
     check_place(offload, name)
+    schedule = choose(checkpoint, checkpoints, bytes, steps, name)
+    policy = _policy(policy, checkpoint, bytes, name)
     if steps == 0:
         return init, _no_ys(f, name, init, xs)
-    body = _Body("scan", name, reverse, (0, 0), offload)
-    schedule = _schedule(checkpoint, checkpoints, bytes, f, body, 0, steps, init, xs)
+    body = _Body("scan", name, reverse, (0, 0), offload, policy)
+    schedule = _within(schedule, bytes, f, body, 0, steps, init, xs)
     body = body._replace(progress=_progress(progress, name, schedule, steps))
     return _run(f, body, schedule, 0, steps, init, xs)
 
@@ -164,6 +175,7 @@ def fori_loop(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     progress: bool = False,
 ) -> Any:
@@ -179,7 +191,7 @@ def fori_loop(
         ``body(i, carry) -> carry``; i is a Python integer.
     init : pytree
         The first carry.
-    checkpoint, checkpoints, bytes, offload, progress
+    checkpoint, checkpoints, bytes, policy, offload, progress
         As in `scan`.
 
     Returns
@@ -197,11 +209,14 @@ def fori_loop(
     name = f"fori_loop({_name(body)})"
     _check_callable(body, name)
     check_place(offload, name)
+    lower, upper = _whole(lower, "lower", name), _whole(upper, "upper", name)
+    policy = _policy(policy, checkpoint, bytes, name)
     steps = max(0, upper - lower)
+    schedule = choose(checkpoint, checkpoints, bytes, steps, name)
     if steps == 0:
         return init
-    loop = _Body("fori", name, False, (0, 0), offload)
-    schedule = _schedule(checkpoint, checkpoints, bytes, body, loop, lower, steps, init, None)
+    loop = _Body("fori", name, False, (0, 0), offload, policy)
+    schedule = _within(schedule, bytes, body, loop, lower, steps, init, None)
     loop = loop._replace(progress=_progress(progress, name, schedule, steps))
     return _run(body, loop, schedule, lower, steps, init, None)[0]
 
@@ -214,6 +229,7 @@ def while_loop(
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
+    policy: Policy | None = None,
     offload: str | None = None,
     max_steps: int | None = None,
     progress: bool = False,
@@ -225,10 +241,10 @@ def while_loop(
     no step is run more often than in a loop whose length is known, but for the last ones. By default
     there are some 3∛n.
 
-    The other schedules need to know the length: the loop runs twice then, first to count its steps,
-    without keeping anything. It does so, too, where forward and reverse mode are used together, where the
-    body updates buffers, or captures tensors in a way that shows only as it runs. The errors and the
-    memory are those of `scan`.
+    The other schedules and policies need to know the length: the loop runs twice then, first to count its
+    steps, without keeping anything. It does so, too, where forward and reverse mode are used together,
+    where the body updates buffers, or captures tensors in a way that shows only as it runs. The errors and
+    the memory are those of `scan`.
 
     Parameters
     ----------
@@ -238,7 +254,7 @@ def while_loop(
         ``body(carry) -> carry``.
     init : pytree
         The first carry.
-    checkpoint, checkpoints, bytes, offload, progress
+    checkpoint, checkpoints, bytes, policy, offload, progress
         As in `scan`.
     max_steps : int, optional
         Stop after so many steps, whatever `cond` says.
@@ -268,30 +284,28 @@ def while_loop(
     _check_callable(cond, name)
     _check_callable(body, name)
     check_place(offload, name)
-    choose(checkpoint, checkpoints, 1, name)
-    loop = _Body("while", name, False, (0, 0), offload)
-    tensors = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
-    if (
-        checkpoint is None
-        or not torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or online.only_forward(lambda: Closure((cond, body)), tensors)
-    ):
-        return _while(cond, body, loop, init, max_steps)
+    choose(checkpoint, checkpoints, bytes, 1, name)
+    policy = _policy(policy, checkpoint, bytes, name)
+    if max_steps is not None:
+        max_steps = _number_of_steps(max_steps, "max_steps", name)
+    loop = _Body("while", name, False, (0, 0), offload, policy)
+    if checkpoint is None or _keeps_nothing((cond, body), init):
+        return _while(cond, body, loop, init, max_steps, progress)
     if bytes is not None:
-        checkpoints = _as_many_as_fit(checkpoint, checkpoints, bytes, body, loop, 0, init, None, None).number
+        checkpoints = _as_many_as_fit(bytes, body, loop, 0, init, None, None).number
     before = _Before(Closure((cond, body)))
     cond = _drawing_nothing(cond, before.streams, name)
-    if checkpoint == "binomial":
+    if checkpoint == "binomial" and policy is None:
         try:
-            online.check_possible(tensors)
+            online.check_possible(_tensors_of(init))
             return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
         except online.Unknown:
             before.restore()
     steps = _count(cond, body, loop, init, max_steps, before)
     if steps == 0:
         return init
-    schedule = _schedule(checkpoint, checkpoints, None, body, loop, 0, steps, init, None)
+    schedule = choose(checkpoint, checkpoints, None, steps, name)
+    schedule = _within(schedule, None, body, loop, 0, steps, init, None)
     loop = loop._replace(progress=_progress(progress, name, schedule, steps))
     carry, _ = _run(body, loop, schedule, 0, steps, init, None)
     if steps != max_steps:
@@ -304,17 +318,32 @@ def while_loop(
     return carry
 
 
+def _keeps_nothing(functions: Any, arguments: Any) -> bool:
+    """Whether nothing is differentiated in reverse mode, so that a loop keeps nothing anyway."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return not _torch.differentiates_in_inference_mode()  # where that is so, `remat` has to refuse it
+    if torch.compiler.is_compiling() or any(layer.kind == "grad" for layer in _torch.active_layers()):
+        return False
+    tensors = _tensors_of(arguments) + list(Closure(functions).tensors)
+    return not any(_torch.below_wrappers(x).requires_grad for x in tensors)
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 # -- the loop ---------------------------------------------------------------------------------------
 
 
 class _Body(NamedTuple):
-    """What a part has to know of its loop; numbers and strings, in which no tensor is searched."""
+    """What a part has to know of its loop."""
 
     kind: str
     name: str
     reverse: bool
     progress: tuple[int, int]
     offload: str | None
+    policy: Policy | None = None
 
 
 def _run(
@@ -325,22 +354,36 @@ def _run(
     # xs lie as they were given, and `first` counts in their order.
     ends = list(itertools.accumulate((part.steps for part in cut), initial=0))
     starts = [steps - end for end in ends[1:]] if body.reverse else ends[:-1]
+    run_part = _part if body.policy is None else _as_part(body.policy)
     stacks = []
-    for part, start, x in zip(cut, starts, _split(xs, cut, body.reverse), strict=True):
-        if part.schedule is None:
-            carry, ys = _record(f, body, first + start, part.steps, fetch(carry), x)
-        else:
-            # The first carry of a part that is run again is kept already.
-            if body.offload is not None and not isinstance(carry, Stored):
-                carry = store(carry, body.offload)
-            carry, ys = _part(f, body, part.schedule, first + start, part.steps, carry, x)
-        stacks.append(ys)
-    return carry, _concatenate(stacks[::-1] if body.reverse else stacks)
+    try:
+        for part, start, x in zip(cut, starts, _split(xs, cut, body.reverse), strict=True):
+            if part.schedule is None:
+                carry, ys = _record(f, body, first + start, part.steps, fetch(carry), x)
+            else:
+                # The first carry of a part that is run again is kept already.
+                if body.offload is not None and not isinstance(carry, Stored):
+                    carry = store(carry, body.offload)
+                carry, ys = run_part(f, body, part.schedule, first + start, part.steps, carry, x)
+            stacks.append(ys)
+    except RecursionError as error:
+        if schedule.rule in ("plain", "segments"):
+            raise
+        raise _too_deep(body.name) from error
+    if body.reverse:
+        starts, stacks = starts[::-1], stacks[::-1]
+    return carry, _concatenate(stacks, body.name, [first + start for start in starts])
 
 
 # Messages call it by the name of what users call.
 _run.__qualname__ = "scan"
-_part = remat(_run, static_argnums=(0, 1, 2))
+
+
+def _as_part(policy: Policy | None) -> Callable[..., tuple[Any, Any]]:
+    return remat(_run, static_argnums=(0, 1, 2), policy=policy)
+
+
+_part = _as_part(None)
 
 
 def _record(
@@ -357,7 +400,7 @@ def _record(
         ys.append(y)
         if body.progress[0]:
             _advance(*body.progress, body.name)
-    return carry, _stack(ys[::-1] if body.reverse else ys)
+    return carry, _stack(ys[::-1] if body.reverse else ys, body.name, first)
 
 
 def _step(f: Callable[..., Any], body: _Body, i: int, carry: Any, x: Any) -> tuple[Any, Any]:
@@ -379,14 +422,19 @@ def _step(f: Callable[..., Any], body: _Body, i: int, carry: Any, x: Any) -> tup
 
 
 def _while(
-    cond: Callable[..., Any], body: Callable[..., Any], loop: _Body, carry: Any, max_steps: int | None
+    cond: Callable[..., Any],
+    body: Callable[..., Any],
+    loop: _Body,
+    carry: Any,
+    max_steps: int | None,
+    progress: bool = False,
 ) -> Any:
+    loop = loop._replace(progress=(_open_bar(progress, loop.name), 0))
     for step in _going_on(max_steps):
         if not _holds(cond, carry, loop.name, step):
             break
-        new, _ = _step(body, loop, step, carry, None)
-        _check_carry(carry, new, loop.name, step)
-        carry = new
+        carry, _ = _record(body, loop, step, 1, carry, None)
+    _close_bar(loop.progress[0])
     return carry
 
 
@@ -414,7 +462,7 @@ def _while_online(
 ) -> Any:
     """The loop in one sweep: first the values, with few carries kept, and then their history."""
     schedule = Online(checkpoints)
-    limit = None if checkpoints is None else beta(checkpoints, _MAX_REPETITIONS)
+    limit = None if checkpoints is None else beta(checkpoints, _most_repetitions())
     # By default some steps at a time are one of the schedule.
     unit_at = unit_for if checkpoints is None else lambda steps: 1
     loop = loop._replace(progress=(_open_bar(progress, loop.name), 0))
@@ -485,7 +533,7 @@ class _Before:
 
     def __init__(self, closure: Closure) -> None:
         self.closure = closure
-        self.streams = world.random_streams(closure.generators)
+        self.streams = world.random_streams(closure.generators, closure.reaches_packages)
         self._states = world.states(self.streams)
         self._buffers = [(x, x.clone()) for x in closure.constants if may_be_statistics(x) or x.numel() == 1]
 
@@ -557,6 +605,8 @@ def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
                 "of its own length. Loop for as long as any sample needs, with torch.where in the body "
                 "for those that are done, and reduce over the samples by hand instead of with vmap."
             )
+    elif holds is None or not hasattr(holds, "__bool__"):
+        raise InputError(f"{name}: cond returned {_in_words(holds)} at step {step}, not a truth value.")
     return bool(holds)
 
 
@@ -584,20 +634,29 @@ def _unbind(xs: Any, steps: int) -> list[Any]:
     return [pytree.tree_unflatten(list(piece), structure) for piece in zip(*pieces, strict=True)]
 
 
-def _stack(ys: list[Any]) -> Any:
-    def stack(*leaves: Any) -> Tensor | None:
-        if all(y is None for y in leaves):
-            return None
-        return torch.stack([torch.as_tensor(y) for y in leaves])
-
+def _stack(ys: list[Any], name: str, first: int) -> Any:
     if all(y is None for y in ys):
         return None
-    return pytree.tree_map(stack, *ys)
+    for i, y in enumerate(ys):
+        _check_y(ys[0], y, name, first, first + i)
+
+    def stack(path: Any, *leaves: Any) -> Tensor | None:
+        where = f"y{pytree.keystr(path)}"
+        return None if leaves[0] is None else torch.stack([_as_tensor(y, where, name) for y in leaves])
+
+    return pytree.tree_map_with_path(stack, *ys)
 
 
-def _concatenate(stacks: list[Any]) -> Any:
+def _concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
+    """The ys of the parts, which begin with so many steps, as one stack."""
     if len(stacks) == 1 or all(ys is None for ys in stacks):
         return stacks[0]
+    for start, ys in zip(starts, stacks, strict=True):
+        if _looks(ys) != _looks(stacks[0]):
+            one, other = (
+                pytree.tree_map(lambda y: None if y is None else y[0], stack) for stack in (stacks[0], ys)
+            )
+            _check_y(one, other, name, starts[0], start)
     return pytree.tree_map(lambda *leaves: None if leaves[0] is None else torch.cat(leaves), *stacks)
 
 
@@ -605,11 +664,11 @@ def _no_ys(f: Callable[..., Any], name: str, init: Any, xs: Any) -> Any:
     x = pytree.tree_map(lambda x: x if x is None else x.new_zeros(x.shape[1:]), xs)
     streams = world.states(world.random_streams(()))
     with torch.no_grad():
-        _, y = _step(f, _Body("scan", name, False, (0, 0), None), 0, init, x)
+        carry, y = _step(f, _Body("scan", name, False, (0, 0), None), 0, init, x)
+        _check_carry(init, carry, name, 0)
+        ys = _stack([y], name, 0)
     world.set_streams(streams)
-    return pytree.tree_map(
-        lambda y: y if y is None else torch.as_tensor(y).new_empty((0, *torch.as_tensor(y).shape)), y
-    )
+    return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 
 
 # -- what may be wrong ------------------------------------------------------------------------------
@@ -627,9 +686,41 @@ def _check_callable(f: Any, name: str) -> None:
         raise InputError(f"{name}: a generator or coroutine function is no step of a loop.")
 
 
+def _as_tensor(x: Any, where: str, name: str) -> Any:
+    try:
+        return None if x is None else torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name}: {where} is {_in_words(x)}, and no tensor can be made of it.") from error
+
+
+def _whole(x: Any, option: str, name: str) -> int:
+    try:
+        return operator.index(x)
+    except (TypeError, RuntimeError) as error:
+        raise InputError(f"{name}: {option}={x!r} is not a whole number.") from error
+
+
+def _number_of_steps(x: Any, option: str, name: str) -> int:
+    if isinstance(x, bool) or (number := _whole(x, option, name)) < 0:
+        raise InputError(f"{name}: {option}={x!r} is not a number of steps.")
+    return number
+
+
+def _policy(policy: Policy | None, checkpoint: Any, bytes: int | None, name: str) -> Policy | None:
+    if chooser_of(policy, name) is None:
+        return None
+    if checkpoint is None:
+        raise OptionError(f"{name}: without a checkpoint all of each step is kept: policy= has no say.")
+    if bytes is not None:
+        raise OptionError(f"{name}: bytes= counts carries, and not what a policy keeps. Give checkpoints=.")
+    if isinstance(policy, Budget):
+        raise OptionError(f"{name}: {policy!r} is that of one call. The budget of a loop is bytes=.")
+    return policy
+
+
 def _steps(xs: Any, length: int | None, name: str) -> int:
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
-        raise InputError(f"{name}: length={length!r} is not a number of steps.")
+    if length is not None:
+        length = _number_of_steps(length, "length", name)
     first = None if length is None else ("length", length)
     for path, x in pytree.tree_flatten_with_path(xs)[0]:
         if x is None:
@@ -648,9 +739,8 @@ def _steps(xs: Any, length: int | None, name: str) -> int:
     return first[1]
 
 
-def _schedule(
-    checkpoint: Any,
-    checkpoints: int | None,
+def _within(
+    schedule: Schedule,
     bytes: int | None,
     f: Callable[..., Any],
     body: _Body,
@@ -659,30 +749,42 @@ def _schedule(
     init: Any,
     xs: Any,
 ) -> Schedule:
+    """A schedule that has been chosen, or the one for so many bytes, or none where it would save nothing."""
+    if _keeps_nothing(f, (init, xs)):
+        return PLAIN
     if bytes is not None:
-        return _as_many_as_fit(checkpoint, checkpoints, bytes, f, body, first, init, xs, steps)
-    schedule = choose(checkpoint, checkpoints, steps, body.name)
+        return _as_many_as_fit(bytes, f, body, first, init, xs, steps)
     if (
         schedule.rule == "binomial"
-        and repetitions(-(-steps // schedule.unit), schedule.number) > _MAX_REPETITIONS
+        and repetitions(-(-steps // schedule.unit), schedule.number) > _most_repetitions()
     ):
         _refuse_repetitions(body.name, schedule.number, steps)
     return schedule
 
 
+def _most_repetitions() -> int:
+    return sys.getrecursionlimit() // _FRAMES_OF_A_REPETITION
+
+
 def _refuse_repetitions(name: str, checkpoints: int, steps: int) -> NoReturn:
-    least = checkpoints
-    while repetitions(steps, least) > _MAX_REPETITIONS:
-        least += 1
+    most = _most_repetitions()
     raise OptionError(
-        f"{name}: with {checkpoints} checkpoints some of {steps} steps would be run more than "
-        f"{_MAX_REPETITIONS} times, nested as deep. Take at least checkpoints={least}."
+        f"{name}: with {checkpoints} checkpoints some of {steps} steps would be run more than {most} times, "
+        f"nested as deep. Take at least checkpoints={fewest(steps, most)}, or let Python nest deeper: "
+        f"sys.setrecursionlimit({_FRAMES_OF_A_REPETITION * (repetitions(steps, checkpoints) + 1)})."
+    )
+
+
+def _too_deep(name: str) -> OptionError:
+    limit = sys.getrecursionlimit()
+    return OptionError(
+        f"{name}: its schedule nests recomputations deeper than the {limit} calls that Python allows. Take "
+        'more checkpoints=, or checkpoint="sqrt", which do not nest as deep; or allow more: '
+        f"sys.setrecursionlimit({3 * limit})."
     )
 
 
 def _as_many_as_fit(
-    checkpoint: Any,
-    checkpoints: int | None,
     bytes: int,
     f: Callable[..., Any],
     body: _Body,
@@ -693,21 +795,14 @@ def _as_many_as_fit(
 ) -> Schedule:
     """The schedule for so many bytes. Without `steps`, the loop's length is not known."""
     name = body.name
-    if checkpoint != "binomial" or checkpoints is not None:
-        raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
-    if not isinstance(bytes, int) or isinstance(bytes, bool):
-        raise OptionError(f"{name}: bytes={bytes!r} is not a number of bytes.")
-    leaves = [x for x in pytree.tree_leaves(init) if isinstance(x, Tensor)]
-    carry = sum(_torch.physical(x)[0].nbytes for x in leaves)
+    carry = sum(_torch.physical(x)[0].nbytes for x in _tensors_of(init))
     step, peak, stays = _measure_step(f, body, first, init, xs)
     if steps is not None:
         found = fit(steps, bytes, carry, step, peak, stays)
-        limit = found is not None and repetitions(-(-steps // found.unit), found.number) <= _MAX_REPETITIONS
-        if found is not None and limit:
+        most = _most_repetitions()
+        if found is not None and repetitions(-(-steps // found.unit), found.number) <= most:
             return found
-        least = 1
-        while steps > 1 and repetitions(steps, least) > _MAX_REPETITIONS:
-            least += 1
+        least = fewest(steps, most)
     else:
         stays = 0  # its last step is run again as well
         number = (bytes - peak) // carry if carry else 2**20  # of nothing there may be many
@@ -767,25 +862,43 @@ def _measure_step(f: Callable[..., Any], body: _Body, first: int, init: Any, xs:
 
 
 def _check_carry(before: Any, after: Any, name: str, step: int) -> None:
-    if _is_alike(before, after):
+    if _is_alike(before, after) or (found := _difference(before, after, "carry")) is None:
         return
-    old, old_structure = pytree.tree_flatten(before)
-    new, new_structure = pytree.tree_flatten(after)
-    if old_structure != new_structure:
-        raise InputError(
-            f"{name}: step {step} returned a carry with the structure {new_structure}, and was given "
-            f"{old_structure}."
-        )
-    if [_look(x) for x in old] == [_look(x) for x in new]:
+    path, a, b = found
+    cast = " Cast or broadcast the first carry to what f makes." if isinstance(b, Tensor) else ""
+    raise InputError(
+        f"{name}: step {step} returned {path} as {_in_words(b)}, and was given {_in_words(a)}.{cast}"
+    )
+
+
+def _check_y(one: Any, other: Any, name: str, step: int, other_step: int) -> None:
+    if _is_alike(one, other) or (found := _difference(one, other, "y")) is None:
         return
-    paths = [path for path, _ in pytree.tree_flatten_with_path(before)[0]]
-    for path, a, b in zip(paths, old, new, strict=True):
-        if _look(a) != _look(b):
-            cast = "" if not isinstance(b, Tensor) else " Cast or broadcast the first carry to what f makes."
-            raise InputError(
-                f"{name}: step {step} returned carry{pytree.keystr(path)} as {_in_words(b)}, and was "
-                f"given {_in_words(a)}.{cast}"
-            )
+    path, a, b = found
+    raise InputError(
+        f"{name}: step {other_step} returned {path} as {_in_words(b)}, and step {step} as {_in_words(a)}."
+    )
+
+
+def _difference(before: Any, after: Any, path: str) -> tuple[str, Any, Any] | None:
+    """The first place where two trees look different, and what they have there."""
+    old, structure = _children(before)
+    new, new_structure = _children(after)
+    # The order of the keys of a dict means nothing.
+    is_same_dict = type(before) is type(after) is dict and old.keys() == new.keys()
+    if structure != new_structure and not is_same_dict:
+        return path, before, after
+    if structure.is_leaf():
+        return None if _look(before) == _look(after) else (path, before, after)
+    for key, child in old.items():
+        if (found := _difference(child, new[key], path + key)) is not None:
+            return found
+    return None
+
+
+def _children(tree: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
+    children, structure = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return {pytree.keystr(path): x for path, x in children}, structure
 
 
 def _is_alike(a: Any, b: Any) -> bool:
@@ -804,8 +917,22 @@ def _look(x: Any) -> Any:
     return (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else type(x)
 
 
+def _looks(stack: Any) -> Any:
+    """The looks of the ys in a stack."""
+    leaves, structure = pytree.tree_flatten(stack)
+    return structure, [None if y is None else (y.dtype, y.shape[1:], y.device) for y in leaves]
+
+
 def _in_words(x: Any) -> str:
-    return f"{describe(x)} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    if isinstance(x, Tensor):
+        return f"{describe(x)} on {x.device}"
+    if x is None:
+        return "None"
+    structure = _children(x)[1]
+    what = f"a {type(x).__name__}"
+    if structure.is_leaf():
+        return what
+    return f"{what} of {list(x)}" if isinstance(x, dict) else f"{what} of {structure.num_children}"
 
 
 # -- progress ---------------------------------------------------------------------------------------

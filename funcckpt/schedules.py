@@ -43,6 +43,7 @@ __all__ = [
     "advances",
     "beta",
     "evaluations",
+    "fewest",
     "fit",
     "kept",
     "parts",
@@ -314,8 +315,15 @@ class Online:
             self._start = 1
 
 
-def choose(checkpoint: str | int | None, checkpoints: int | None, steps: int, name: str) -> Schedule:
-    """The schedule that a user has asked for, or `OptionError`."""
+def choose(
+    checkpoint: str | int | None, checkpoints: int | None, bytes: int | None, steps: int, name: str
+) -> Schedule:
+    """The schedule that a user has asked for, or `OptionError`. What `bytes` means, `fit` knows."""
+    if bytes is not None:
+        if checkpoint != "binomial" or checkpoints is not None:
+            raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
+        if not isinstance(bytes, int) or isinstance(bytes, bool):
+            raise OptionError(f"{name}: bytes={bytes!r} is not a number of bytes.")
     if checkpoints is not None and checkpoint != "binomial":
         raise OptionError(
             f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial", not {checkpoint!r}.'

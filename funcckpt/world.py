@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor
@@ -71,6 +72,10 @@ def _autocast() -> tuple[Any, ...]:
     )
 
 
+def _state() -> tuple[Any, ...]:
+    return _torch.default_device(), torch.get_default_dtype(), _autocast()
+
+
 class Mode(TorchFunctionMode):
     """A mode of ours, which is no part of the world of f."""
 
@@ -78,50 +83,45 @@ class Mode(TorchFunctionMode):
 class World:
     """What f may read of torch's global state, as it is now."""
 
-    __slots__ = ("_autocast", "_device", "_dtype", "_modes")
+    __slots__ = ("_modes", "_state")
 
     def __init__(self) -> None:
         # Tensor.backward runs below the function modes that are active, if any.
         self._modes = [m for m in _torch.function_modes() if not isinstance(m, (Mode, _torch.DeviceContext))]
-        self._autocast = _autocast()
-        self._device = _torch.default_device()
-        self._dtype = torch.get_default_dtype()
+        self._state = _state()
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast is enabled."""
+        return any([enabled for enabled, _ in self._state[2][1:]])
 
     def is_here(self) -> bool:
         """Whether it is as it was."""
-        return (
-            not self._modes
-            and self._autocast == _autocast()
-            and self._device == _torch.default_device()
-            and self._dtype == torch.get_default_dtype()
-        )
+        return not self._modes and self._state == _state()
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Put it back for the time of a block."""
+        device, dtype, autocast = self._state
         with ExitStack() as stack:
             if self._modes:
                 active = _torch.function_modes()
                 for mode in self._modes:
                     if mode not in active:
                         stack.enter_context(mode)
-            if self._autocast != (now := _autocast()):
-                cache = self._autocast[0]
-                for device, state, current in zip(
-                    autocast_devices(), self._autocast[1:], now[1:], strict=True
-                ):
+            if autocast != (now := _autocast()):
+                cache = autocast[0]
+                for kind, state, current in zip(autocast_devices(), autocast[1:], now[1:], strict=True):
                     if state != current:
-                        enabled, dtype = state
-                        stack.enter_context(
-                            torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache)
-                        )
+                        enabled, cast = state
+                        stack.enter_context(torch.autocast(kind, cast, enabled=enabled, cache_enabled=cache))
                 stack.callback(torch.set_autocast_cache_enabled, now[0])
                 torch.set_autocast_cache_enabled(cache)
-            if self._device != _torch.default_device():
-                stack.enter_context(self._device)
-            if self._dtype != (dtype := torch.get_default_dtype()):
-                stack.callback(torch.set_default_dtype, dtype)
-                torch.set_default_dtype(self._dtype)
+            if device != _torch.default_device():
+                stack.enter_context(device)
+            if dtype != (before := torch.get_default_dtype()):
+                stack.callback(torch.set_default_dtype, before)
+                torch.set_default_dtype(dtype)
             yield
 
 
@@ -132,12 +132,12 @@ def own_autocast_cache() -> AbstractContextManager[None]:
     would be a captured tensor; left behind by one, it would have lost its gradient.
     """
     if any([torch.is_autocast_enabled(device) for device in autocast_devices()]):
-        return _cleared_autocast_cache()
+        return cleared_autocast_cache()
     return nullcontext()
 
 
 @contextmanager
-def _cleared_autocast_cache() -> Iterator[None]:
+def cleared_autocast_cache() -> Iterator[None]:
     torch.clear_autocast_cache()
     try:
         yield
@@ -145,14 +145,23 @@ def _cleared_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def random_streams(explicit: Sequence[Stream]) -> list[Stream]:
-    """The generators from which f may draw: those of each device in use, and those it was given."""
+# From which Python and numpy draw for whoever asks: the object behind the functions of their modules.
+_OF_THE_PROCESS = tuple([PythonStream(vars(module)["random"].__self__) for module in (random, np.random)])
+
+
+def random_streams(explicit: Sequence[Stream], of_the_process: bool = False) -> list[Stream]:
+    """The generators from which f may draw: those of each device in use, and those it was given.
+
+    Those of Python and numpy are slow to ask. They are among what code is given that says that it draws.
+    """
     streams: list[Stream] = [torch.default_generator]
     for device in autocast_devices()[1:]:
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))
     streams.extend(explicit)
+    if of_the_process:
+        streams.extend(_OF_THE_PROCESS)
     return streams
 
 

@@ -5,6 +5,9 @@ draws ``memory_vs_steps.png`` beside itself (``pip install ".[plot]"``). A step 
 of 8 by 32, which takes 1 KiB. Bytes are those of `funcckpt.meter`, and exact. Time is a ratio to
 the plain loop of 1024 steps, for a h of 64 by 256; the best of three, the loops taking turns.
 
+The numbers are saved as they come; ``--add`` measures what is not in the file yet. At 100,000 steps the
+schedules that run steps most often ("recursive", and those of ten checkpoints) take most of an hour each.
+
 Peers, where they are installed: `jax.lax.scan`, the same with `jax.checkpoint` around its body, and
 Equinox's checkpointed scan. Their bytes are what XLA says it allocates for temporaries, and their time a
 ratio to `jax.lax.scan`.
@@ -92,10 +95,11 @@ def best_times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     return best
 
 
-def ours(steps: list[int], found: dict[str, dict]) -> None:
+def ours(steps: list[int], only: list[str], found: dict[str, dict], save: Callable[[], None]) -> None:
     """Measure what is not in `found` yet."""
     w, h = parameters(32, 8)
-    for name, (options, _, _) in SCHEDULES.items():
+    for name in only:
+        options = SCHEDULES[name][0]
         one = found.setdefault(name, {"steps": [], "bytes": [], "evaluations": []})
         for n in steps:
             if n in one["steps"]:
@@ -106,6 +110,7 @@ def ours(steps: list[int], found: dict[str, dict]) -> None:
             # A product forward, and two backward for each step that is recorded.
             one["evaluations"].append(m.flops / (2 * 8 * 32 * 32) / n - 2)
             print(f"{name:>28}{n:>10,} steps{m.peak_bytes / 1024:>10.0f} KiB", flush=True)
+            save()
     if all("time_ratio" in found[name] for name in SCHEDULES):
         return
     w, h = parameters(256, 64)
@@ -116,6 +121,7 @@ def ours(steps: list[int], found: dict[str, dict]) -> None:
     times = best_times(runs)
     for name, seconds in times.items():
         found[name]["time_ratio"] = seconds / times["checkpoint=None"]
+    save()
 
 
 def peers(steps: list[int]) -> dict[str, dict]:
@@ -181,11 +187,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
     parser.add_argument("--add", action="store_true", help="to what is in the file already")
+    parser.add_argument("--only", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     path = Path(__file__).with_suffix(".json")
     found = json.loads(path.read_text())["loops"] if arguments.add else {}
-    ours(arguments.steps, found)
+    about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1}
+
+    def save() -> None:
+        path.write_text(json.dumps({"about": about, "loops": found}, indent=1) + "\n")
+
+    ours(arguments.steps, arguments.only, found, save)
     found |= peers(arguments.steps)
     steps = sorted({n for one in found.values() for n in one["steps"]})
     print(f"{'KiB':>28}" + "".join(f"{n:>10,}" for n in steps) + f"{'exponent':>10}{'runs':>8}{'time':>8}")
@@ -194,8 +206,7 @@ def main() -> None:
         runs = f"{one['evaluations'][-1]:>8.2f}" if "evaluations" in one else f"{'':>8}"
         kib = "".join(f"{b / 1024:>10.0f}" for b in one["bytes"]).ljust(10 * len(steps))
         print(f"{name:>28}{kib}{one['exponent']:>10.2f}{runs}{one['time_ratio']:>8.2f}")
-    about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1}
-    path.write_text(json.dumps({"about": about, "loops": found}, indent=1) + "\n")
+    save()
     draw(found, steps, path.with_suffix(".png"))
 
 

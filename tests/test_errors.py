@@ -332,6 +332,19 @@ def stores_in_module():
     return module, lambda: module.hidden
 
 
+def stores_in_table_of_class():
+    class Registry:
+        pass
+
+    Registry.table = {"calls": 1}
+
+    def stores(x):
+        Registry.table["h"] = x.sin()
+        return Registry.table["h"] * x
+
+    return stores, lambda: Registry.table["h"]
+
+
 def stores_its_input():
     items = []
 
@@ -346,7 +359,7 @@ STORES = {
     f.__name__: f
     for f in (
         stores_in_list, stores_in_dict, stores_in_nonlocal, stores_in_global, stores_in_attribute,
-        stores_in_argument, stores_in_module, stores_its_input,
+        stores_in_argument, stores_in_module, stores_in_table_of_class, stores_its_input,
     )
 }  # fmt: skip
 LOSSES = {

@@ -7,8 +7,20 @@ import sys
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from support import assert_same
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
 from torch.nn.functional import dropout
 
 from funcckpt import InputError, inner_grad, remat, scan
@@ -38,6 +50,11 @@ def step(gradient, w, x, eta):
     return (g["w"] ** 2).sum() + (g["b"] * x).sum() + g["unused"].sum()
 
 
+def plain_forward_mode(f):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(W, V), forward_ad.make_dual(X, X), ETA))
+
+
 TRANSFORMS = {
     "value": lambda f: f(W, X, ETA),
     "grad": lambda f: grad(f, (0, 1, 2))(W, X, ETA),
@@ -55,15 +72,28 @@ TRANSFORMS = {
     "hessian": lambda f: hessian(f)(W, X, ETA),
     "jacrev of jacrev": lambda f: jacrev(jacrev(f, 1), 1)(W, X, ETA),
     "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(f, 2), 1)(W, X, ETA),
+    "linearize": lambda f: linearize(f, W, X, ETA)[1](V, X, ETA),
+    "plain forward mode": lambda f: plain_forward_mode(f),
+    "functionalize of grad": lambda f: functionalize(grad(f))(W, X, ETA),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # linearize itself
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("wrap", [lambda f: f, remat], ids=["", "in remat"])
 def test_transforms(transform, wrap):
     run = TRANSFORMS[transform]
     got = run(wrap(lambda *args: step(inner_grad, *args)))
     assert_same(got, run(lambda *args: step(grad, *args)))
+
+
+def test_weights_that_samples_share_and_gradients_that_lie_apart_in_memory():
+    def f(gradient, w, x):
+        gradients = [gradient(lambda w: (x @ w).sin().sum())(w) for _ in range(2)]
+        return torch.stack(gradients).sin().sum() ** 2
+
+    run = lambda gradient: grad(lambda w: vmap(lambda w, x: f(gradient, w, x), (None, 0))(w, XS).sum())(W)
+    assert_same(run(inner_grad), run(grad))
 
 
 def test_eager_backward_of_three_orders():
@@ -151,7 +181,8 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
             r"argument 0\['a'\] is int64\[3\], which has no gradient",
         ),
         (lambda: inner_grad(lambda w, b: w.sum(), (0, 1))(X, 2.0), r"argument 1 is a float"),
-        (lambda: inner_grad(X), "takes a callable, not Tensor"),
+        (lambda: inner_grad(X), "inner_grad takes a callable, not Tensor"),
+        (lambda: inner_grad(lambda w: w.sum(), 1.0), r"argnums=1.0 is no int, and no tuple of ints"),
     ],
 )
 def test_wrong_input(call, says):

@@ -39,6 +39,7 @@ def test_committed_with_outputs(path):
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), (
         "run it anew, and save"
     )
+    assert f"`jupyter execute --inplace notebooks/{path.name}`" in "".join(read(path)["cells"][0]["source"])
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs), "no plot"

@@ -1,4 +1,4 @@
-"""Carries that are kept elsewhere: the same derivatives, and memory that is not the process's own."""
+"""What is kept elsewhere: the same derivatives, and memory that is not the process's own."""
 
 import doctest
 import gc
@@ -11,9 +11,22 @@ import pytest
 import torch
 from support import assert_same
 from test_scan import SCHEDULES, TRANSFORMS, plain_scan, rnn, tensor
-from torch.func import grad
+from torch.func import functionalize, grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcckpt import InputError, fori_loop, scan, while_loop
+from funcckpt import (
+    CheckpointPolicy,
+    InputError,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    fori_loop,
+    offload,
+    recording,
+    remat,
+    scan,
+    while_loop,
+)
+from funcckpt.eager import selective
 from funcckpt.offload import fetch, store
 
 F64 = torch.float64
@@ -81,9 +94,168 @@ def test_the_carries_are_mapped_files_and_go_after_the_backward():
     assert not new
 
 
+def test_files_under_functionalize():
+    run = lambda place: functionalize(
+        grad(lambda x: scan(lambda c, _: (c.sin(), None), x, length=3, offload=place)[0].sum())
+    )(tensor(3))
+    assert_same(run("host"), run(None))
+    with pytest.raises(InputError, match=r'functionalize cannot\. Take "host"'):
+        run("disk")
+
+
 def test_wrong_place():
     with pytest.raises(InputError, match="offload='tape' is none of None, 'host' and 'disk'"):
         scan(lambda c, x: (c, None), tensor(3), length=3, offload="tape")
+
+
+# -- by a stream of its own ----------------------------------------------------------------------------
+
+
+class Late(TorchDispatchMode):
+    """A stand-in for a stream of an accelerator. It copies when somebody waits for that, and no earlier."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+        # How many there were, and how many were left to do at each wait.
+        self.count = 0
+        self.waits = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self.copies.append(lambda: args[0].data.copy_(args[1]))
+        self.count += 1
+        return args[0]
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return Event(self, self.copies[-1])
+
+    def do(self, copy):
+        self.waits.append(len(self.copies))
+        while copy in self.copies:
+            self.copies.pop(0)()
+
+
+class Event:
+    def __init__(self, stream, copy):
+        self.stream, self.copy = stream, copy
+
+    def synchronize(self):
+        self.stream.do(self.copy)
+
+
+class Current:
+    """The stream on which all else is done at once."""
+
+    @staticmethod
+    def wait_event(event):
+        event.synchronize()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """As on a GPU, as far as the order goes."""
+    stream = Late()
+    for module in (recording, selective):
+        monkeypatch.setattr(module, "is_far", lambda x: True)
+    monkeypatch.setattr(offload, "_side_stream", lambda device: stream)
+    monkeypatch.setattr(offload, "_host_memory", lambda x, pinned: torch.empty_like(x))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Current)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+    return stream
+
+
+def by_remat(f):
+    return remat(f, policy=everything)
+
+
+def by_hooks(f):
+    return lambda *args: checkpoint(f, *args, context_fn=contexts)
+
+
+def everything(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+
+def contexts():
+    return create_selective_checkpoint_contexts(everything)
+
+
+def plainly(f):
+    return f
+
+
+def read_only(x, w):
+    return (x @ w).tanh().exp()
+
+
+def writes_inside(x, w):
+    y = x @ w
+    z = y.exp()
+    return y.mul_(2).sin() + z
+
+
+def changed_by_the_caller(wrap, f, x, w):
+    y = wrap(f)(x, w)
+    z = y.sum()
+    if wrap is not plainly:  # where autograd would have something to say
+        y.detach().zero_()
+    return z
+
+
+def simply(wrap, f, x, w):
+    return wrap(f)(x, w).sum()
+
+
+@pytest.mark.parametrize("f", [read_only, writes_inside])
+@pytest.mark.parametrize("use", [simply, changed_by_the_caller])
+@pytest.mark.parametrize("wrap", [by_remat, by_hooks])
+def test_copies_that_come_late(late, wrap, use, f):
+    """What is copied is what was there, whoever writes to it."""
+
+    def gradients(wrap):
+        x, w = tensor(3, 3).requires_grad_(), tensor(3, 3).requires_grad_()
+        return torch.autograd.grad(use(wrap, f, x, w), [x, w])
+
+    assert_same(gradients(wrap), gradients(plainly))
+    assert late.count >= 2
+
+
+def test_hooks_of_the_caller_read_what_was_copied(late, monkeypatch):
+    """Where nothing else waits, since nobody has what was copied any more."""
+    monkeypatch.setattr(offload.Offloaded, "is_about_to_be_written", lambda away: None)
+
+    def gradients(wrap):
+        x, w = tensor(3, 3).requires_grad_(), tensor(3, 3).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            y = wrap(read_only)(x, w).sum()
+        return torch.autograd.grad(y, [x, w])
+
+    assert_same(gradients(by_remat), gradients(plainly))
+    assert late.count >= 2
+
+
+def test_copies_that_come_late_under_transforms(late):
+    xs, w = tensor(4, 3, 3), tensor(3, 3)
+    f = lambda wrap: vmap(grad(lambda x, w: simply(wrap, read_only, x, w), (0, 1)), (0, None))(xs, w)
+    assert_same(f(by_remat), f(plainly))
+    assert late.count >= 2
+
+
+@pytest.mark.parametrize("wrap", [by_remat, by_hooks])
+def test_copies_back_are_ahead_of_their_use(late, wrap):
+    """All are begun before the first one is waited for."""
+    x = tensor(3, 3).requires_grad_()
+    y = wrap(lambda x, w: (x @ w).tanh().exp().sin().exp())(x, tensor(3, 3))
+    there = late.count
+    late.waits.clear()
+    y.sum().backward()
+    assert there >= 3 and late.waits[0] == there and late.count == 2 * there
 
 
 def test_the_example():

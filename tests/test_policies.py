@@ -212,6 +212,23 @@ def test_what_is_kept_and_what_is_computed_again(block, run, policy):
         assert (again, kept) == (flops * samples, numbers * samples)
 
 
+@pytest.mark.parametrize("f", [lambda w, x, b: w @ x + b, lambda w, x, b: F.linear(x, w, b)])
+def test_products_with_vectors_are_kept(f):
+    """A vector that requires no grad may be a running statistic, of which a recomputation gets a copy; and
+    under vmap torch reshapes what F.linear makes of it in place.
+    """
+    w, (x, b) = weights(mlp)[0].mT.contiguous(), (samples()[:, 0].contiguous(), samples().view(-1)[:HID])
+
+    def run(wrap):
+        g = wrap(lambda w, x: f(w, x, b).tanh().square().sum())
+        return vmap(grad(g), (None, 0))(w, x)
+
+    without = measure(run, lambda f: f)
+    measured = measure(run, functools.partial(remat, policy=policies.dots_saveable))
+    assert_close(measured.result, without.result)
+    assert measured.flops == without.flops
+
+
 def test_nothing_saveable_is_no_policy():
     """Nobody asks it anything."""
     with Names() as names:
@@ -364,6 +381,39 @@ def test_a_budget_under_vmap_counts_the_batch():
         wrapped = remat(mlp, policy=policies.budget(bytes=size))
         measured = measure(per_sample, mlp, lambda f: wrapped)  # noqa: B023
         assert measured.flops - measure(per_sample, mlp, lambda f: f).flops == again
+
+
+def saved_by(f, *args):
+    """The numbers that one call in plain eager code keeps beside its inputs."""
+    inputs = [x for x in args if isinstance(x, torch.Tensor)]
+    return sum(x.nbytes for x in kept_by(f(*args))[len(inputs) :])
+
+
+def test_a_budget_is_kept_whatever_the_arguments_are():
+    """What a call is measured for is known by its inputs; what decides otherwise is noticed."""
+
+    def f(x, w, n):
+        y = x.repeat(n, 1) @ w
+        return (y.sin() * y).sum()
+
+    limit = N * D * 8
+    wrapped = remat(f, policy=policies.budget(bytes=limit))
+    x, w = samples()[0].requires_grad_(), weights(attention)[0]
+    assert saved_by(wrapped, x, w, 1) == limit
+    assert saved_by(wrapped, x, w, 9) == 0  # too much for what was planned
+    assert saved_by(wrapped, x, w, 9) == 0  # and measured now
+    half = [t.detach().bfloat16().requires_grad_() for t in (x, w)]
+    assert saved_by(wrapped, *half, 3) == 3 * N * D * 2
+
+
+def test_a_budget_is_that_of_what_is_differentiated():
+    """Of a fraction of nothing there is nothing to keep, and the next call reads more."""
+    wrapped = remat(lambda x, w: (x @ w).sum(), policy=policies.budget(fraction=1.0))
+    x, w = samples()[0], weights(attention)[0].requires_grad_()
+    assert saved_by(wrapped, x, w) == 0
+    wrapped = remat(lambda x, w: ((x.sin() @ w) * x.cos()).sum(), policy=policies.budget(fraction=1.0))
+    assert saved_by(wrapped, x, w) == 2 * N * D * 8  # the sine and the cosine
+    assert saved_by(wrapped, x.requires_grad_(), w) == 3 * N * D * 8  # and the product
 
 
 # -- offloading, the other form, and what is refused -----------------------------------------------------

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import assert_same
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -20,15 +21,19 @@ from funcckpt import (
     EscapeError,
     InputError,
     MutationError,
+    OptionError,
     _torch,
+    checkpoint_name,
     fori_loop,
+    policies,
+    recompute,
     remat,
     scan,
     while_loop,
 )
 from funcckpt.dispatch import using
-from funcckpt.meter import measure
-from funcckpt.schedules import Online, Schedule, advances, beta, evaluations, kept
+from funcckpt.meter import mark, measure
+from funcckpt.schedules import Online, Schedule, advances, beta, choose, evaluations, kept, parts
 
 F64 = torch.float64
 N, D = 11, 3
@@ -98,6 +103,9 @@ TRANSFORMS = {
     "grad of grad": lambda f: grad(lambda w: (grad(f)(w, X, XS) * V).sum())(W),
     "hessian": lambda f: hessian(f, 1)(W, X, XS),
     "jacrev of jacfwd": lambda f: jacrev(jacfwd(f, 1), 1)(W, X, XS),
+    "grad of jvp of jvp": lambda f: grad(
+        lambda w: jvp(lambda w: jvp(lambda x: f(w, x, XS), (X,), (X,))[1], (w,), (V,))[1]
+    )(W),
 }
 
 
@@ -131,6 +139,107 @@ def test_eager_backward_and_double_backward(options, reverse):
         return out.detach(), [g.detach() for g in first], [leaf.grad for leaf in leaves]
 
     assert_same(run(scan), run(plain_scan))
+
+
+# -- policies for the body -----------------------------------------------------------------------------
+
+KEEPS = {
+    "products": policies.dots_saveable,
+    "everything": policies.everything_saveable,
+    "names": policies.save_only_these_names("h"),
+    "operators": [torch.ops.aten.tanh.default, torch.ops.aten.bernoulli.p],
+}
+
+
+def named_rnn(loop, w, x, xs, **options):
+    def step(h, x):
+        h = torch.tanh(checkpoint_name(w @ h, "h") + x)
+        return h * h.cos(), h.sin()
+
+    h, ys = loop(step, x, xs, **options)
+    return h.exp().sum() + ys.square().sum()
+
+
+@pytest.mark.parametrize("policy", KEEPS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_with_a_policy(transform, policy):
+    run = TRANSFORMS[transform]
+    checkpointed = run(lambda *args: named_rnn(scan, *args, checkpoints=3, policy=KEEPS[policy]))
+    assert_same(checkpointed, run(lambda *args: named_rnn(plain_scan, *args)))
+
+
+def per_sample(f):
+    return vmap(grad(f), (None, 0, 0))(W, torch.stack([X, 2 * X]), torch.stack([XS, XS * XS]))
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("options", [{"checkpoints": 1}, {"checkpoints": 3}, {"checkpoint": "sqrt"}], ids=str)
+def test_what_a_policy_keeps_of_a_loop(options, samples, monkeypatch):
+    """No step computes its product again, however often the schedule runs it; each keeps one vector."""
+    monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
+
+    def run(loop, **options):
+        def f(w, x, xs):
+            y = named_rnn(loop, w, x, xs, **options)
+            mark("forward")
+            return y
+
+        return per_sample(f) if samples == 2 else grad(f, (0, 1, 2))(W, X, XS)
+
+    without = measure(run, plain_scan)
+    alone = measure(run, scan, **options)
+    for policy in (policies.dots_saveable, policies.save_only_these_names("h")):
+        kept = measure(run, scan, policy=policy, **options)
+        assert_same(kept.result, without.result)
+        assert kept.flops == without.flops < alone.flops
+        schedule = _schedule(**options)
+        recorded = sum(part.steps for part in parts(schedule, N) if part.schedule is not None)
+        assert kept.marks["forward"] - alone.marks["forward"] == recorded * samples * X.nbytes
+
+
+def _schedule(checkpoint="binomial", checkpoints=None):
+    return choose(checkpoint, checkpoints, N, "")
+
+
+@pytest.mark.parametrize("policy", KEEPS)
+def test_a_policy_and_random_numbers(policy):
+    def run(loop, **options):
+        def f(w, x):
+            step = lambda h, _: (F.dropout(w @ h, 0.5).tanh() + torch.rand_like(h), None)
+            return loop(step, x, length=7, **options)[0].sum()
+
+        torch.manual_seed(0)
+        xs = torch.stack([X, 2 * X])
+        found = vmap(grad(f, (0, 1)), (None, 0), randomness="different")(W, xs)
+        return found, grad(lambda x: grad(f, 1)(W, x).square().sum())(X), torch.rand(2)
+
+    assert_same(run(scan, checkpoints=2, policy=KEEPS[policy]), run(plain_scan))
+
+
+@pytest.mark.parametrize("policy", KEEPS)
+def test_a_policy_in_the_other_loops(policy):
+    def run(**options):
+        f = lambda x: fori_loop(0, 7, lambda i, h: torch.tanh(W @ h) * (i + 1), x, **options).sum()
+        going_on = lambda c: c[0] < 7
+        body = lambda c: (c[0] + 1, torch.tanh(W @ c[1]) * (c[0] + 1))
+        g = lambda x: while_loop(going_on, body, (0, x), **options)[1].sum()
+        return [(grad(h)(X), vmap(hessian(h))(torch.stack([X, 2 * X]))) for h in (f, g)]
+
+    assert_same(run(policy=KEEPS[policy], checkpoints=2), run(checkpoint=None))
+
+
+def test_a_policy_that_has_no_say():
+    step = lambda h, x: (h * x, None)
+    dots = policies.dots_saveable
+    for options, words in (
+        ({"policy": dots, "checkpoint": None}, "all of each step is kept"),
+        ({"policy": dots, "bytes": 2**20}, "counts carries"),
+        ({"policy": policies.budget(bytes=1)}, "budget of a loop is bytes="),
+        ({"policy": [torch.ops.aten.mm]}, r"scan\(.*aten.mm.default"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            scan(step, X, XS, **options)
+    scan(step, X, XS, policy=policies.nothing_saveable, bytes=2**20)  # the same as none
 
 
 def test_gradients_of_parameters_of_a_module():
@@ -806,7 +915,7 @@ def two(c, x):
     [
         (lambda: scan(two, X), r"scan\(two\): without xs, say how many steps"),
         (lambda: scan(two, X, length=-1), r"length=-1 is not a number of steps"),
-        (lambda: scan(two, X, length=2.0), r"length=2.0 is not a number of steps"),
+        (lambda: scan(two, X, length=2.0), r"length=2.0 is not a whole number"),
         (lambda: scan(two, X, XS, 4), r"xs \(float64\[11, 3\]\) has 11 slices, and length says 4"),
         (
             lambda: scan(two, X, {"a": XS, "b": XS[:4]}),
@@ -829,11 +938,29 @@ def two(c, x):
         ),
         (
             lambda: scan(lambda c, x: (c[:1], None), [X, X], XS),
-            r"step 0 returned a carry with the structure",
+            r"step 0 returned carry as a list of 1, and was given a list of 2",
         ),
         (lambda: scan(X, X, XS), r"takes a function, not Tensor"),
         (lambda: scan(two, X, XS, checkpoint="log"), r"checkpoint='log' is none of"),
-        (lambda: scan(two, X, length=60, checkpoints=1), r"Take at least checkpoints=2"),
+        (lambda: scan(two, X, length=0, checkpoint="log"), r"checkpoint='log' is none of"),
+        (
+            lambda: grad(lambda x: scan(two, x, length=60, checkpoints=1)[0].sum())(X),
+            r"Take at least checkpoints=2, or let Python nest deeper",
+        ),
+        (
+            lambda: scan(lambda c, x: (c.float(), None), X, length=0),
+            r"step 0 returned carry as float32\[3\] on cpu",
+        ),
+        (lambda: scan(two, X, "abc"), r"xs is a str, and no tensor can be made of it"),
+        (lambda: scan(two, X, {"a": XS, "b": object()}), r"xs\['b'\] is a object, and no tensor"),
+        (lambda: scan(lambda c, x: (c, {"a": "z"}), X, XS), r"y\['a'\] is a str, and no tensor"),
+        (lambda: fori_loop(0, 2.5, lambda i, c: c, X), r"upper=2.5 is not a whole number"),
+        (lambda: while_loop(lambda c: True, two, X, max_steps=-1), r"max_steps=-1 is not a number of steps"),
+        (lambda: while_loop(lambda c: None, two, X), r"cond returned None at step 0, not a truth value"),
+        (
+            lambda: scan(lambda c, x: ({**c, "z": X}, None), {"a": X}, XS),
+            r"step 0 returned carry as a dict of \['a', 'z'\], and was given a dict of \['a'\]",
+        ),
         (
             lambda: fori_loop(0, 3, lambda i, c: c[None], X),
             r"fori_loop\(.*\): step 0 returned carry as float64\[1, 3\]",
@@ -849,6 +976,94 @@ def test_wrong_input(call, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(InputError, match=says):
         call()
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": None}, {"checkpoint": 3}, {"checkpoints": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (lambda c: {"a": c, "b": c}, r"returned y\['b'\] as float64\[3\] on cpu, and step \d+ as None"),
+        (
+            lambda c: {"a": c[:1], "b": None},
+            r"returned y\['a'\] as float64\[1\] on cpu, and step \d+ as float64",
+        ),
+        (lambda c: {"a": c.float(), "b": None}, r"returned y\['a'\] as float32\[3\] on cpu, and step \d+ as"),
+        (lambda c: {"a": c}, r"returned y as a dict of \['a'\], and step \d+ as a dict of \['a', 'b'\]"),
+        (lambda c: None, r"returned y as None, and step \d+ as a dict of \['a', 'b'\]"),
+    ],
+)
+@pytest.mark.parametrize("first_other", [4, 8])
+def test_ys_look_the_same_in_all_steps(first_other, other, says, options):
+    """In one part of a schedule (8 to 11 are recorded together in three segments) and in different ones."""
+
+    def step(carry, _):
+        c, i = carry
+        return (c.sin(), i + 1), other(c) if i >= first_other else {"a": c, "b": None}
+
+    with pytest.raises(InputError, match=rf"step {first_other} {says}"):
+        grad(lambda x: scan(step, (x, 0), length=12, **options)[0][0].sum())(X)
+
+
+def test_keys_of_a_dict_may_change_places():
+    def step(c, x):
+        new = {"h": torch.tanh(W @ c["h"] + x * c["k"]), "k": c["k"] + 1}
+        flip = c["k"] % 2 == 0
+        pairs = lambda tree: dict(reversed(tree.items())) if flip else tree
+        return pairs(new), pairs({"p": c["h"], "q": x})
+
+    def run(loop, **options):
+        c, ys = loop(step, {"h": X, "k": 0}, XS, **options)
+        return c["h"], ys["p"], ys["q"]
+
+    for options in ({"checkpoint": None}, {"checkpoint": "every"}, {"checkpoints": 2}):
+        assert_same(run(scan, **options), run(plain_scan))
+
+
+@pytest.mark.parametrize("how", ["grad", "hessian", "backward", "while"])
+def test_a_schedule_that_nests_too_deep(how, monkeypatch):
+    """Python's stack is too short for sixteen repetitions: an error that says so, and what helps."""
+
+    def depth():
+        frame, found = sys._getframe(), 0
+        while frame is not None:
+            frame, found = frame.f_back, found + 1
+        return found
+
+    def f(loop, x):
+        if loop is not None:
+            return loop(lambda c, _: (torch.sin(c) * x, None), x, length=17, checkpoints=1)[0]
+        return while_loop(
+            lambda c: c[0] < 17, lambda c: (c[0] + 1, torch.sin(c[1]) * x), (0, x), checkpoints=1
+        )[1]
+
+    def backward(f):
+        x = torch.tensor(0.5, dtype=F64, requires_grad=True)
+        f(x).backward()
+        return x.grad
+
+    run = {"backward": backward, "hessian": lambda f: hessian(f)(x)}.get(how, lambda f: grad(f)(x))
+    x, loop = torch.tensor(0.5, dtype=F64), None if how == "while" else scan
+    monkeypatch.setattr(sys.modules["funcckpt.scan"], "_FRAMES_OF_A_REPETITION", 1)
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(depth() + 200)
+        with pytest.raises(OptionError, match=r"nests recomputations deeper .* sys.setrecursionlimit\("):
+            run(lambda x: f(loop, x))
+        sys.setrecursionlimit(depth() + 5000)
+        got = run(lambda x: f(loop, x))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert_same(got, run(lambda x: f(plain_scan, x)))
+
+
+def test_where_nothing_is_kept_no_step_is_a_checkpoint():
+    """Values and forward mode alone: any schedule will do, also one that would nest too deep."""
+    f = lambda x: scan(lambda c, _: (torch.sin(c), None), x, length=60, checkpoints=1)[0]
+    x = torch.ones((), dtype=F64)
+    for run in (lambda: f(x), lambda: jvp(f, (x,), (x,)), lambda: vmap(jacfwd(f))(x[None])):
+        assert sines(run) == 60
+    with torch.no_grad():
+        assert sines(lambda: f(x.clone().requires_grad_())) == 60
 
 
 def test_an_error_in_the_body_names_the_step():

@@ -122,13 +122,13 @@ def test_counts_are_those_of_a_machine_that_carries_the_schedule_out(schedule, n
 
 def test_what_the_table_says():
     n = 1024
-    every, sqrt = choose("every", None, n, ""), choose("sqrt", None, n, "")
+    every, sqrt = choose("every", None, None, n, ""), choose("sqrt", None, None, n, "")
     assert (evaluations(every, n), kept(every, n)) == (2 * n, n)
     assert (evaluations(sqrt, n), kept(sqrt, n)) == (2 * n, 32)
     assert {part.steps for part in parts(sqrt, n)} == {32}
     assert evaluations(Schedule("recursive"), n) == n + n * 10 // 2
     assert kept(Schedule("recursive"), n) == 10
-    binomial = choose("binomial", None, n, "")
+    binomial = choose("binomial", None, None, n, "")
     units = -(-n // binomial.unit)
     assert binomial.unit == unit_for(n) == 5
     assert binomial.number == fewest(units, 2) and repetitions(units, binomial.number) == 2
@@ -233,7 +233,7 @@ def test_no_schedule_for_so_many_bytes_runs_fewer_steps(n, carry, step, peak, st
 )
 def test_wrong_options_are_refused(checkpoint, checkpoints, says):
     with pytest.raises(OptionError, match=says):
-        choose(checkpoint, checkpoints, 10, "scan(f)")
+        choose(checkpoint, checkpoints, None, 10, "scan(f)")
 
 
 def test_the_examples():

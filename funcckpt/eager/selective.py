@@ -10,6 +10,7 @@ recomputation reaches the operator.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -129,10 +130,12 @@ class Kept:
         # Whether the forward has written to its memory, be it under another version counter.
         self.written = False
 
-    def is_about_to_be_written(self) -> None:
-        """Go on with a copy."""
+    def is_about_to_be_written(self, allow_mutation: bool) -> None:
+        if not allow_mutation:
+            self.written = True
+            return
         with torch.no_grad():
-            self._packed = self._packed.clone()
+            self._packed = self._packed.clone()  # and go on with a copy
         self._version = self._packed._version
 
     def get(self, allow_mutation: bool) -> Tensor:
@@ -166,8 +169,8 @@ class Forward(TorchDispatchMode):
         # it is given a name.
         self._makers: dict[int, Any] = {}
         self._allow_mutation = allow_mutation
-        # What is kept where it is, by the address of its storage, which it keeps alive.
-        self._kept: dict[int, list[Kept]] = defaultdict(list)
+        # What is kept, by the address of the storage in which it is or was.
+        self._kept: dict[int, list[Kept | Offloaded]] = defaultdict(list)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -175,6 +178,9 @@ class Forward(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        for kept in itertools.chain(*self._kept.values()):
+            if isinstance(kept, Offloaded):
+                kept.is_about_to_be_written(True)  # the caller may, if it is an output
         self._kept.clear()
         self._makers.clear()
 
@@ -186,12 +192,8 @@ class Forward(TorchDispatchMode):
         if self._kept or self._makers:
             for x in written(func, args, kwargs):
                 self._makers.pop(_address(x), None)
-                if self._allow_mutation:
-                    for kept in self._kept.pop(_address(x), ()):
-                        kept.is_about_to_be_written()
-                else:
-                    for kept in self._kept.get(_address(x), ()):
-                        kept.written = True
+                for kept in self._kept.pop(_address(x), ()):
+                    kept.is_about_to_be_written(self._allow_mutation)
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
@@ -216,10 +218,8 @@ class Forward(TorchDispatchMode):
         hooks = self.hooks if self.respect_saved_tensors_hooks else None
 
         def keep(x: Tensor) -> Kept | Offloaded:
-            if offloads and is_far(x):
-                return Offloaded(x)
-            kept = Kept(x, hooks)
-            if hooks is None:
+            kept = Offloaded(x) if offloads and is_far(x) else Kept(x, hooks)
+            if hooks is None or isinstance(kept, Offloaded):
                 self._kept[_address(x)].append(kept)
             return kept
 
@@ -276,6 +276,10 @@ class Recompute(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
+        if not self._calls:
+            for x in pytree.tree_leaves([*self._results.values()]):
+                if isinstance(x, Offloaded):
+                    x.begin()
         i = self._calls[func]
         self._calls[func] += 1
         results = self._results.get(func, [])

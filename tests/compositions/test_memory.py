@@ -168,6 +168,21 @@ def test_the_floor(samples, sizes, n, length):
     assert ours.peak_bytes <= 1.01 * floor
 
 
+@pytest.mark.parametrize("blocks", [4, 24, 96])
+def test_the_graph_of_the_backward_keeps_an_input_and_a_cotangent_of_each_block(blocks):
+    """create_graph=True: what is needed to run its pullback again, to the byte."""
+
+    def held(block):
+        w, x = weights(blocks), rows(ROWS)
+        leaves = [w.requires_grad_() for pair in w for w in pair]
+        with Storages().known(w, x) as storages:
+            gradients = torch.autograd.grad(deep(block)(w, x), leaves, create_graph=True)
+            return (storages.live - tensor_bytes(gradients)) / tensor_bytes(x)
+
+    assert held(remat(block)) == 2 * blocks
+    assert held(torch_checkpointed) > 20 * blocks, "the job is too small to tell"
+
+
 def test_per_sample_grad_without_remat_needs_more():
     """The bound above is not one that anything meets."""
     w, x = weights(), rows(8, ROWS)

@@ -36,6 +36,23 @@ def policy_of(seed):
     return [at_random(seed), *fixed][seed % 4] if seed % 2 == 0 else at_random(seed)
 
 
+class Counting:
+    """A policy that keeps every other result: f refers to something that changes."""
+
+    def __init__(self, seed):
+        self.calls = seed
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        self.calls += 1
+        return self.calls % 2 == 0
+
+
+@pytest.mark.parametrize("seed", range(START, START + COUNT // 3))
+def test_a_policy_that_counts(seed):
+    wrong, _ = complaint(draw(seed), functools.partial(remat, policy=Counting(seed)))
+    assert wrong is None, f"{wrong}\n{draw(seed)}"
+
+
 @pytest.mark.parametrize("seed", range(START, START + COUNT))
 def test_same_as_without_remat(seed):
     wrong, _ = complaint(draw(seed), functools.partial(remat, policy=policy_of(seed)))

@@ -1,4 +1,4 @@
-"""What each rank of `test_distributed.py` does: `torchrun worker.py case`.
+"""What each rank of `test_distributed.py` does: `torchrun worker.py`, or with the names of some cases.
 
 The reference is the same model in one process on the whole batch, without checkpoints.
 """
@@ -150,6 +150,20 @@ def tensor_parallel():
         recomputed(model)
 
 
+def sharded_tensor_parallel():
+    """Both at a time, on a mesh of two dimensions: pairs of ranks split the blocks, and shard the halves."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    for how in ("remat", "checkpoint"):
+        model, plain, batches = setup(how)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        own = [x.chunk(mesh["data"].size())[mesh["data"].get_local_rank()] for x in batches]
+        check(steps(model, own), steps(plain, batches))
+        recomputed(model)
+
+
 def functional_call_of_distributed_tensors():
     """Other distributed parameters in the forward than in the module when the backward recomputes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -190,11 +204,27 @@ def per_sample():
     torch.testing.assert_close(norms, share([all_norms])[0])
 
 
+CASES = {
+    case.__name__: case
+    for case in (
+        ddp,
+        fsdp,
+        fsdp_first,
+        tensor_parallel,
+        sharded_tensor_parallel,
+        functional_call_of_distributed_tensors,
+        per_sample,
+    )
+}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        globals()[sys.argv[1]]()
-        dist.barrier()
+        for name in sys.argv[1:] or CASES:
+            CASES[name]()
+            dist.barrier()
+            print(f"rank {dist.get_rank()}: {name} passes", flush=True)
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,296 @@
+"""What the benchmarks share: jobs with their bytes, FLOPs and time, the machine in words, tables and JSON.
+
+A benchmark is a script that names its problems, and for each the methods that solve it; `main` does the rest.
+Of each method it tells
+
+* the most bytes that are alive at a time, and the FLOPs: those of `funcckpt.meter`, exact. For JAX the bytes are
+  what XLA says of the compiled program, its temporaries and outputs; its FLOPs are not comparable;
+* by how much the resident memory of the process grows;
+* the processor's time, the best of some rounds in which the methods take turns, as a ratio to the first one;
+* the largest difference of its results from those of the first, as a share of the largest result.
+
+One thread computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # before JAX is imported
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from funcckpt.meter import measure
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+
+@dataclass
+class Job:
+    """One way to solve a problem."""
+
+    run: Callable[[], Any] | None  # None: too large to be run
+    cost: Callable[[], tuple[int, int | None]]  # peak bytes, FLOPs
+    is_comparable: bool = True  # whether the result is that of the first method
+
+
+Methods = dict[str, Callable[[], Job]]
+
+
+def none(f: Callable) -> Callable:
+    """The wrapper that does nothing."""
+    return f
+
+
+def torch_checkpoint(f: Callable) -> Callable:
+    return lambda *args: checkpoint(f, *args, use_reentrant=False)
+
+
+def of_torch(
+    f: Callable, *args: Any, on_meta: bool = False, is_run: bool = True, is_comparable: bool = True
+) -> Job:
+    """`f(*args)`. Its bytes and FLOPs are those of a run, or those of meta tensors that stand for `args`."""
+
+    def cost():
+        given = pytree.tree_map_only(torch.Tensor, as_meta, args) if on_meta else args
+        m = measure(f, *given)
+        return m.peak_bytes, m.flops
+
+    return Job((lambda: f(*args)) if is_run else None, cost, is_comparable)
+
+
+def as_meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, device="meta", requires_grad=x.requires_grad)
+
+
+def of_jax(f: Callable, *args: Any) -> Job:
+    """`f(*args)`, compiled."""
+    import jax
+
+    compiled = jax.jit(f).lower(*args).compile()
+
+    def cost():
+        memory = compiled.memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes, None
+
+    return Job(lambda: jax.block_until_ready(compiled(*args)), cost)
+
+
+def is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def main(
+    script: str,
+    problems: dict[str, Callable[[bool], Methods]],
+    *,
+    rounds: int = 3,
+    summary: Callable[[list[Row]], Any] = lambda rows: None,
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Run a benchmark.
+
+    Parameters
+    ----------
+    script
+        Its file.
+    problems
+        The methods of each, given whether the sizes are to be those of a toy.
+    rounds
+        That time is the best of; 0 for bytes and FLOPs alone.
+    summary
+        What else is to be in the JSON, made from all rows.
+    """
+    options = _options(script, rounds).parse_args(arguments)
+    torch.set_num_threads(1)
+    # What is freed goes back to the system, and is counted when it comes anew.
+    _map_storages_above(1 << 16)
+    measured = [_costs(name, methods(options.toy), options.rounds > 0) for name, methods in problems.items()]
+    _map_storages_above(1 << 25)
+    rows: list[Row] = []
+    for jobs, of_problem in measured:
+        _run(jobs, of_problem, options.rounds)
+        _print_table(list(of_problem.values()))
+        rows += of_problem.values()
+    write(script, {"rows": rows, "summary": summary(rows)}, options)
+
+
+def _options(script: str, rounds: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=f"Benchmark {Path(script).stem}.")
+    parser.add_argument("--toy", action="store_true", help="sizes that take seconds; nothing is written")
+    parser.add_argument("--rounds", type=int, default=rounds, help="that time is the best of")
+    parser.add_argument("--out", type=Path, help="the JSON (default: in results)")
+    return parser
+
+
+def write(script: str, found: dict[str, Any], options: argparse.Namespace) -> None:
+    """The JSON of record: what was found, with commit, machine and command."""
+    path = options.out or RESULTS / f"{Path(script).stem}.json"
+    if options.out or not options.toy:
+        path.write_text(json.dumps({"about": about(script), **found}, indent=1) + "\n")
+
+
+def about(script: str) -> dict[str, Any]:
+    return {
+        "commit": COMMIT,
+        "command": f"python tests/benchmarks/{Path(script).name}",
+        "hardware": hardware(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: importlib.import_module(name).__version__ for name in ("jax", "opacus") if name in sys.modules},
+    }  # fmt: skip
+
+
+def _commit() -> str | None:
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=RESULTS.parent, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ":/funcckpt", "*.py")
+    return (git("rev-parse", "HEAD") + (" and changes" if changed else "")) or None
+
+
+COMMIT = _commit()  # as the benchmark begins
+
+
+def hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpu = platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().split("\n") if "model name" in line]
+        cpu = f"{cpu}, {names[0]}" if names else cpu
+    return f"{cpu}, 1 of {os.cpu_count()} cores"
+
+
+def compare(problem: str, methods: Methods, rounds: int) -> list[Row]:
+    """A row for each method."""
+    jobs, rows = _costs(problem, methods, rounds > 0)
+    _run(jobs, rows, rounds)
+    return list(rows.values())
+
+
+def _costs(problem: str, methods: Methods, with_resident: bool) -> tuple[dict[str, Job], dict[str, Row]]:
+    jobs: dict[str, Job] = {}
+    rows: dict[str, Row] = {}
+    for name, make in methods.items():
+        rows[name] = row = {"problem": problem, "method": name}
+        try:
+            job = make()
+            row["peak_bytes"], row["flops"] = job.cost()
+        except RuntimeError as error:  # torch refuses it
+            row["error"] = str(error).split("\n")[0]
+            continue
+        if job.run:
+            jobs[name] = job
+            row["resident_bytes"] = resident_growth(job.run) if with_resident else None
+    return jobs, rows
+
+
+def _run(jobs: dict[str, Job], rows: dict[str, Row], rounds: int) -> None:
+    if not rounds:
+        return
+    times, results = best_times({name: job.run for name, job in jobs.items()}, rounds)
+    first = next(iter(jobs))
+    for name, job in jobs.items():
+        rows[name]["seconds"] = times[name]
+        rows[name]["time_ratio"] = round(times[name] / times[first], 3)
+        if job.is_comparable:
+            rows[name]["difference"] = difference(results[name], results[first])
+
+
+def best_times(runs: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Processor's seconds, the best of some rounds in turns, after one to warm up (if there is more than one);
+    and what the runs return.
+    """
+    best = dict.fromkeys(runs, math.inf)
+    results = {}
+    for number in range(rounds + (rounds > 1)):
+        for name, run in runs.items():
+            start = time.process_time()
+            results[name] = run()
+            if number > 0 or rounds == 1:
+                best[name] = min(best[name], time.process_time() - start)
+    return best, results
+
+
+def difference(found: Any, expected: Any) -> float:
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    return max(_relative(*[torch.as_tensor(x).double() for x in pair]) for pair in pairs)
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+# -- resident memory ---------------------------------------------------------------------------------------
+
+
+def _map_storages_above(size: int) -> None:
+    """Let the allocator of C map larger ones from the system, and unmap them when they are freed."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(-3, size)  # M_MMAP_THRESHOLD
+
+
+def resident_growth(run: Callable[[], Any]) -> int | None:
+    """By how much a run makes the resident memory grow, at most; None where nothing tells."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    gc.collect()
+    reset.write_text("5")  # the peak is what is there now
+
+    def kib(key: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().split("\n") if line.startswith(key))
+
+    before = kib("VmRSS:")
+    result = run()
+    grown = 1024 * (kib("VmHWM:") - before)
+    del result
+    return grown
+
+
+# -- in words ----------------------------------------------------------------------------------------------
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "peak MiB": ("peak_bytes", lambda n: f"{n / 2**20:.1f}"),
+    "resident": ("resident_bytes", lambda n: f"{n / 2**20:.1f}"),
+    "GFLOP": ("flops", lambda n: f"{n / 1e9:.3f}"),
+    "time": ("time_ratio", lambda ratio: f"{ratio:.2f}"),
+    "difference": ("difference", lambda d: f"{d:.0e}"),
+}
+
+
+def _print_table(rows: list[Row]) -> None:
+    print(f"\n{rows[0]['problem']:46}" + "".join(f"{title:>12}" for title in COLUMNS))
+    for row in rows:
+        cells = [form(row[key]) if row.get(key) is not None else "" for key, form in COLUMNS.values()]
+        said = row["error"][:100] if "error" in row else "".join(f"{cell:>12}" for cell in cells)
+        print(f"{row['method']:46}{said}", flush=True)
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The slope of least squares in logarithms."""
+    x, y = [math.log(n) for n in sizes], [math.log(v) for v in values]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    over = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return over / sum((a - mean_x) ** 2 for a in x)

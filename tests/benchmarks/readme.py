@@ -1,0 +1,156 @@
+"""Write the tables of the README from the JSON files in results.
+
+    python tests/benchmarks/readme.py
+
+A table stands between ``<!-- results: NAME -->`` and ``<!-- end of results -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[2] / "README.md"
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    head = list(head)
+    lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def sources(*names: str) -> list[str]:
+    """Where the figures come from."""
+    found = [load(name)["about"] for name in names]
+    (version,), (hardware,) = ({about[key] for about in found} for key in ("torch", "hardware"))
+    commands = ", ".join(f"`{about['command']}`" for about in found)
+    commits = ", ".join(sorted({about["commit"][:10] + about["commit"][40:] for about in found}))
+    return ["", f"*{commands}: torch {version}, {hardware}, commit {commits}.*"]
+
+
+def mebibytes(n: int) -> str:
+    return f"{n / 2**20:,.1f}" if n < 100 * 2**20 else f"{n / 2**20:,.0f}"
+
+
+def per_sample() -> list[str]:
+    rows = load("per_sample")["rows"]
+    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    found = {(row["method"], row["problem"]): row for row in rows}
+
+    def cell(method: str, problem: str) -> str:
+        row, first = found[method, problem], found[methods[0], problem]
+        flops = "" if row["flops"] is None else f"{row['flops'] / first['flops']:.2f}"
+        return f"{mebibytes(row['peak_bytes'])} · {flops or '?'} · {row['time_ratio']:.2f}"
+
+    lines = table(
+        ["MiB · FLOPs · time", *problems],
+        [[method, *[cell(method, problem) for problem in problems]] for method in methods],
+    )
+    return lines + sources("per_sample")
+
+
+def peaks(name: str, problem: str) -> dict[str, str]:
+    return {
+        row["method"]: mebibytes(row["peak_bytes"]) if "peak_bytes" in row else "refuses"
+        for row in load(name)["rows"]
+        if row["problem"] == problem
+    }
+
+
+def issues() -> list[str]:
+    """One line each of those that have been recorded."""
+    link = "[{0}](https://github.com/pytorch/pytorch/issues/{0})".format
+    in_eager = "torch.utils.checkpoint"
+    lines = [
+        ("functorch_grad", "cos(sin(x)), 10 times", f"`grad` of ten cos(sin(x)) ({link(134612)})",
+         ("torch.func.grad", f"torch.autograd.grad, {in_eager}", "torch.func.grad, remat", "", "")),
+        ("power_iteration", "10,000 steps", f"`grad` of 10,000 power iterations, 20 at a time ({link(125591)})",
+         ("torch.func.grad", f"plain eager, {in_eager}", "torch.func.grad, remat", "torch.func.grad, scan", "JAX, jax.checkpoint")),
+        *[
+            ("sampler", f"{n} steps", f"`jacrev` through a sampler of {n} steps ({link(141845)})",
+             ("jacrev", "", "jacrev, remat", "jacrev, scan", "JAX, jax.checkpoint"))
+            for n in (8, 512)
+        ],
+    ]  # fmt: skip
+    lines = [line for line in lines if (RESULTS / f"{line[0]}.json").exists()]
+    head = ["peak MiB", "torch.func", f"`{in_eager}`, plain eager", "`remat`", "`scan`", "`jax.checkpoint`"]
+    body = []
+    for name, problem, title, columns in lines:
+        found = peaks(name, problem)
+        body.append([title, *[found.get(method, "") for method in columns]])
+    columns = [column for column in zip(head, *body, strict=True) if any(column[1:])]
+    head, *body = zip(*columns, strict=True)
+    return table(head, body) + sources(*dict.fromkeys(name for name, *_ in lines))
+
+
+def depth() -> list[str]:
+    found = load("depth")
+    peaks = {(row["problem"], row["method"]): row["peak_bytes"] for row in found["rows"]}
+
+    def cells(kind: str, method: str) -> list[str]:
+        if method not in found["summary"][kind]:
+            return ["", "", ""]
+        of_it = found["summary"][kind][method]
+        ends = [mebibytes(peaks[f"{n} blocks: {kind}", method]) for n in (4, 96)]
+        return [" to ".join(ends), f"n^{of_it['bytes']:.2f}", f"n^{of_it['time']:.2f}"]
+
+    head = [
+        "4 to 96 blocks",
+        *[f"{kind}: {what}" for kind in ("`grad`", "`vmap(grad)`") for what in ("MiB", "bytes", "time")],
+    ]
+    lines = table(
+        head,
+        [
+            [method, *cells("input", method), *cells("per sample", method)]
+            for method in found["summary"]["input"]
+        ],
+    )
+    return lines + sources("depth")
+
+
+def chunks() -> list[str]:
+    found = load("chunks")
+    gradient = found["summary"]["gradient_bytes"]
+    peaks: dict[str, dict[str, int]] = {}
+    for row in found["rows"]:
+        job, way = row["method"].split(": ")
+        peaks.setdefault(row["problem"], {})[f"{job}, {way}"] = row["peak_bytes"]
+    ways = ["remat", "chunk_size=2", "remat, chunk_size=2"]
+    jobs = {"all gradients": "all", "clipped sum": "clipped sum"}
+    head = ["activations / gradient", *[f"{said}: {way}" for said in jobs.values() for way in ways]]
+    body = [
+        [
+            f"{activations / gradient:.1f}",
+            *[f"{of[f'{job}, {way}'] / of[f'{job}, neither']:.2f}" for job in jobs for way in ways],
+        ]
+        for of, activations in zip(peaks.values(), found["summary"]["activation_bytes"], strict=True)
+    ]
+    return table(head, body) + sources("chunks")
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "per_sample": per_sample, "issues": issues, "depth": depth, "chunks": chunks,
+}  # fmt: skip
+
+
+def with_tables(text: str) -> str:
+    """The README with its tables as they should be."""
+
+    def new(match: re.Match[str]) -> str:
+        lines = "\n".join(TABLES[match[1]]())
+        return f"<!-- results: {match[1]} -->\n{lines}\n<!-- end of results -->"
+
+    return re.sub(r"<!-- results: (\w+) -->\n.*?<!-- end of results -->", new, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    README.write_text(with_tables(README.read_text()))

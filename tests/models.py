@@ -1,0 +1,174 @@
+"""Models of others, with random weights, built offline. They need the extra `models`.
+
+Each builder gives a model of so many blocks and the function that makes its per-sample loss and a batch.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+SAMPLES, WIDTH = 3, 32
+
+
+@functools.cache
+def torchvision():
+    """torchvision, which timm and transformers import too. Its wheel is built for CUDA, and finds no operators
+    on a torch that is not: two that are not used here, but expected at import, are declared then.
+    """
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    try:
+        import torchvision as module
+    except ImportError:
+        pytest.skip("needs the extra `models`")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import torchvision as module
+    module._declared = library  # which takes its operators along
+    return module
+
+
+def library_of_models(name):
+    torchvision()
+    return pytest.importorskip(name, reason="needs the extra `models`")
+
+
+def gpt2(depth=4):
+    transformers = library_of_models("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=61,
+        n_positions=32,
+        n_embd=WIDTH,
+        n_layer=depth,
+        n_head=4,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config), tokens
+
+
+def llama(depth=4):
+    transformers = library_of_models("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=depth,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        attention_dropout=0.1,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config), tokens
+
+
+def vision_transformer(depth=4):
+    timm = library_of_models("timm")
+    model = timm.create_model(
+        "vit_tiny_patch16_224", pretrained=False, img_size=32, patch_size=8, depth=depth, embed_dim=WIDTH,
+        num_heads=2, num_classes=7, proj_drop_rate=0.1, drop_path_rate=0.0,
+    )  # fmt: skip
+    return model, images
+
+
+def mixer(depth=4):
+    timm = library_of_models("timm")
+    model = timm.models.MlpMixer(
+        num_classes=7, img_size=32, patch_size=8, num_blocks=depth, embed_dim=WIDTH, proj_drop_rate=0.1
+    )
+    return model, images
+
+
+def densenet(depth=4):
+    model = torchvision().models.DenseNet(
+        growth_rate=8, block_config=(depth, depth), num_init_features=16, drop_rate=0.1, num_classes=7
+    )
+    # vmap cannot write the running statistics of all samples to one tensor.
+    return torch.func.replace_all_batch_norm_modules_(model), images
+
+
+# What `apply_remat` is to select.
+BLOCKS = {
+    gpt2: "transformer.h.*",
+    llama: "model.layers.*",
+    vision_transformer: "blocks.*",
+    mixer: "blocks.*",
+    densenet: "features.denseblock*.denselayer*",
+}
+
+
+def tokens(model, parameters, buffers):
+    ids = torch.randint(0, 61, (SAMPLES, 16), generator=torch.Generator().manual_seed(1))
+
+    def loss(parameters, ids):
+        ids = ids[None]
+        out = functional_call(model, (parameters, buffers), (), {"input_ids": ids})
+        return nn.functional.cross_entropy(out.logits[0, :-1].double(), ids[0, 1:])
+
+    return loss, ids
+
+
+def images(model, parameters, buffers):
+    xs = torch.randn(SAMPLES, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+    def loss(parameters, x):
+        logits = functional_call(model, (parameters, buffers), (x[None].to(next(model.parameters()).dtype),))
+        return nn.functional.cross_entropy(logits, torch.zeros(1, dtype=torch.long))
+
+    return loss, xs
+
+
+def enable(model, use_reentrant=False):
+    """Checkpointing as the model's own library has it."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.disable_input_require_grads()  # its hook calls requires_grad_(), which no transform allows
+    else:
+        _switch(model, True)
+
+
+def disable(model):
+    if hasattr(model, "gradient_checkpointing_disable"):
+        model.gradient_checkpointing_disable()
+    else:
+        _switch(model, False)
+
+
+def _switch(model, on):
+    if hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing(on)
+    for layer in model.modules():
+        if hasattr(layer, "memory_efficient"):  # densenet
+            layer.memory_efficient = on
+
+
+class Adapted(nn.Module):
+    """A linear layer and an update of low rank (LoRA)."""
+
+    def __init__(self, linear, rank=2):
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+def adapt(model):
+    """Put adapters into the attention of each block, and freeze the rest."""
+    model.requires_grad_(False)
+    attentions = {"q_proj", "v_proj", "qkv"}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name in attentions:
+                setattr(parent, name, Adapted(child))
+    return model
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

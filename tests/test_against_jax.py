@@ -1,0 +1,137 @@
+"""The policies of JAX keep the same values of the same blocks: which products, and which names."""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from funcckpt import checkpoint_name, policies, remat, saved_residuals
+
+jax = pytest.importorskip("jax", reason='needs JAX: pip install ".[jax]"')
+jnp = pytest.importorskip("jax.numpy")
+ad_checkpoint = pytest.importorskip("jax.ad_checkpoint")
+named = ad_checkpoint.checkpoint_name
+
+N, D, H, HID = 6, 8, 2, 16
+
+
+class Mlp:
+    shapes = (N, D), (D, HID), (HID, D)
+
+    @staticmethod
+    def in_torch(x, w1, w2):
+        z = checkpoint_name(x @ w1, "z")
+        return x + checkpoint_name(torch.tanh(z), "activated") @ w2
+
+    @staticmethod
+    def in_jax(x, w1, w2):
+        z = named(x @ w1, "z")
+        return x + named(jnp.tanh(z), "activated") @ w2
+
+
+class Attention:
+    shapes = (N, D), (H, D, D // H), (H, D, D // H), (H, D, D // H), (D, D)
+
+    @staticmethod
+    def in_torch(x, wq, wk, wv, wo):
+        q, k, v = [torch.bmm(x.expand(H, N, D), w) for w in (wq, wk, wv)]
+        p = checkpoint_name(torch.softmax(torch.bmm(q, k.mT), -1), "p")
+        out = torch.bmm(p, v).transpose(0, 1).reshape(N, D)
+        return x + checkpoint_name(torch.sin(out @ wo), "out") ** 3
+
+    @staticmethod
+    def in_jax(x, wq, wk, wv, wo):
+        q, k, v = [jnp.broadcast_to(x, (H, N, D)) @ w for w in (wq, wk, wv)]
+        p = named(jax.nn.softmax(q @ k.mT, -1), "p")
+        out = (p @ v).transpose(1, 0, 2).reshape(N, D)
+        return x + named(jnp.sin(out @ wo), "out") ** 3
+
+
+class Convolutional:
+    shapes = (1, 2, 6, 4), (5, 2, 3, 3), (2, 5, 3, 3)
+
+    @staticmethod
+    def in_torch(x, w1, w2):
+        r = checkpoint_name(torch.tanh(F.conv2d(x, w1, padding=1)), "r")
+        return x + torch.sin(checkpoint_name(F.conv2d(r, w2, padding=1), "c"))
+
+    @staticmethod
+    def in_jax(x, w1, w2):
+        def conv2d(x, w):
+            return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
+
+        r = named(jnp.tanh(conv2d(x, w1)), "r")
+        return x + jnp.sin(named(conv2d(r, w2), "c"))
+
+
+NAMES = "z", "p", "c"
+# For both: whatever has these names is a policy, or makes one.
+POLICIES = {
+    "nothing": lambda p: p.nothing_saveable,
+    "dots": lambda p: p.dots_saveable,
+    "products": lambda p: p.dots_with_no_batch_dims_saveable,
+    "names": lambda p: p.save_only_these_names(*NAMES),
+    "other names": lambda p: p.save_only_these_names("activated", "out", "r"),
+    "but": lambda p: p.save_any_names_but_these(*NAMES),
+    "both": lambda p: p.save_from_both_policies(
+        p.dots_with_no_batch_dims_saveable, p.save_only_these_names("p", "r")
+    ),
+    "offload": lambda p: p.save_and_offload_only_these_names(
+        names_which_can_be_saved=["p", "r"],
+        names_which_can_be_offloaded=["z", "c"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+class Kept(NamedTuple):
+    """What is kept beside the inputs: the shapes of all of it, those of products, and the names."""
+
+    shapes: Counter
+    products: Counter
+    names: set
+
+
+def kept_by_torch(block, policy):
+    f = remat(block.in_torch, policy=POLICIES[policy](policies))
+    kept = [r for r in saved_residuals(f, *[torch.ones(s) for s in block.shapes]) if r.kind == "output"]
+    products = Counter(r.shape for r in kept if re.search("mm|conv", r.source))
+    return Kept(Counter(r.shape for r in kept), products, {r.name for r in kept} - {None})
+
+
+def kept_by_jax(block, policy, capsys):
+    f = jax.checkpoint(block.in_jax, policy=POLICIES[policy](jax.checkpoint_policies))
+    capsys.readouterr()
+    ad_checkpoint.print_saved_residuals(f, *[jnp.ones(s) for s in block.shapes])
+    found = Kept(Counter(), Counter(), set())
+    for line in capsys.readouterr().out.splitlines():
+        if "from the argument" in line:
+            continue
+        shape, name, operator = re.match(
+            r"f32(?:<host>)?\[(.*?)\] (?:named '(.*?)'|output of (\w+))", line
+        ).groups()
+        shape = tuple(map(int, shape.split(",")))
+        found.shapes[shape] += 1
+        found.products[shape] += operator in ("dot_general", "conv_general_dilated")
+        found.names.update({name} - {None})
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block", [Mlp, Attention, Convolutional], ids=lambda block: block.__name__)
+def test_the_same_is_kept(block, policy, capsys):
+    ours, theirs = kept_by_torch(block, policy), kept_by_jax(block, policy, capsys)
+    assert ours.shapes == theirs.shapes
+    # Ours of a product that has a name tells both.
+    assert ours.products >= theirs.products
+    assert ours.names >= theirs.names
+
+
+def test_each_policy_keeps_something_of_some_block(capsys):
+    for policy in POLICIES:
+        kept = [kept_by_jax(block, policy, capsys) for block in (Mlp, Attention, Convolutional)]
+        assert any(k.shapes for k in kept) == (policy != "nothing")

@@ -1,0 +1,82 @@
+"""The benchmarks run and agree with each other; the README says what they have found."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import common  # noqa: E402
+import readme  # noqa: E402
+
+SCRIPTS = ["chunks", "depth", "functorch_grad", "per_sample", "power_iteration", "sampler"]
+
+
+def problems(script):
+    return importlib.import_module(script).PROBLEMS
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # Opacus
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [(s, p) for s in SCRIPTS for p in list(problems(s))[: 3 if s == "per_sample" else 1]],
+)
+def test_methods_agree_at_toy_size(script, problem):
+    rows = common.compare(problem, problems(script)[problem](True), rounds=script != "chunks")
+    for row in rows:
+        assert "saved tensor hooks" in row["error"] if "error" in row else row["peak_bytes"] > 0
+        assert row.get("difference", 0) < 1e-4
+    assert sum("difference" in row for row in rows) > 2 or script == "chunks"
+
+
+def test_the_script_for_a_gpu(capsys):
+    import gpu
+
+    rows = gpu.main(["--toy"])
+    plain, ours = rows[:2]
+    assert ours["largest_batch"] > plain["largest_batch"] > 1
+    assert ours["allocated_bytes"] < plain["allocated_bytes"]
+    assert "largest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n", range(1, 20))
+def test_the_largest_batch(n):
+    import gpu
+
+    assert gpu.largest(lambda batch: batch <= n) == n
+
+
+def test_resident_memory_is_that_of_the_meter():
+    """What is larger than any storage that glibc keeps for itself."""
+    x = torch.ones(1 << 24)
+
+    def run():
+        y = x + 1
+        return (y * 2).sum()
+
+    grown = common.resident_growth(run)
+    assert grown is None or abs(grown - 2 * x.nbytes) < 0.1 * x.nbytes
+
+
+def test_tables_of_the_readme():
+    """`python tests/benchmarks/readme.py` writes them."""
+    text = readme.README.read_text()
+    assert readme.with_tables(text) == text
+    assert text.count("<!-- results: ") == text.count("<!-- end of results -->") > 0
+
+
+@pytest.mark.parametrize(("script", "problem"), [("functorch_grad", "cos(sin(x)), 10 times")])
+def test_results_are_not_worse_than_recorded(script, problem):
+    recorded = readme.load(script)
+    if recorded["about"]["torch"].split("+")[0] != torch.__version__.split("+")[0]:
+        pytest.skip("recorded with another version of torch, which may keep other tensors")
+    methods = problems(script)[problem](False)
+    rows = [row for row in recorded["rows"] if row["problem"] == problem and "remat" in row["method"]]
+    assert rows
+    for row in rows:
+        peak, flops = methods[row["method"]]().cost()
+        assert peak <= row["peak_bytes"] and flops <= row["flops"]
