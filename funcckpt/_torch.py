@@ -77,6 +77,9 @@ try:
     from torch._functorch import eager_transforms
     from torch._functorch.eager_transforms import jvp_increment_nesting
 
+    # Tensors without values, and the mode under which operators take no others.
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
     # Graph nodes are numbered in the order of their making: this tells those that were made inside
     # a call from those that it found.
     from torch.autograd import (  # type: ignore[attr-defined]
@@ -569,6 +572,15 @@ def is_tracing() -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     ) and get_proxy_mode() is not None
+
+
+def takes_only_fake() -> bool:
+    """Whether operators refuse tensors with values, as where `make_fx` traces with symbolic shapes."""
+    return any([isinstance(m, FakeTensorMode) and not m.allow_non_fake_inputs for m in dispatch_modes()])
+
+
+def is_fake(x: Tensor) -> bool:
+    return isinstance(below_wrappers(x), FakeTensor)
 
 
 _CPU = torch.device("cpu")
@@ -1084,13 +1096,15 @@ def is_traced_by_aot_autograd() -> bool:
 
 
 def traced_value(x: Tensor) -> Tensor:
-    """What AOTAutograd knows as the value of `x` now, whatever is written to `x` later."""
-    value: Tensor = cast(Any, x).from_functional() if hasattr(x, "from_functional") else x
+    """What a graph that is being recorded knows as the value of `x` now, whatever is written to `x` later."""
+    value: Tensor = cast(Any, x).from_functional() if hasattr(x, "from_functional") else x.clone()
     return value
 
 
 def of_traced_value(x: Tensor) -> Tensor:
     """A new tensor with a value that was known before."""
+    if not is_traced_by_aot_autograd():
+        return x.clone()
     functional: Tensor = _functional_tensor().FunctionalTensor.to_functional(x)
     return functional
 

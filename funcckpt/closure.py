@@ -90,6 +90,8 @@ _MAX_DEPTH = 128
 # the copy is kept without a sign that the buffer has changed: batch_norm gives none.
 _MAX_SNAPSHOT = 1 << 20
 _MAX_STATISTICS = 1 << 20
+# Bytes of a larger numpy array that are copied, and from how many places.
+_MAX_SAMPLED, _SAMPLES = 1 << 15, 64
 
 # Elements up to which a copy on a device is kept rather than compared.
 _MAX_WITHOUT_WAITING = 1 << 12
@@ -124,11 +126,20 @@ def may_be_statistics(x: Tensor) -> bool:
     )
 
 
+def snapshot_of_statistics(x: Tensor) -> _TensorNode | None:
+    """`x` as it is now, if it looks like them; to be settled after the first run."""
+    if not may_be_statistics(x):
+        return None
+    node = _TensorNode(x, None, "")
+    node.take_snapshot(of_buffer=False)
+    return node
+
+
 class Closure:
     """What a callable refers to, at the time of the search.
 
     Of an object with attributes, a class or a module, that is what code of the callable may look up by
-    name; or `everything`.
+    name; or `everything`. `stand_in` gives the tensor that the callable will find in place of another one.
 
     Attributes
     ----------
@@ -146,7 +157,10 @@ class Closure:
         Whether f reaches code of installed packages, which is not searched, but for torch and numpy.
     """
 
-    def __init__(self, root: Any, everything: bool = False) -> None:
+    def __init__(
+        self, root: Any, everything: bool = False, stand_in: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        self._stand_in = stand_in
         self.tensors: list[Tensor] = []
         self.constants: list[Tensor] = []
         self.loose: list[Tensor] = []
@@ -155,6 +169,8 @@ class Closure:
         self.reaches_packages = False
         # Whether some module keeps what it was given for its parameters, as torch's RNNs do.
         self.has_rnn = False
+        # The ids of constants that are tracked: the outputs did not depend on them.
+        self._unused: set[int] = set()
         # Nodes refer to each other by the ids of their objects, so that no cycle of references keeps
         # a closure alive until the garbage collector comes.
         self._nodes: dict[int, _Node] = {}
@@ -199,6 +215,11 @@ class Closure:
         self._versions = [_version(x) for x in self.constants]
         # Whether f may draw random numbers and leave the streams where they were.
         self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
+        # What f may ask of a tensor that it has been given, or has computed.
+        self.retains_gradients = "retain_grad" in self._names
+        self.registers_hooks = "register_hook" in self._names
+        # Whether f may update the statistics that it is given, and read them.
+        self.normalizes = not self._names.isdisjoint(_NORMALIZES)
 
     @property
     def has_updated_buffers(self) -> bool:
@@ -277,7 +298,7 @@ class Closure:
                 node = step.node(value, nodes[parent].key, step.label)
             nodes.append(node)
             if step.node is _TensorNode:
-                if _torch.is_left_over(value):
+                if self._is_left_over(value):
                     return False
                 contents.append([])
                 continue
@@ -439,16 +460,23 @@ class Closure:
                 if not node.needed:
                     self._mutable.append(node)
 
-    def check_unchanged(self, name: str) -> None:
-        """Before a recomputation: is what f captured still what it was?"""
+    def check_unchanged(self, name: str) -> dict[int, MutationError]:
+        """Before a recomputation: is what f captured still what it was?
+
+        Returns what to say of changed tensors that the forward did not differentiate, nor maybe use.
+        """
+        errors = {}
         for x, version in zip(self.constants, self._versions, strict=True):
             if version is not None and _version(x) != version:
-                raise MutationError(
+                error = MutationError(
                     f"{self.where(id(x))} ({describe(x)}), which remat({name}) captured, was changed in "
                     f"place between the forward and the recomputation: it is at version "
                     f"{_version(x)}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
                 )
+                if id(x) not in self._unused:
+                    raise error
+                errors[id(x)] = error
         for function in self._functions:
             for item in function.reassigned():
                 raise MutationError(
@@ -465,6 +493,7 @@ class Closure:
                     "forward, and the recomputation would read the new value. Pass it as an argument, "
                     "or change it after the backward."
                 )
+        return errors
 
     def restored(self) -> AbstractContextManager[None] | None:
         """Context variables and thread-local attributes as they were: a backward has a thread of its own."""
@@ -500,6 +529,7 @@ class Closure:
         for key, x in tensors.items():
             self._nodes[key].needed = False
             self._nodes[key].value = x
+            self._unused.add(key)
             self.constants.append(x)
             self._versions.append(_version(x))
 
@@ -552,7 +582,7 @@ class Closure:
         key = id(value)
         if key in self._nodes:
             return key
-        if isinstance(value, Tensor) and _torch.is_left_over(value):
+        if isinstance(value, Tensor) and self._is_left_over(value):
             return None
         node: _Node
         if isinstance(value, _UNINITIALIZED):
@@ -596,9 +626,14 @@ class Closure:
         self._take_buffers_of(node)
         return key
 
+    def _is_left_over(self, x: Tensor) -> bool:
+        return _torch.is_left_over(x) and self._stand_in(x) is x
+
     def _take(self, node: _TensorNode) -> None:
         x = node.value
-        node.needed = is_tracked(x)
+        node.needed = is_tracked(x) or self._stand_in(x) is not x
+        if node.needed and _torch.takes_only_fake() and not _torch.is_fake(x):
+            node.needed = False  # it is replaced before it is used (`functional_call`), or torch refuses it
         if not node.needed and may_be_statistics(x):
             node.take_snapshot(of_buffer=False)
         (self.tensors if node.needed else self.constants).append(x)
@@ -1540,16 +1575,19 @@ class _ContainerNode(_FixedNode):
 
 
 class _ArrayNode(_FixedNode):
-    """A numpy array or a bytearray, told by its content if that is not too large to copy."""
+    """A numpy array or a bytearray, told by its content, or by samples of it if that is large."""
 
     __slots__ = ()
 
     def read(self, value: Any) -> Content:
-        if isinstance(value, np.ndarray):
-            if value.dtype == object:
-                return dict(enumerate(value.flat))
-            return {"": value.tobytes()} if value.nbytes <= _MAX_SNAPSHOT else {}
-        return {"": bytes(value)} if len(value) <= _MAX_SNAPSHOT else {}
+        if not isinstance(value, np.ndarray):
+            return {"": bytes(value) if len(value) <= _MAX_SNAPSHOT else _samples(value, len(value), 1)}
+        if value.dtype == object:
+            return dict(enumerate(value.flat))
+        if value.nbytes <= _MAX_SNAPSHOT:
+            return {"": value.tobytes()}
+        in_memory = value.ravel("K") if value.flags.forc else value.flat
+        return {"": _samples(in_memory, value.size, value.itemsize)}
 
     def differing(self, now: Content) -> Iterator[Any]:
         if isinstance(self.items.get(""), bytes):
@@ -1781,6 +1819,7 @@ _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
 _MAKES_INSTANCES = ("__new__", "__init__", "__post_init__")
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed")
 _WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
+_NORMALIZES = ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var")
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
 
@@ -1894,6 +1933,13 @@ def _spread(nodes: Mapping[int, _Node]) -> None:
             if needed != node.needed or frozen != node.frozen:
                 node.needed, node.frozen = needed, frozen
                 spreading = True
+
+
+def _samples(values: Any, count: int, size: int) -> bytes:
+    """Blocks from all over a large array of `count` values: there is no time to read all of it."""
+    block = min(count, _MAX_SAMPLED // size // _SAMPLES + 1)
+    starts = [(count - block) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    return b"".join([bytes(values[start : start + block]) for start in starts])
 
 
 def _is_parameter(x: Any) -> bool:

@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _torch, dispatch, world
+from . import _torch, dispatch, drawing, world
 from .closure import is_tracked
-from .errors import CheckpointError, MutationError, OptionError, describe
+from .errors import MutationError, OptionError, describe
 from .program import Leaf, Tensors
 
 
@@ -141,7 +139,7 @@ class _Graph(Leaf):
         )
         self._gates = _gates(graph, args)
         self._world = world.World()
-        self._drawn = _Drawn(name)
+        self._drawn = drawing.Drawn(name)
         self._out: list[Any] | None = None
         # Where outputs stand that are inputs, which those are, and where the others stand.
         self._same: dict[int, int] = {}
@@ -271,49 +269,3 @@ _library = torch.library.Library("funcckpt", "FRAGMENT")
 _library.define("barrier(Tensor x, Tensor after, int number) -> Tensor")
 # The value of x: what a compiler cannot know, nor that it is the same for another number.
 _library.impl("barrier", lambda x, after, number: x.clone(), "CompositeExplicitAutograd")
-
-
-class _Drawn(world.Drawing):
-    """What the random operators of a run have given, in their order."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self._results: list[tuple[Any, Any]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            # By its value: the tensor may be written to.
-            self._results.append((func, pytree.tree_map_only(Tensor, _torch.traced_value, out)))
-        return out
-
-    def replayed(self) -> AbstractContextManager[Any]:
-        return _Replayed(self._name, self._results)
-
-
-class _Replayed(TorchDispatchMode):
-    """Gives what random operators have given before."""
-
-    def __init__(self, name: str, results: Sequence[tuple[Any, Any]]) -> None:
-        super().__init__()
-        self._name = name
-        self._results = iter(results)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        known, result = next(self._results, (None, None))
-        if known is None or known is not func:
-            raise CheckpointError(
-                f"remat({self._name}): the recomputation draws random numbers by {func}, and the forward "
-                f"did by {known or 'nothing'}. Draw them outside of the function, and pass them as arguments."
-            )
-        fresh = pytree.tree_map_only(Tensor, _torch.of_traced_value, result)
-        if func._schema.is_mutable:
-            return args[0].copy_(fresh)
-        return fresh

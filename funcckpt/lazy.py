@@ -216,7 +216,7 @@ def as_given(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     return out
 
 
-PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, Lazy, torch._subclasses.FakeTensor}
+PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, Lazy, _torch.FakeTensor}
 
 _looks: dict[Any, Any] = {}
 _MANY = 4096

@@ -45,9 +45,9 @@ class Watching(Mode):
     ) -> Any:
         kwargs = kwargs or {}
         for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and id(x) not in self._known and is_tracked(x):
+            if isinstance(x, Tensor) and id(x) not in self._known and is_tracked(y := stand_in(x)):
                 # A wrapper of a deeper level is the work of a transform inside of the function.
-                if (_torch.maybe_get_level(x) or 0) <= self._level:
+                if (_torch.maybe_get_level(y) or 0) <= self._level:
                     self.seen.append(x)
                 self._known[id(x)] = x
         out = func(*args, **kwargs)
@@ -55,6 +55,31 @@ class Watching(Mode):
             if isinstance(y, Tensor):
                 self._known[id(y)] = y
         return out
+
+
+class Hooked(Mode):
+    """Sees which tensors are given hooks.
+
+    A hook that refers to its tensor is part of a cycle through the graph, which Python cannot collect.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.register_hook:
+            self._seen.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def remove(self) -> None:
+        """Remove the hooks, with which no backward will meet."""
+        for x in self._seen:
+            if x._backward_hooks:
+                x._backward_hooks.clear()
+        self._seen.clear()
 
 
 class Replacing(Mode):
@@ -87,13 +112,34 @@ class Replacing(Mode):
 
         args, kwargs = pytree.tree_map_only(Tensor, replace, (args, dict(kwargs or {})))
         out = func(*args, **kwargs)
-        # Who asks for a shape or a dtype does not use the values.
-        if replaced and (isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__"):
+        if replaced and _reads_values(func, out):
             self.met.update([id(x) for x in replaced])
         return out
 
     def stand_in(self, x: Tensor) -> Tensor:
         return self._mapped.get(id(x), x)
+
+
+class Refusing(Mode):
+    """Raises the error that there is for a tensor, if an operator is given that."""
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        super().__init__()
+        self._errors = errors
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves((args, kwargs)):
+            if id(x) in self._errors and _reads_values(func, out):
+                raise self._errors[id(x)]
+        return out
+
+
+def _reads_values(func: Any, out: Any) -> bool:
+    """Whether an operator reads more of a tensor than its shape or dtype."""
+    return isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__"
 
 
 _replacing: ContextVar[Replacing | None] = ContextVar("replacing", default=None)

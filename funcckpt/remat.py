@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _torch, compiled, dispatch, net, policies, recording, world
-from .closure import Closure, code_of, may_be_statistics, take_for_own
+from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
+from .closure import Closure, code_of, may_be_statistics, snapshot_of_statistics, take_for_own
 from .errors import (
     CheckpointError,
     ClosureError,
@@ -661,7 +661,8 @@ class _Call(Leaf):
         # Arguments that hold nothing need no search.
         others = None if arguments.is_flat else arguments.others
         self._arguments_are_plain = not others and not arguments.static
-        self._closure = Closure(f if self._arguments_are_plain else (f, others, arguments.static or None))
+        root = f if self._arguments_are_plain else (f, others, arguments.static or None)
+        self._closure = Closure(root, stand_in=net.stand_in)
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         # One tensor may stand for several by which f refers to it.
         self._originals: dict[int, list[int]] = {}
@@ -679,6 +680,8 @@ class _Call(Leaf):
         self._met: set[int] = set()
         # Inputs that f writes to, without autograd: a recomputation does so on copies.
         self._written: frozenset[int] = frozenset()
+        # What statistics were that f was given, by their positions, where it has updated them.
+        self._statistics: dict[int, Tensor] = {}
         self.replaces = bool(self._replaced)
         self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
@@ -686,6 +689,7 @@ class _Call(Leaf):
         self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
         self._world: world.World | None = None
+        self._drawn: drawing.Drawn | None = None
         self._outputs: _Outputs | None = None
         self._values: list[tuple[Tensor, int]] = []
 
@@ -718,27 +722,29 @@ class _Call(Leaf):
         captured = self._captured
         versions = self.versions(arguments)
         before = _Before(captured, self._closure.writes_unseen) if captured else None
-        first_node = _torch.next_sequence_number()
         originals = [*arguments, *captured]
-        inner = [
-            _dress(x.detach().requires_grad_(), _attributes(x)) if x.requires_grad else x for x in arguments
-        ]
+        retains = self._closure.retains_gradients
+        inner = [_detached(x, retains) if x.requires_grad else x for x in arguments]
+        first_node = _torch.next_sequence_number()
         given = [*inner, *captured]
         # f may make an argument require grad that did not: that is the caller's own.
-        leaves = [weakref.ref(x) for x in inner if x.requires_grad]
+        leaves = [weakref.ref(x if x._base is None else x._base) for x in inner if x.requires_grad]
         record = self.recorder()
         f_and_others = f, self._arguments.others, self._arguments.static
+        hooked = net.Hooked() if self._closure.registers_hooks else None
         watch = None if before is None else before.accumulation
         if record is None:
-            outputs = self._run_first(f_and_others, inner, given, watch)
+            outputs = self._run_first(f_and_others, inner, given, watch, hooked)
         else:
             with record.of([self._keys(x)[0] for x in originals], given):
-                outputs = self._run_first(f_and_others, inner, given, watch)
+                outputs = self._run_first(f_and_others, inner, given, watch, hooked)
                 record.note_graph(outputs, first_node)
         assert self._outputs is not None
         if not any([y.requires_grad for y in outputs]):
             return self._outputs.assemble(outputs, originals)  # nothing to recompute
         self.check_versions(versions, arguments)
+        if retains:
+            _retain(arguments, inner)
         written: Collection[int] = ()
         if before is not None:
             before.check(self._name, self._where_captured)
@@ -752,14 +758,16 @@ class _Call(Leaf):
         if captured or used:
             self._settle_captured(captured, used, written)
         del inner, given
-        self._check_escaped(lambda x: _leads_to(x, own))
+        self._check_escaped(functools.partial(_leads_to, edges=own))
         detached = [(y.detach(), y.requires_grad) for y in outputs]
         inputs = self._take_inputs(used)
         if written:
             self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
         self._closure.seal()
         self.kept = None if record is None else record.finish()
-        del outputs, arguments, captured, used, record, before
+        del outputs, arguments, captured, used, record, before, own
+        if hooked is not None:
+            hooked.remove()
         watched = self._closure.has_rnn or _torch.has_global_module_hook()
         if not watched and _outlive(leaves):
             raise EscapeError(
@@ -798,7 +806,7 @@ class _Call(Leaf):
         args, kwargs = self._arguments.unflatten(self._arguments.tensors, others, static)
         with net.Watching({id(x): x for x in inputs}) as watching:
             f(*args, **kwargs)
-        return [net.stand_in(x) for x in watching.seen]
+        return watching.seen
 
     def undo(self) -> None:
         """As if f had not run: random streams are where they were before the first run."""
@@ -835,21 +843,30 @@ class _Call(Leaf):
         f, others, static = parts
         args, kwargs = self._arguments.unflatten(tensors, others, static)
         content = self._arguments.content(args, kwargs)
+        statistics = map(snapshot_of_statistics, tensors if self._closure.normalizes else ())
+        snapshots = [(i, node) for i, node in enumerate(statistics) if node is not None]
         self._world = world.World()
         self._states = world.states(self._streams)
-        drawing = world.Drawing() if _torch.is_tracing() else None
+        if _torch.is_tracing():
+            self._drawn = drawing.Drawn(self._name)
         cache = world.cleared_autocast_cache() if self._world.casts else None
         try:
-            out = _call_within((*contexts, cache, drawing), f, args, kwargs)
+            out = _call_within((*contexts, cache, self._drawn), f, args, kwargs)
         except RuntimeError as error:
             if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                 raise self._changed_input(tensors) from error
             raise
-        self.random = world.have_moved(self._states) or (drawing is not None and drawing.seen)
+        self.random = world.have_moved(self._states) or (self._drawn is not None and self._drawn.seen)
         self.random |= self._closure.moves_streams
         if not self.random:
             self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
+        for i, node in snapshots:
+            if node.settle(writes_unseen=False):
+                if _torch.constant_of(tensors[i]) is None:  # batched: the outputs will tell
+                    self._closure.is_pure = False
+                elif node.snapshot is not None:
+                    self._statistics[i] = node.snapshot[1]
         self._outputs = _Outputs(self._name, out, given)
         return self._outputs.take()
 
@@ -886,7 +903,10 @@ class _Call(Leaf):
                 if not searched:
                     searched = True
                     with world.streams_at(self._states or []):
-                        known.update({_edge(x): x for x in self.search_while_running()})
+                        for x in self.search_while_running():
+                            stand_in = net.stand_in(x)
+                            known[_edge(stand_in)] = stand_in
+                            self._originals.setdefault(id(stand_in), []).append(id(x))
                 if edge not in known:
                     raise self._not_found(edge, outputs)
             used.append(known[edge])
@@ -940,16 +960,19 @@ class _Call(Leaf):
 
     def _run_again(self, inputs: Tensors) -> Tensors:
         assert self._world is not None and self._outputs is not None
-        self._closure.check_unchanged(self._name)
-        if self.random and _torch.is_tracing():
+        refused = self._closure.check_unchanged(self._name)
+        if self.random and self._drawn is None and _torch.is_tracing():
             raise CheckpointError(
-                f"remat({self._name}) draws random numbers, and make_fx records the recomputation as "
-                "drawing others. Draw them outside of the function, and pass them as arguments."
+                f"remat({self._name}) has drawn random numbers before make_fx began to record. Draw them "
+                "outside of the function, and pass them as arguments, or trace the forward too."
             )
         # batch_norm updates its running statistics without a word to the version counter: what looks
         # like them is copied, so that a recomputation does not update them again.
         inputs = tuple(
-            [x.clone() if may_be_statistics(x) or i in self._written else x for i, x in enumerate(inputs)]
+            [
+                self._statistics.get(i, x).clone() if may_be_statistics(x) or i in self._written else x
+                for i, x in enumerate(inputs)
+            ]
         )
         if (watch := recording.watch_of(self)) is not None:
             watch.label([keys[0] for keys in self._ids], inputs)
@@ -963,12 +986,14 @@ class _Call(Leaf):
         draws = self.random and self._options.preserve_rng_state and self._states is not None
         contexts = (
             replacing,
+            net.Refusing(refused) if refused else None,
             self._closure.restored(),
             self._closure.caches_kept_clean(),
             None if self._world.is_here() else self._world.replayed(),
             world.cleared_autocast_cache() if self._world.casts else None,
             world.streams_at(self._states or []) if draws else None,
             _torch.without_vmap_mode() if draws else None,
+            None if self._drawn is None else self._drawn.replayed(),
         )
         out = _call_within(contexts, f, args, kwargs)
         if replacing is not None and self._met - replacing.met:
@@ -1029,7 +1054,12 @@ class _Call(Leaf):
 
     def held(self) -> list[Tensor]:
         """The tensors that are kept here and not by the graph: constants of f, and copies to compare with."""
-        return [*self._closure.constants, *self._closure.copies(), *[x for x, _ in self._values]]
+        return [
+            *self._closure.constants,
+            *self._closure.copies(),
+            *self._statistics.values(),
+            *[x for x, _ in self._values],
+        ]
 
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
@@ -1118,6 +1148,18 @@ def _outlive(references: Sequence[weakref.ref[Tensor]]) -> bool:
             return False
         gc.collect(generation)
     return any(reference() is not None for reference in references)
+
+
+def _detached(x: Tensor, retains: bool) -> Tensor:
+    """What f is given for a tensor that requires grad. A leaf would not say if it was told to retain that."""
+    leaf = x.detach().requires_grad_()
+    return _dress(leaf.view_as(leaf) if retains else leaf, _attributes(x))
+
+
+def _retain(originals: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
+    for original, x in zip(originals, inner, strict=True):
+        if x.requires_grad and x.retains_grad:
+            original.retain_grad()
 
 
 def _attributes(x: Tensor) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import torch
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from .errors import CheckpointError
@@ -164,20 +163,6 @@ def random_streams(explicit: Sequence[Stream], of_the_process: bool = False) -> 
     if of_the_process:
         streams.extend(_OF_THE_PROCESS)
     return streams
-
-
-class Drawing(TorchDispatchMode):
-    """Sees whether random numbers are drawn where no stream moves: on fake tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 def states(streams: Sequence[Stream]) -> States:

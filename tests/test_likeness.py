@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from oracles import F64, assert_same, compare, plain, tensor, total
 from torch import nn
-from torch.func import functional_call, grad, hessian, stack_module_state, vmap
+from torch.func import functional_call, grad, hessian, jacrev, stack_module_state, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -1432,3 +1433,169 @@ def test_memos_that_cannot_be_put_back(memo, transform):
 
     with pytest.raises(EscapeError):
         TRANSFORMS[transform](f)
+
+
+# ---------------------------------------------------------------- tensors that only a mode can replace
+
+
+@pytest.mark.parametrize("inner", [lambda x, v: x * v, lambda x, v: x.sin() + (v * x).detach()])
+def test_nested_remats_of_a_tensor_that_a_mode_replaces(inner):
+    def run(wrap):
+        def loss(w, x):
+            class Holder:
+                v = w
+
+            f = wrap(lambda x: inner(x, Holder.v))
+            return wrap(lambda x: f(x).cos())(x).sum()
+
+        twice = lambda i: jacrev(jacrev(loss, i), i)(tensor(3), tensor(3, seed=1))
+        return twice(0), twice(1)
+
+    compare(run, remat)
+
+
+# ---------------------------------------------------------------- what f asks of its tensors
+
+
+def test_an_argument_whose_gradient_f_retains():
+    def run(wrap):
+        x = tensor(3, requires_grad=True).sin()
+
+        def f(x):
+            x.retain_grad()
+            return x.cos(), x
+
+        y, same = wrap(f)(x)
+        total(y * x).backward()
+        assert same is x
+        return x.grad
+
+    compare(run, remat)
+
+
+def test_what_is_computed_from_an_argument_whose_gradient_f_retains():
+    stored = queue.SimpleQueue()
+
+    def f(x):
+        x.retain_grad()
+        stored.put(x * 2)
+        return x.sin()
+
+    with pytest.raises(EscapeError):
+        remat(f)(tensor(3, requires_grad=True))
+
+
+def test_a_hook_that_refers_to_its_tensor():
+    def f(x):
+        h = x.sin()
+        h.register_hook(lambda g: g * h.detach())
+        return h.cos()
+
+    compare(lambda wrap: _backward(wrap(f)), remat)
+
+
+def test_a_tensor_with_a_hook_that_is_stored():
+    stored = queue.SimpleQueue()
+
+    def f(x):
+        h = x.sin()
+        h.register_hook(lambda g: g * h.detach())
+        stored.put(h)
+        return h.cos()
+
+    with pytest.raises(EscapeError):
+        remat(f)(tensor(3, requires_grad=True))
+
+
+# ---------------------------------------------------------------- what changes unseen
+
+
+@pytest.mark.parametrize(
+    "make", [np.ravel, np.asfortranarray, lambda a: a[::2].T, lambda a: bytearray(a.tobytes())]
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_large_array_that_is_filled_anew(make, given):
+    data = make(np.full((600, 600), 2.0))
+    assert getattr(data, "nbytes", len(data)) > 1 << 20
+
+    def f(x, data=data):
+        return x.sin() * np.frombuffer(data, count=1)[0] if isinstance(data, bytearray) else x * data.flat[0]
+
+    x = tensor(3, requires_grad=True)
+    y = remat(f)(x, data) if given else remat(f)(x)
+    data[:] = bytes(len(data)) if isinstance(data, bytearray) else 7.0
+    with pytest.raises(MutationError, match="the content"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_statistics_that_are_given_and_read(transform):
+    def run(wrap):
+        mean, variance = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)
+
+        def f(x, mean, variance):
+            x = F.batch_norm(x.expand(2, 3) * x.new_tensor([[1.0], [2.0]]), mean, variance, training=True)
+            return x * (1 + mean.clone())
+
+        # vmap allows statistics only of each sample
+        if transform == "vmap_grad":
+            mean, variance = mean.repeat(2, 1), variance.repeat(2, 1)
+            out = vmap(grad(lambda x, *s: total(wrap(f)(x, *s))))(tensor(2, 3), mean, variance)
+        else:
+            out = TRANSFORMS[transform](lambda x: wrap(f)(wrap(f)(x, mean, variance)[0], mean, variance))
+        return out, mean, variance
+
+    error = compare(run, remat, (CheckpointError,) if transform == "vmap_grad" else ())
+    assert (error is None) == (transform != "vmap_grad")
+
+
+def test_an_optimizer_in_the_backward():
+    """It changes parameters that later recomputations can reach, and do not use."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList([nn.Linear(3, 3, dtype=F64) for _ in range(3)])
+
+        def block(self, x, i):
+            return self.blocks[i](x).tanh()
+
+    def run(wrap):
+        model, x = Blocks(), tensor(3, requires_grad=True)
+        for p in model.parameters():
+            optimizer = torch.optim.SGD([p], 0.1)
+            p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        y = x
+        for i in range(3):
+            y = wrap(model.block)(y, i)
+        y.sum().backward()
+        return x.grad, list(model.parameters())
+
+    compare(run, remat)
+
+
+def test_a_parameter_that_is_used_without_its_gradient_and_changed():
+    w = tensor(3, seed=1, requires_grad=True)
+    loss = remat(lambda x: (x * w.detach()).sin())(tensor(3, requires_grad=True)).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(MutationError, match=r"'w'.*changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_functional_call_in_a_graph(mode):
+    """The module has parameters of its own, which fake tensors do not mix with."""
+    module = nn.Linear(3, 3, dtype=F64)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def step(wrap):
+        def loss(parameters, x):
+            return wrap(lambda p, x: functional_call(module, p, (x,)).sin())(parameters, x).sum()
+
+        return grad(loss)
+
+    graph = make_fx(step(remat), tracing_mode=mode)(parameters, tensor(2, 3))
+    x = tensor(2, 3, seed=1)
+    assert_same(graph(parameters, x), step(plain)(parameters, x))

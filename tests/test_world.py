@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracles import F64, assert_same, compare, plain, tensor, total, weight, world
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from funcckpt import CheckpointError, remat
@@ -131,6 +132,58 @@ def from_seed(thunk):
 def test_random(name, transform):
     run = lambda wrap: from_seed(lambda: UNBATCHED[transform](chain(wrap, RANDOM[name]), tensor(3)))
     compare(run, remat)
+
+
+def with_outputs(f):
+    """The gradient, and the outputs to whose random numbers it belongs."""
+
+    def loss(x):
+        y = f(x)
+        return total(y), y
+
+    return grad(loss, has_aux=True)
+
+
+TRACED = {
+    "grad": with_outputs,
+    "vmap_grad_different": lambda f: vmap(with_outputs(f), randomness="different"),
+    "vmap_grad_same": lambda f: vmap(with_outputs(f), randomness="same"),
+    "vmap_of_nothing": lambda f: vmap(lambda x: with_outputs(f)(torch.ones(3, dtype=F64)), randomness="same"),
+    "jacrev": jacrev,
+    "grad_grad": lambda f: grad(lambda x: total(grad(lambda x: total(f(x)))(x))),
+    "jvp_of_grad": lambda f: lambda x: jvp(grad(lambda x: total(f(x))), (x,), (weight(x),)),
+}
+# torch cannot trace dropout symbolically, and attention takes another way to draw in the second run.
+SYMBOLIC = ("noise", "new_noise", "permuted", "integers")
+
+
+@pytest.mark.parametrize("transform", TRACED)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for mode in ("real", "fake") for name in RANDOM] + [(n, "symbolic") for n in SYMBOLIC],
+)
+def test_a_graph_of_make_fx_draws_once(name, transform, mode):
+    def run(wrap):
+        x = tensor(2, 3) if "vmap" in transform else tensor(3)
+        f = TRACED[transform](chain(wrap, RANDOM[name]))
+        if wrap is remat:
+            f = make_fx(f, tracing_mode=mode)(x)
+        return from_seed(lambda: f(x)), from_seed(lambda: f(1.5 * x))
+
+    compare(run, remat)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_graph_of_an_operator_that_draws_into_its_argument(mode):
+    f = lambda wrap: with_outputs(wrap(lambda x: torch.rrelu(x.sin(), training=True).sin()))
+    graph = make_fx(f(remat), tracing_mode=mode)(tensor(3))
+    compare(lambda wrap: from_seed(lambda: (graph if wrap is remat else f(wrap))(-tensor(3))), remat)
+
+
+def test_a_pullback_that_is_traced_without_its_forward():
+    _, pull = vjp(remat(noise), tensor(3))
+    with pytest.raises(CheckpointError, match="trace the forward too"):
+        make_fx(lambda ct: pull(ct))(tensor(3))
 
 
 def test_jacrev_of_dropout_does_not_raise():

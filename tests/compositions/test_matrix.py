@@ -177,10 +177,6 @@ def test_same_as_without_remat(function, names):
         # The vmap of `is_grads_batched` has a rule for it where functorch, which remat uses, has none.
         assert function == "conjugate_and_negative_views"
         return
-    if function in RANDOM and names[0].startswith("traced"):
-        # A graph cannot say that two of its random ops draw the same numbers: remat refuses.
-        if isinstance(actual.error, CheckpointError) and "make_fx" in str(actual.error):
-            return
     expected = run(make, names, no_remat)
     if "inference_mode" in names and isinstance(actual.error, CheckpointError):
         # torch 2.11 differentiates nothing there and gives zeros (pytorch#177318): remat refuses.
