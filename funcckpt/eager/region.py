@@ -478,6 +478,11 @@ def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
     return isinstance(owner, (Region, _Again)) or _torch.is_torch_checkpoint(hooks)
 
 
+def in_checkpoint() -> bool:
+    """Whether a checkpoint is running f, in the forward or again."""
+    return any(map(is_of_checkpoint, _torch.saved_tensors_hooks()))
+
+
 def _itself(x: Tensor) -> Tensor:
     return x
 
