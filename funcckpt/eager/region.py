@@ -115,13 +115,13 @@ class Region:
         self._under_hooks = _torch.top_saved_tensors_hooks() is not None
         self._world = world.World()
         self._redirected = redirect.is_active()
-        self._streams = world.random_streams(()) if preserve_rng_state else []
+        self._replaced = _replaced() if check else []
+        self._held = Held(f, leaves)
+        self._streams = world.random_streams(self._held.streams) if preserve_rng_state else []
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[Look] = []
         self._statistics: list[weakref.ref[Tensor]] = []
-        self._replaced = _replaced() if check else []
-        self._held = Held(f, leaves)
         self._complete = False
         # The recomputation that was run for each backward.
         self._done: set[Any] = set()
@@ -152,7 +152,7 @@ class Region:
                         "of the function, which therefore has no result. Let it pass."
                     )
         self._complete = True
-        if self._streams and len(world.random_streams(())) != len(self._streams):
+        if self._streams and len(world.random_streams(self._held.streams)) != len(self._streams):
             raise CheckpointError(
                 f"{self._name}: a device was initialized in the forward, so that the state of its random "
                 "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
