@@ -950,6 +950,17 @@ def pop_saved_tensors_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def saved_tensors_hooks() -> list[Hooks]:
+    """All that are active, innermost first: taken off and put back."""
+    found: list[Hooks] = []
+    while (top := top_saved_tensors_hooks()) is not None:
+        pop_saved_tensors_hooks()
+        found.append(top)
+    for hooks in reversed(found):
+        push_saved_tensors_hooks(*hooks)
+    return found
+
+
 def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
     """Take hooks off the stack, from under others if need be."""
     above: list[Hooks] = []

@@ -3,9 +3,9 @@
 A region keeps the inputs of f. What f finds elsewhere (the parameters and buffers of its module, variables
 of the enclosing function, globals) may be another when the backward runs: an optimizer has stepped it,
 `functional_call` has put the module's own back, a loop has gone on, or f itself has changed it. What can be
-put back is put back for the time of a recomputation: variables, buffers, `training`, and what
-`functional_call` had replaced. What cannot, a parameter or another tensor that was changed in place, is an
-error if it is used.
+put back is put back for the time of a recomputation: variables, contents of lists and dicts, attributes,
+buffers, and what `functional_call` had replaced. What cannot, a parameter or another tensor that was changed
+in place, is an error if it is used. What f itself has assigned is left as it is: a counter counts on.
 
 The search goes where code of f leads directly: modules with all that is inside of them, closures,
 defaults, globals that the code names, partial arguments, methods, containers and plain objects. Leaves that
@@ -15,12 +15,16 @@ require grad are found wherever they come from, in the graph of what f has retur
 from __future__ import annotations
 
 import functools
+import operator
+import random
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from contextvars import ContextVar
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -34,7 +38,20 @@ _CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
 _PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
 _NO_TENSORS = {*_CONSTANTS, dict, OrderedDict, set}
 _CONTAINERS = (list, tuple, dict)
+# Those whose contents are put back.
+_MUTABLE = {list, dict, OrderedDict, defaultdict}
 _DEEPEST = 4
+_STREAMS = (
+    torch.Generator,
+    random.Random,
+    numpy.random.RandomState,
+    numpy.random.Generator,
+    numpy.random.BitGenerator,
+)
+# Those of the process, by the modules that draw from them.
+_PROCESS: dict[Any, Any] = {random: random._inst, numpy.random: numpy.random.mtrand._rand}  # type: ignore[attr-defined]
+# Lists and dicts among globals up to this length are searched.
+_LONGEST = 1000
 # What these look up in their globals is not the user's.
 _LIBRARIES = ("torch.", "funcckpt.")
 
@@ -45,19 +62,20 @@ class Held:
     __slots__ = (
         "_attributes",
         "_cells",
-        "_globals",
+        "_contents",
         "_leaves",
-        "_modules",
         "_parameters",
+        "_results",
         "_running",
         "_seen",
         "_small",
         "_snapshots",
         "_tensors",
+        "_variables",
+        "streams",
     )
 
     def __init__(self, f: Any, others: Iterable[Any] = ()) -> None:
-        self._modules: list[tuple[nn.Module, bool]] = []
         # Tensors by where modules have them, and their versions.
         self._parameters: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._attributes: list[tuple[dict[str, Any], str, Tensor, int]] = []
@@ -68,15 +86,25 @@ class Held:
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         self._leaves: list[tuple[weakref.ref[Tensor], int]] = []
         self._cells: list[tuple[CellType, Any]] = []
-        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._contents: list[_Contents] = []
+        # Where in those there are tensors with a graph.
+        self._results: list[tuple[dict[Any, Any], Any]] = []
+        self._variables: list[tuple[ContextVar[Any], Any]] = []
+        # Random streams that are not torch's own.
+        self.streams: list[world.Stream] = []
         self._seen: set[int] = set()
         self._search(f, 0)
         for x in others:
-            if type(x) not in _PLAIN and isinstance(
-                x, (nn.Module, FunctionType, MethodType, functools.partial)
-            ):
+            if type(x) not in _PLAIN and not isinstance(x, Tensor):
                 self._search(x, 0)
         self._snapshots = _copies([x for _, _, x, _ in self._small]) if self._small else []
+
+    def _take_contents(self, there: Any, whole: bool) -> None:
+        was = dict(there.items() if isinstance(there, dict) else enumerate(there))
+        for key, x in was.items():
+            if type(x) not in _CONSTANTS and isinstance(x, Tensor) and x.grad_fn is not None:
+                self._results.append((was, key))
+        self._contents.append(_Contents(there, was, whole))
 
     # -- the search ---------------------------------------------------------------------------------
 
@@ -99,12 +127,20 @@ class Held:
             for y in (x.func, *x.args, *x.keywords.values()):
                 self._search(y, depth + 1)
         elif isinstance(x, _CONTAINERS):
+            if kind in _MUTABLE:
+                self._take_contents(x, whole=True)
             for y in x.values() if isinstance(x, dict) else x:
                 self._search(y, depth + 1)
-        elif depth < 2 and kind.__flags__ & _HEAP_TYPE and not isinstance(x, type):
-            for y in getattr(x, "__dict__", {}).values():
-                if isinstance(y, (Tensor, nn.Module, FunctionType, *_CONTAINERS)):
-                    self._search(y, depth + 1)
+        elif kind is ContextVar:
+            self._variables.append((x, x.get(_EMPTY)))
+        elif self._take_stream(x):
+            pass
+        elif depth < 2 and _is_plain_object(x):
+            if attributes := getattr(x, "__dict__", None):
+                self._take_contents(attributes, whole=False)
+                for y in attributes.values():
+                    if isinstance(y, (Tensor, nn.Module, FunctionType, *_CONTAINERS, *_STREAMS)):
+                        self._search(y, depth + 1)
 
     def _take_module(self, module: nn.Module) -> None:
         modules = [module]
@@ -114,21 +150,27 @@ class Held:
                 for tensor in (*module.parameters(), *module.buffers()):
                     self._search(tensor, 0)
                 continue
-            self._modules.append((module, module.training))
             for name, x in module._parameters.items():
                 if x is not None and (version := _version(x)) is not None:
                     self._parameters.append((module._parameters, name, x, version))
             if module._buffers:
                 self._take_buffers(module)
+            attributes: dict[str, Any] = {}
             for name, x in module.__dict__.items():
-                # The result of an earlier forward would keep its graph alive.
-                if (
-                    type(x) not in _NO_TENSORS
-                    and isinstance(x, Tensor)
-                    and x.grad_fn is None
-                    and (version := _version(x)) is not None
-                ):
-                    self._attributes.append((module.__dict__, name, x, version))
+                kind = type(x)
+                if kind in _CONSTANTS:
+                    attributes[name] = x
+                elif kind is list:
+                    self._search(x, 1)
+                elif kind not in _NO_TENSORS and isinstance(x, Tensor):
+                    if x.grad_fn is not None:
+                        attributes[name] = x
+                        self._results.append((attributes, name))
+                    elif (version := _version(x)) is not None:
+                        self._attributes.append((module.__dict__, name, x, version))
+            self._contents.append(_Contents(module.__dict__, attributes, False))
+            if module._modules:
+                self._contents.append(_Contents(module._modules, module._modules.copy(), True))
             for part in module._modules.values():
                 if part is not None and id(part) not in self._seen:
                     self._seen.add(id(part))
@@ -148,13 +190,17 @@ class Held:
                 self._attributes.append((buffers, name, x, version))
 
     def _take_function(self, f: FunctionType, depth: int) -> None:
+        names = _names(f.__code__)
         for cell in f.__closure__ or ():
             try:
                 value = cell.cell_contents
             except ValueError:  # empty
                 continue
             self._cells.append((cell, value))
-            self._search(value, depth + 1)
+            if type(value) is ModuleType:
+                self._take_stream(value, names)
+            else:
+                self._search(value, depth + 1)
         there = f.__globals__
         if there.get("__name__", "").startswith(_LIBRARIES):
             return
@@ -163,16 +209,35 @@ class Held:
         if f.__kwdefaults__:
             for value in f.__kwdefaults__.values():
                 self._search(value, depth + 1)
-        for name in _names(f.__code__):
+        variables: dict[str, Any] = {}
+        for name in names:
             value = there.get(name)
-            if type(value) in _CONSTANTS:
-                if value is not None:
-                    self._globals.append((there, name, value))
-            elif isinstance(value, (Tensor, nn.Module)):
-                self._globals.append((there, name, value))
-                self._search(value, depth + 1)
-            elif type(value) is FunctionType and value.__globals__ is there:
-                self._search(value, depth + 1)
+            if value is None or isinstance(value, type):
+                continue
+            if isinstance(value, FunctionType):
+                if value.__globals__ is there:
+                    self._search(value, depth + 1)
+            elif not self._take_stream(value, names) and not isinstance(value, ModuleType):
+                variables[name] = value
+                if type(value) not in _CONTAINERS or len(value) <= _LONGEST:
+                    self._search(value, depth + 1)
+        if variables:
+            self._contents.append(_Contents(there, variables, False))
+
+    def _take_stream(self, x: Any, names: Iterable[str] = ()) -> bool:
+        """Whether it is a random stream, or draws from one."""
+        if isinstance(x, ModuleType):
+            if x is numpy and "random" in names:
+                x = numpy.random
+            x = _PROCESS.get(x)
+        elif isinstance(x, (BuiltinMethodType, MethodType)):
+            x = x.__self__
+        if not isinstance(x, _STREAMS):
+            return False
+        stream = x if isinstance(x, torch.Generator) else world.PythonStream.of(x)
+        if stream is not None:
+            self.streams.append(stream)
+        return True
 
     # -- after the forward --------------------------------------------------------------------------
 
@@ -193,9 +258,14 @@ class Held:
         # A counter in f counts on.
         if self._cells:
             self._cells = [(c, x) for c, x in self._cells if isinstance(x, Tensor) or _contents(c) is x]
-        if self._globals:
-            self._globals = [g for g in self._globals if isinstance(g[2], Tensor) or g[0].get(g[1]) is g[2]]
-        leaves = _leaves(out, first)
+        leaves, sources = _edges(out, first)
+        for was, key in self._results:
+            if was[key].grad_fn not in sources:
+                was[key] = _Weak(was[key])
+        self._results.clear()
+        self._contents = [contents.after_forward() for contents in self._contents]
+        if self._variables:
+            self._variables = [(v, x) for v, x in self._variables if v.get(_EMPTY) is x]
         if leaves:
             known = {id(x) for _, _, x, _ in self._parameters}
             self._leaves = [
@@ -213,8 +283,11 @@ class Held:
                     x.copy_(value)
         for cell, value in self._cells:
             cell.cell_contents = value
-        for there, key, value in self._globals:
-            there[key] = value
+        for contents in self._contents:
+            contents.put_back(name)
+        for variable, value in self._variables:
+            if value is not _EMPTY:
+                variable.set(value)
         for there, key, x, version in (*self._parameters, *self._attributes):
             there[key] = x
             if x._version != version:
@@ -248,13 +321,12 @@ class _Here:
                 if _contents(cell) is not value:
                     self._undo.append(functools.partial(setattr, cell, "cell_contents", _contents(cell)))
                     cell.cell_contents = value
-            for there, name, value in held._globals:
-                if there.get(name) is not value:
-                    self._put(there, name, value)
-            for module, training in held._modules:
-                if module.training is not training:
-                    self._undo.append(functools.partial(setattr, module, "training", module.training))
-                    module.training = training
+            for contents in held._contents:
+                if (undo := contents.put_back(self._name)) is not None:
+                    self._undo.append(undo)
+            for variable, value in held._variables:
+                if variable.get(_EMPTY) is not value and value is not _EMPTY:
+                    self._undo.append(functools.partial(variable.reset, variable.set(value)))
             for there, name, x, version in held._parameters:
                 now = there.get(name)
                 if now is x:
@@ -301,6 +373,113 @@ class _Here:
         (x,) = _copies([x])
         self.copies.add(x.untyped_storage()._cdata)
         self._put(there, name, x)
+
+
+class _Weak(weakref.ref[Tensor]):
+    """A result that is not in the graph of f: to hold it would keep another graph alive."""
+
+
+class _Gone:
+    """Stands where such a result has stood, which is not there any more."""
+
+    def __init__(self, name: str) -> None:
+        self.error = MutationError(
+            f"{name}: a tensor that the function has found in a list, a dict or an attribute was replaced "
+            "there since, and is gone: the recomputation cannot find it. Pass it as an argument."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(x.error for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
+
+
+def _value(x: Any, name: str = "") -> Any:
+    if type(x) is not _Weak:
+        return x
+    return _Gone(name) if (tensor := x()) is None else tensor
+
+
+class _Contents(NamedTuple):
+    """What was in a list or dict, by index or key."""
+
+    there: Any
+    was: dict[Any, Any]
+    # Whether there was nothing else.
+    whole: bool
+
+    def _is_here(self) -> bool:
+        """Quickly; for results of something, which are held by a weak reference, not."""
+        there, was = self.there, self.was
+        if self.whole and len(there) != len(was):
+            return False
+        now = map(there.get, was) if isinstance(there, dict) else self._now()
+        return all(map(operator.is_, now, was.values()))
+
+    def _now(self) -> list[Any]:
+        there = self.there
+        if isinstance(there, dict):
+            return [there.get(key, _EMPTY) for key in self.was]
+        return [there[i] if i < len(there) else _EMPTY for i in self.was]
+
+    def after_forward(self) -> _Contents:
+        """Without what f has assigned itself, but for tensors."""
+        if self._is_here():
+            return self
+        kept = {
+            key: x
+            for (key, x), now in zip(self.was.items(), self._now(), strict=True)
+            if now is x or isinstance(x, (Tensor, _Weak))
+        }
+        whole = self.whole and len(kept) == len(self.was) == len(self.there)
+        return _Contents(self.there, kept, whole)
+
+    def put_back(self, name: str) -> Callable[[], None] | None:
+        """Returns what undoes it, if there was anything to do."""
+        if self._is_here():
+            return None
+        there, was, now = self.there, self.was, self._now()
+        if self.whole and (len(there) != len(was) or any([x is _EMPTY for x in now])):
+            return self._put_all_back(name)
+        changed = [
+            (key, _value(x, name), y)
+            for (key, x), y in zip(was.items(), now, strict=True)
+            if x is not y and _value(x) is not y and not (y is _EMPTY and isinstance(there, list))
+        ]
+        for key, x, _ in changed:
+            there[key] = x
+
+        def undo() -> None:
+            for key, _, y in changed:
+                if y is _EMPTY:
+                    there.pop(key, None)
+                else:
+                    there[key] = y
+
+        return undo if changed else None
+
+    def _put_all_back(self, name: str) -> Callable[[], None]:
+        """In their order, which may be that of the layers of a module."""
+        there, was = self.there, [_value(x, name) for x in self.was.values()]
+        if isinstance(there, list):
+            items = list(there)
+            there[:] = was
+
+            def undo() -> None:
+                there[:] = items + there[len(was) :]  # to which another thread may have appended
+        else:
+            before = dict(there)
+            there.clear()
+            there.update(zip(self.was, was, strict=True))
+
+            def undo() -> None:
+                others = {key: x for key, x in there.items() if key not in self.was}
+                there.clear()
+                there.update(before | others)
+
+        return undo
 
 
 class Watch(world.Mode):
@@ -353,6 +532,15 @@ def _started_anew(name: str, what: str) -> MutationError:
 
 
 _HEAP_TYPE = 1 << 9  # a class made in Python
+
+
+def _is_plain_object(x: Any) -> bool:
+    kind = type(x)
+    return bool(kind.__flags__ & _HEAP_TYPE or kind is SimpleNamespace) and not isinstance(
+        x, (type, ModuleType)
+    )
+
+
 _names_of: weakref.WeakKeyDictionary[CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -425,11 +613,11 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
             _torch._push_mode(mode)
 
 
-def _leaves(out: Any, first: int) -> list[Tensor]:
-    """The leaves that are used by what was recorded since node number `first`."""
+def _edges(out: Any, first: int) -> tuple[list[Tensor], set[Any]]:
+    """The leaves that are used by what was recorded since node number `first`, and the nodes of before."""
     outputs = (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out)
     nodes = [y.grad_fn for y in outputs if isinstance(y, Tensor) and y.grad_fn is not None]
-    seen, leaves = set(nodes), []
+    seen, leaves, sources = set(nodes), [], set()
     while nodes:
         node = nodes.pop()
         following = node.next_functions
@@ -441,4 +629,6 @@ def _leaves(out: Any, first: int) -> list[Tensor]:
                 if other is not None and other not in seen:
                     seen.add(other)
                     nodes.append(other)
-    return leaves
+        else:
+            sources.add(node)
+    return leaves, sources

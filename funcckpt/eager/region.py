@@ -115,13 +115,13 @@ class Region:
         self._under_hooks = _torch.top_saved_tensors_hooks() is not None
         self._world = world.World()
         self._redirected = redirect.is_active()
-        self._streams = world.random_streams(()) if preserve_rng_state else []
+        self._replaced = _replaced() if check else []
+        self._held = Held(f, leaves)
+        self._streams = world.random_streams(self._held.streams) if preserve_rng_state else []
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[Look] = []
         self._statistics: list[weakref.ref[Tensor]] = []
-        self._replaced = _replaced() if check else []
-        self._held = Held(f, leaves)
         self._complete = False
         # The recomputation that was run for each backward.
         self._done: set[Any] = set()
@@ -152,7 +152,7 @@ class Region:
                         "of the function, which therefore has no result. Let it pass."
                     )
         self._complete = True
-        if self._streams and len(world.random_streams(())) != len(self._streams):
+        if self._streams and len(world.random_streams(self._held.streams)) != len(self._streams):
             raise CheckpointError(
                 f"{self._name}: a device was initialized in the forward, so that the state of its random "
                 "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
@@ -476,6 +476,11 @@ def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
     owner = getattr(hooks[0], "__self__", None) if hooks else None
     return isinstance(owner, (Region, _Again)) or _torch.is_torch_checkpoint(hooks)
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint is running f, in the forward or again."""
+    return any(map(is_of_checkpoint, _torch.saved_tensors_hooks()))
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from .. import _torch, world
 from ..closure import may_be_statistics
 from ..errors import FuncckptError, MutationError, TransformError, describe
-from .region import is_of_checkpoint, readable_again
+from .region import in_checkpoint, is_of_checkpoint, readable_again
 
 _REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse{}. Use \
 remat there, with the block as a function: instead of
@@ -693,9 +693,9 @@ class ScopedTensor(Tensor):
                 torch.is_grad_enabled()
                 and current is None
                 and _torch.may_push_hooks()
-                # A checkpoint keeps nothing, and counts what is saved: in its recomputation what it was
-                # given is a plain tensor.
-                and not is_of_checkpoint(below)
+                # A checkpoint keeps nothing, and counts what is saved, and what hooks inside of it do: in its
+                # recomputation what it was given is a plain tensor.
+                and not in_checkpoint()
             ):
                 hooks = _Hooks(below)
                 hooks.push()

@@ -11,9 +11,11 @@ recomputation reaches the operator.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -153,6 +155,25 @@ class Kept:
 # -- the two modes ------------------------------------------------------------------------------------
 
 
+class _Copying(threading.local):
+    here = False
+
+
+_copying = _Copying()
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """Copies of ours are no operators of f for a selective region around this one: how many are made differs
+    between its forward and its recomputation.
+    """
+    before, _copying.here = _copying.here, True
+    try:
+        yield
+    finally:
+        _copying.here = before
+
+
 class Forward(TorchDispatchMode):
     """Asks the policy, and keeps what it says."""
 
@@ -188,12 +209,15 @@ class Forward(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _copying.here:
+            return func(*args, **kwargs)
         before = world.states_drawn_from(func, args, kwargs)
         if self._kept or self._makers:
             for x in written(func, args, kwargs):
                 self._makers.pop(_address(x), None)
-                for kept in self._kept.pop(_address(x), ()):
-                    kept.is_about_to_be_written(self._allow_mutation)
+                with _uncounted():
+                    for kept in self._kept.pop(_address(x), ()):
+                        kept.is_about_to_be_written(self._allow_mutation)
         out = func(*args, **kwargs)
         if func in SAC_IGNORED_OPS:
             return out
@@ -203,10 +227,12 @@ class Forward(TorchDispatchMode):
         result: Any = _RECOMPUTE
         after = world.states_drawn_from(func, args, kwargs)
         if func is torch.ops.aten.alias.default and policies.current_name() is not None:
-            self._name_given(args[0], saves, offloads)
+            with _uncounted():
+                self._name_given(args[0], saves, offloads)
         elif not _shares(func):
             if saves:
-                result = pytree.tree_map_only(Tensor, self._keeping(offloads), out), before, after
+                with _uncounted():
+                    result = pytree.tree_map_only(Tensor, self._keeping(offloads), out), before, after
             elif isinstance(out, Tensor) and out.layout is torch.strided:
                 look = out.size(), out.stride(), out.storage_offset(), out.dtype
                 storage, results = weakref.ref(out.untyped_storage()), self._results[func]
@@ -274,12 +300,13 @@ class Recompute(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if _copying.here or func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         if not self._calls:
             for x in pytree.tree_leaves([*self._results.values()]):
                 if isinstance(x, Offloaded):
-                    x.begin()
+                    with _uncounted():
+                        x.begin()
         i = self._calls[func]
         self._calls[func] += 1
         results = self._results.get(func, [])
@@ -298,4 +325,5 @@ class Recompute(TorchDispatchMode):
         (kept, before, after), results[i] = results[i], _CONSUMED
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        return pytree.tree_map_only((Kept, Offloaded), lambda x: x.get(self._allow_mutation), kept)
+        with _uncounted():
+            return pytree.tree_map_only((Kept, Offloaded), lambda x: x.get(self._allow_mutation), kept)

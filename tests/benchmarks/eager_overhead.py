@@ -2,8 +2,8 @@
 
     python tests/benchmarks/eager_overhead.py
 
-Tensors are tiny, so that the time is that of the calls. Ours and torch's take turns, and the best of
-several rounds of each counts; only the ratios mean something.
+Tensors are tiny, so that the time is that of the calls: of this process, whoever else is at work. Ours and
+torch's take turns, and the best of several rounds of each counts; only the ratios mean something.
 """
 
 import time
@@ -48,10 +48,10 @@ def ten(x):
 
 
 def seconds(run: Callable) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(CALLS):
         run()
-    return (time.perf_counter() - start) / CALLS
+    return (time.process_time() - start) / CALLS
 
 
 def best(*runs: Callable) -> list[float]:

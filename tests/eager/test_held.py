@@ -3,9 +3,14 @@
 Torch's checkpoint gives other gradients in these cases, without a word, where not said otherwise.
 """
 
+import contextvars
 import functools
+import random
 import threading
+import types
+import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +150,189 @@ def test_globals():
     SCALE = 2.0
     assert_same(torch.autograd.grad(y.sum(), [x]), expected)
     assert SCALE == 2.0
+
+
+CONFIG, NAMES, MODE = types.SimpleNamespace(), [""], contextvars.ContextVar("mode")
+
+
+def a_list(x, call):
+    scales = [2.0, 3.0]
+    y = call(lambda x: (x * scales[0]).sin() ** len(scales), x)
+    scales[0] = 5.0
+    scales.append(7.0)
+    return y
+
+
+def a_dict(x, call):
+    options = {"scale": 2.0, "old": None}
+    y = call(lambda x: (x * sum(v or 3.0 for v in options.values())).sin(), x)
+    del options["scale"]
+    options["new"] = 7.0
+    return y
+
+
+def a_list_inside_of_an_argument(x, call):
+    scales = types.SimpleNamespace(all=[2.0, 3.0])
+    y = call(lambda x, s: (x * s.all[0]).sin(), x, scales)
+    scales.all.clear()
+    return y
+
+
+def an_argument(x, call):
+    batch = types.SimpleNamespace(x=x * 2, scale=3.0)
+    y = call(lambda b: (b.x * b.scale).sin(), batch)
+    batch.scale = 4.0
+    return y
+
+
+def an_attribute(x, call):
+    model = nn.Sequential(nn.Dropout(0.5))
+    model.scale = 2.0
+    model.forward = lambda x: (model[0](x) * model.scale).sin()
+    y = call(model, x)
+    model[0].p, model.scale = 0.1, 3.0
+    return y
+
+
+def a_layer(x, call):
+    model = nn.Sequential(nn.Tanh(), nn.Sigmoid())
+    y = call(model, x)
+    model[1] = nn.Softplus()
+    return y
+
+
+def the_order_of_layers(x, call):
+    model = nn.Sequential(nn.Softplus(), nn.Sigmoid(), nn.Tanh())
+    y = call(model, x)
+    first = model._modules.pop("0")
+    model._modules["3"] = first
+    return y
+
+
+def the_skips_of_a_unet(x, call):
+    skips = [x.sin(), x.cos()]
+    for _ in range(2):
+        x = call(lambda x: (x * skips[-1]).exp(), x)
+        skips.pop()
+    return x
+
+
+def a_state_that_f_replaces(x, call):
+    cell = nn.GRUCell(4, 4, dtype=D)
+    for p in cell.parameters():
+        nn.init.constant_(p, 0.1)
+    cell.h = x * 0.5
+
+    def step(x):
+        cell.h = cell(x, cell.h)
+        return cell.h * 2
+
+    for _ in range(3):
+        x = call(step, x)
+    return x
+
+
+def globals_that_are_objects(x, call):
+    CONFIG.scale, NAMES[0] = 1.5, "tanh"
+    y = call(lambda x: getattr(x * CONFIG.scale, NAMES[0])(), x)
+    CONFIG.scale, NAMES[0] = 2.5, "sin"
+    return y
+
+
+def a_context_variable(x, call):
+    token = MODE.set(2.0)
+    y = call(lambda x: (x * MODE.get()).sin(), x)
+    MODE.reset(token)
+    return y
+
+
+def random_numbers_of_python(x, call):
+    for _ in range(4):
+        x = call(lambda x: (x * random.random()).sin(), x)
+    return x
+
+
+def random_numbers_of_numpy(x, call):
+    own = np.random.default_rng(0)
+    for _ in range(4):
+        x = call(lambda x: (x * np.random.rand() + own.random() * x).sin(), x)
+    return x
+
+
+def a_generator_of_ones_own(x, call):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        x = call(lambda x: (x * torch.rand(4, generator=generator)).sin(), x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        a_list,
+        a_dict,
+        a_list_inside_of_an_argument,
+        an_argument,
+        an_attribute,
+        a_layer,
+        the_order_of_layers,
+        the_skips_of_a_unet,
+        a_state_that_f_replaces,
+        globals_that_are_objects,
+        a_context_variable,
+        random_numbers_of_python,
+        random_numbers_of_numpy,
+        a_generator_of_ones_own,
+    ],
+)
+def test_what_changes_before_the_backward(change):
+    def run(call):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        x = torch.linspace(0.1, 2, 8, dtype=D).reshape(2, 4).requires_grad_()
+        y = change(x, call)
+        grads = torch.autograd.grad(y.sum(), x, retain_graph=True), torch.autograd.grad(y.sum(), x)
+        return y.detach(), grads, torch.rand(2), random.random(), np.random.rand()
+
+    assert_same(run(checkpoint), run(plain))
+
+
+def test_what_others_do_meanwhile_stays():
+    """A recomputation puts back what it has changed, and no more."""
+    seen, options, order = [1, 2], {"a": 1}, []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            order.append((list(seen), dict(options)))
+            if len(order) == 2:  # another thread, as it were
+                seen.append("other")
+                options["other"] = 1
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    y = checkpoint(lambda x: (Look.apply(x) * sum(seen[:2]) * len(options)).sin().exp(), leaf(3))
+    seen[:] = [3]
+    options.update(a=2, b=3)
+    y.sum().backward()
+    assert order == [([1, 2], {"a": 1})] * 2
+    assert seen == [3, "other"] and options == {"a": 2, "b": 3, "other": 1}
+
+
+def test_a_result_that_was_replaced_and_is_gone():
+    """What is not part of the graph of f is held by no one, so that its own graph can go."""
+    x = leaf(3)
+    state = {"h": x.sin()}
+    held = weakref.ref(state["h"])
+    y = checkpoint(lambda x: (x * state["h"].detach()).exp(), x)
+    state["h"] = x.cos()
+    assert held() is None
+    with pytest.raises(MutationError, match=r"was replaced there since, and is gone.*argument"):
+        y.sum().backward()
 
 
 def test_a_counter_of_f_counts_on():

@@ -248,6 +248,45 @@ def test_as_without(seed, how, family, monkeypatch):
         assert_same(found, expected)
 
 
+# What others than f do inside of f, and how often, is no operator of f: copies of hooks and of selective regions.
+FOUND = {
+    "hooks in a selective region of a scoped tensor": [
+        (
+            "checkpoint",
+            [
+                ("left scope", [("linear", None)]),
+                ("selective save", [("hooks", [("matmul", None)]), ("noise", None)]),
+            ],
+        )
+    ],
+    "hooks in a selective region inside of another": [
+        (
+            "selective save",
+            [
+                ("scope", [("caught", None)]),
+                ("selective save", [("hooks", [("caught", None)]), ("dropout", None)]),
+            ],
+        )
+    ],
+    "copies of a selective region inside of another": [
+        (
+            "selective save",
+            [
+                ("selective save", [("cell", None), ("views", None)]),
+                ("selective offload", [("cell", None)]),
+                ("without_grad", None),
+            ],
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_as_without_found(name, monkeypatch):
+    monkeypatch.setattr(selective, "is_far", lambda x: True)
+    assert_same(run(FOUND[name], 0, False, "once"), run(FOUND[name], 0, True, "once"))
+
+
 def test_programs_say_something():
     draw = random.Random(0)
     names = {name for _ in range(200) for name, _ in draw_block(draw, 3, sorted(STEPS), ALL)}

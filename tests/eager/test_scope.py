@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcckpt import checkpoint, checkpoint_scope, remat
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import FuncckptError, MutationError, TransformError
+from funcckpt.meter import Meter
 
 from .implementations import both
 
@@ -376,6 +377,76 @@ def test_freed_as_they_are_used():
         y.sum().backward()
     # Those of the last product are needed first; what has been used is gone at the next step.
     assert len(recomputed) == 3 and alive == [(2, 2), (1, 1), (0, 0)]
+
+
+class Timeline(TorchDispatchMode):
+    """What operators allocate ("+sin") and when it is released ("-sin"), scalars left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() > 1 and out.untyped_storage()._cdata not in given:
+            name = func.overloadpacket.__name__
+            self.events.append(f"+{name}")
+            weakref.finalize(out.untyped_storage(), self.events.append, f"-{name}")
+        return out
+
+    def take(self):
+        taken, self.events[:] = " ".join(self.events), []
+        return taken
+
+
+def test_order_of_allocation_and_release_and_the_peak():
+    """One scope: all of it is alive at the peak, and each goes with its last use."""
+    a = leaf(64)
+    n, scalars = a.nbytes, 16
+    with Timeline() as timeline, Meter() as meter:
+        with checkpoint_scope():
+            x = a.sin()
+            y = x.exp()
+            z = y.tanh()
+        assert timeline.take() == "+sin +exp +tanh"
+        loss = (x * y * z).sum()
+        assert timeline.take() == "+mul +mul -mul"
+        del x, y, z
+        assert timeline.take() == "-sin -exp -tanh"
+        assert (meter.live_bytes, meter.peak_bytes) == (n + 8, 5 * n + 8)  # x * y and the loss; all five
+        meter.peak_bytes = 0
+        loss.backward()
+        gradients = "+mul +mul -sin -mul", "+tanh_backward -tanh -mul +add -mul -tanh_backward", "+mul -exp -add"
+        rest = "+add -mul -mul +cos +mul -cos -add"
+        # (The first two products are the gradients of z and of x * y.)
+        assert timeline.take() == " ".join(["+sin +exp +tanh +mul +mul -mul", *gradients, rest])
+        assert (meter.live_bytes, meter.peak_bytes) == (n + 8, 7 * n + scalars)
+
+
+def test_order_of_allocation_and_release_of_two_scopes():
+    """Each is recomputed when the first of its own is needed, so that one is alive at a time."""
+    a = leaf(64)
+    n, scalars = a.nbytes, 16
+    with Timeline() as timeline, Meter() as meter:
+        with checkpoint_scope():
+            x = a.sin()
+            y = x.exp()
+        u = x * y
+        with checkpoint_scope():
+            z = a.cos()
+            t = z.exp()
+        loss = (u + z * t).sum()
+        del x, y, u, z, t
+        timeline.take()
+        assert meter.live_bytes == 8
+        meter.peak_bytes = 0
+        loss.backward()
+        first = "+cos +exp +mul +mul -cos +mul -exp -mul +add -mul -mul"
+        sine = "+sin +neg +mul -neg -sin -add"  # of the gradient of cos
+        second = "+sin +exp +mul +mul -sin +mul -exp -mul +add -mul -mul +cos +mul -cos -add +add -mul -mul"
+        assert timeline.take() == f"{first} {sine} {second}"
+        assert (meter.live_bytes, meter.peak_bytes) == (n + 8, 5 * n + scalars)
 
 
 def test_leftovers_of_a_partial_backward_serve_the_next():
