@@ -417,7 +417,11 @@ def test_order_of_allocation_and_release_and_the_peak():
         assert (meter.live_bytes, meter.peak_bytes) == (n + 8, 5 * n + 8)  # x * y and the loss; all five
         meter.peak_bytes = 0
         loss.backward()
-        gradients = "+mul +mul -sin -mul", "+tanh_backward -tanh -mul +add -mul -tanh_backward", "+mul -exp -add"
+        gradients = (
+            "+mul +mul -sin -mul",
+            "+tanh_backward -tanh -mul +add -mul -tanh_backward",
+            "+mul -exp -add",
+        )
         rest = "+add -mul -mul +cos +mul -cos -add"
         # (The first two products are the gradients of z and of x * y.)
         assert timeline.take() == " ".join(["+sin +exp +tanh +mul +mul -mul", *gradients, rest])
