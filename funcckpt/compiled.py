@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch, dispatch, drawing, world
-from .closure import is_tracked
 from .errors import MutationError, OptionError, describe
+from .nodes import is_tracked
 from .program import Leaf, Tensors
 
 

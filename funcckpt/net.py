@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _torch, recompute
-from .closure import is_tracked
 from .errors import ClosureError, describe
+from .nodes import is_tracked
 from .program import Leaf, Program, Recording, Tensors
 from .world import Mode
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closure import Closure, code_of, may_be_statistics, snapshot_of_statistics, take_for_own
+from .closure import Closure, code_of, take_for_own
 from .errors import (
     CheckpointError,
     ClosureError,
@@ -39,6 +39,7 @@ from .errors import (
     OutputError,
     describe,
 )
+from .nodes import may_be_statistics, snapshot_of_statistics
 from .program import Leaf, Tensors
 
 P = ParamSpec("P")

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _torch, online, world
-from .closure import Closure, may_be_statistics
+from .closure import Closure
 from .errors import CheckpointError, InputError, MutationError, OptionError, describe
 from .meter import Meter
+from .nodes import may_be_statistics
 from .offload import Stored, check_place, fetch, store
 from .policies import Budget, Policy, chooser_of
 from .program import is_differentiable

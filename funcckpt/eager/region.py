@@ -42,8 +42,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .. import _torch, world
-from ..closure import may_be_statistics
 from ..errors import CheckpointError, MutationError, describe
+from ..nodes import may_be_statistics
 from . import redirect
 from .held import Held, Watch, another, changed
 

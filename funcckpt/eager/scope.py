@@ -43,8 +43,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from .. import _torch, world
-from ..closure import may_be_statistics
 from ..errors import FuncckptError, MutationError, TransformError, describe
+from ..nodes import may_be_statistics
 from .region import in_checkpoint, is_of_checkpoint, readable_again
 
 _REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse{}. Use \
