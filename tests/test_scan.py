@@ -198,7 +198,7 @@ def test_what_a_policy_keeps_of_a_loop(options, samples, monkeypatch):
 
 
 def _schedule(checkpoint="binomial", checkpoints=None):
-    return choose(checkpoint, checkpoints, N, "")
+    return choose(checkpoint, checkpoints, None, N, "")
 
 
 @pytest.mark.parametrize("policy", KEEPS)
