@@ -19,8 +19,8 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -582,17 +582,18 @@ def _look_of(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
     return x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device
 
 
-def _call_within(
-    contexts: Sequence[AbstractContextManager[Any] | None], f: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """f(*args, **kwargs), inside of those contexts that there are: most often none."""
+def _within(contexts: Iterable[AbstractContextManager[Any] | None]) -> AbstractContextManager[Any]:
+    """Those contexts that there are, entered: most often none."""
     entered = [context for context in contexts if context is not None]
     if not entered:
-        return f(*args, **kwargs)
+        return _NOWHERE
     with ExitStack() as stack:
         for context in entered:
             stack.enter_context(context)
-        return f(*args, **kwargs)
+        return stack.pop_all()
+
+
+_NOWHERE = nullcontext()
 
 
 def _look(look: tuple[torch.dtype, tuple[int, ...], torch.device]) -> str:
@@ -852,7 +853,8 @@ class _Call(Leaf):
             self._drawn = drawing.Drawn(self._name)
         cache = world.cleared_autocast_cache() if self._world.casts else None
         try:
-            out = _call_within((*contexts, cache, self._drawn), f, args, kwargs)
+            with _within((*contexts, cache, self._drawn)):
+                out = f(*args, **kwargs)
         except RuntimeError as error:
             if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                 raise self._changed_input(tensors) from error
@@ -996,7 +998,8 @@ class _Call(Leaf):
             _torch.without_vmap_mode() if draws else None,
             None if self._drawn is None else self._drawn.replayed(),
         )
-        out = _call_within(contexts, f, args, kwargs)
+        with _within(contexts):
+            out = f(*args, **kwargs)
         if replacing is not None and self._met - replacing.met:
             label = describe(self._replaced[min(self._met - replacing.met)])
             raise MutationError(
