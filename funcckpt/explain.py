@@ -109,18 +109,23 @@ def _times(n: int) -> str:
     return "once" if n == 1 else f"{n} times"
 
 
+BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+PREFIXES = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
+
+
+def unit_for(n: int, units: dict[str, int], times: int = 1) -> tuple[str, int]:
+    """The largest unit of which there are so many times one, and its size; "" and 1 if there is none."""
+    return next(((unit, size) for unit, size in units.items() if n >= times * size), ("", 1))
+
+
 def _bytes(n: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} B"
+    unit, size = unit_for(n, BYTES)
+    return f"{n / size:.1f} {unit}" if unit else f"{n} B"
 
 
 def _flops(n: int) -> str:
-    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return str(n)
+    unit, size = unit_for(n, PREFIXES)
+    return f"{n / size:.1f} {unit}" if unit else str(n)
 
 
 def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:

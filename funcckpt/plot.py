@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _torch
 from .errors import InputError, OptionError
-from .explain import Calls, measure
+from .explain import BYTES, PREFIXES, Calls, measure, unit_for
 from .meter import Meter
 from .residuals import Subject
 
@@ -80,18 +80,18 @@ def plot_memory(
         lines.append((name, _timeline(subject, calls)))
         if callable(f) and calls.of:
             lines.insert(0, (f"{name}, without remat", _timeline(subject, Calls(lambda site, i: True))))
-    unit, size = _unit(max(max(line.alive, default=0) for _, line in lines))
+    unit, size = unit_for(max(max(line.alive, default=0) for _, line in lines), BYTES, 2)
     for i, (name, line) in enumerate(lines):
         colour = _COLOURS[i % len(_COLOURS)]
         alive = [n / size for n in line.alive]
         peak = max(alive, default=0.0)
-        ax.plot(alive, color=colour, linewidth=1.6, label=f"{name}: {peak:.3g} {unit}")
+        ax.plot(alive, color=colour, linewidth=1.6, label=f"{name}: {peak:.3g} {unit or 'bytes'}")
         if alive:
             ax.plot(alive.index(peak), peak, "v", color=colour, markersize=6)
         if line.begin:
             ax.plot(line.begin - 1, alive[line.begin - 1], "o", color=colour, markersize=5)
     ax.set_xlabel("operators, forward (up to the dot) and backward")
-    ax.set_ylabel(f"live {unit}")
+    ax.set_ylabel(f"live {unit or 'bytes'}")
     _finish(ax)
     return ax
 
@@ -160,8 +160,9 @@ def plot_tradeoff(
     costs = {"no remat": without}
     for name, policy in named.items():
         costs[name], _ = measure(subject, Calls(policy=policy))
-    unit, size = _unit(max(cost.peak_bytes for cost in costs.values()))
-    prefix, million = _prefix(max(cost.flops for cost in costs.values()) - without.flops)
+    unit, size = unit_for(max(cost.peak_bytes for cost in costs.values()), BYTES, 2)
+    most = max(cost.flops for cost in costs.values()) - without.flops
+    prefix, million = unit_for(most, PREFIXES, 2)
     points = {
         name: ((cost.flops - without.flops) / million, cost.peak_bytes / size) for name, cost in costs.items()
     }
@@ -181,7 +182,7 @@ def plot_tradeoff(
     ax.plot([], [], "o-", color=_COLOURS[1], label="Pareto front")
     ax.margins(x=0.25, y=0.12)
     ax.set_xlabel(f"recomputed {prefix}FLOPs")
-    ax.set_ylabel(f"peak live {unit}")
+    ax.set_ylabel(f"peak live {unit or 'bytes'}")
     _finish(ax)
     return ax
 
@@ -229,16 +230,6 @@ def _timeline(subject: Subject, calls: Calls) -> _Timeline:
 
 def _name(policy: Any) -> str:
     return str(getattr(policy, "__name__", policy))
-
-
-def _unit(n: int) -> tuple[str, int]:
-    sizes = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    return next(((unit, size) for unit, size in sizes.items() if n >= 2 * size), ("bytes", 1))
-
-
-def _prefix(n: int) -> tuple[str, int]:
-    sizes = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
-    return next(((prefix, size) for prefix, size in sizes.items() if n >= 2 * size), ("", 1))
 
 
 def _is_just_above(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import (
@@ -342,37 +343,92 @@ def test_kept_random_numbers_leave_the_stream_where_it_was():
         assert_close(*results)
 
 
+@pytest.mark.parametrize("policy", ["everything", "dots", "names", "but"])
+def test_autocast(policy):
+    """What is kept is what the forward has computed, in the low precision."""
+    ws, x = [w.float() for w in weights(mlp)], samples().float()
+
+    def run(wrap):
+        f = loss(mlp, wrap)
+        leaves = [w.clone().requires_grad_() for w in ws]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = f(leaves, x[0])
+            found = vmap(grad(f), (None, 0))(ws, x)
+        return found, torch.autograd.grad(y, leaves)
+
+    wrapped = functools.partial(remat, policy=POLICIES[policy])
+    without, measured = measure(run, lambda f: f), measure(run, wrapped)
+    assert_close(measured.result, without.result, rtol=0, atol=0)
+    assert measured.flops - without.flops == (1 + B) * EXPECTED["mlp"][policy][0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_subclasses(policy):
+    """The operators of their inner tensors are what a policy is asked about."""
+
+    def run(wrap):
+        x, *ws = [TwoTensor(t, 2 * t).requires_grad_() for t in (samples()[0], *weights(mlp))]
+        wrap(mlp)(x, *ws).square().sum().backward()
+        return [(w.grad.a, w.grad.b) for w in (x, *ws)]
+
+    assert_close(run(functools.partial(remat, policy=POLICIES[policy])), run(lambda f: f))
+
+
 # -- a budget ------------------------------------------------------------------------------------------
 
 
-def spent(block, policy):
-    nothing = measure(under_grad, block, remat)
+@functools.cache
+def without_and_nothing(block, run):
+    return measure(RUNS[run], block, lambda f: f), measure(RUNS[run], block, remat)
+
+
+def spent(block, run, policy):
+    """The numbers that are kept, and the FLOPs that are computed again, in the first call and in the next."""
+    without, nothing = without_and_nothing(block, run)
     wrapped = remat(block, policy=policy)
-    first, second = [measure(under_grad, block, lambda f: wrapped) for _ in range(2)]
-    assert first.flops == second.flops
-    assert second.marks == first.marks
-    assert_close(first.result, under_grad(block, lambda f: f))
-    return second.marks["forward"] - nothing.marks["forward"], second.flops
+    first, second = [measure(RUNS[run], block, lambda f: wrapped) for _ in range(2)]
+    assert (first.flops, first.marks) == (second.flops, second.marks)
+    assert_close(first.result, without.result)
+    return (second.marks["forward"] - nothing.marks["forward"]) / 8, second.flops - without.flops
 
 
+# By fraction of what the backward reads: the numbers that are kept, and the FLOPs that are computed again.
+BUDGETS = {
+    # The first product, with its gelu, and with what is normed.
+    "mlp": {0: (0, MM1), 0.25: (0, MM1), 0.5: (N * HID, 0), 0.75: (2 * N * HID + 2 * N, 0)},
+    # One of the linear layers, two, and all three with what they are attended to.
+    "attention": {
+        0: (0, QKV + 2 * BMM),
+        0.25: (N * D, QKV * 2 // 3 + 2 * BMM),
+        0.5: (2 * N * D, QKV // 3 + 2 * BMM),
+        0.75: (4 * N * D, BMM),
+    },
+    # There is one product, and one value to keep.
+    "convolutional": {0: (0, CONV), 0.5: (0, CONV)},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("block", SHAPES, ids=lambda f: f.__name__)
-def test_a_budget_is_kept_and_more_is_never_worse(block):
-    everything, least = spent(block, policies.everything_saveable)
-    fractions = [i / 10 for i in range(11)]
-    found = [spent(block, policies.budget(fraction=fraction)) for fraction in fractions]
-    for fraction, (kept, _) in zip(fractions, found, strict=True):
-        assert kept <= fraction * everything
-    assert [kept for kept, _ in found] == sorted(kept for kept, _ in found)
-    assert [flops for _, flops in found] == sorted((flops for _, flops in found), reverse=True)
-    assert found[0] == (0, measure(under_grad, block, remat).flops)
-    assert found[-1][1] == least
+def test_a_budget_is_kept_and_more_is_never_worse(block, run):
+    samples = B if run == "vmap_grad" else 1
+    everything = EXPECTED[block.__name__]["everything"][1]
+    expected = {**BUDGETS[block.__name__], 1: (everything, 0)}
+    found = {fraction: spent(block, run, policies.budget(fraction=fraction)) for fraction in expected}
+    assert found == {i: (kept * samples, flops * samples) for i, (kept, flops) in expected.items()}
+    assert all(kept <= fraction * everything * samples for fraction, (kept, _) in found.items())
+    assert [kept for kept, _ in found.values()] == sorted(kept for kept, _ in found.values())
+    assert [flops for _, flops in found.values()] == sorted([f for _, f in found.values()], reverse=True)
 
 
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("block", SHAPES, ids=lambda f: f.__name__)
-def test_a_budget_is_at_least_as_good_as_what_has_a_name(block):
-    for policy in POLICIES.values():
-        kept, flops = spent(block, policy)
-        assert spent(block, policies.budget(bytes=kept))[1] <= flops
+def test_a_budget_is_at_least_as_good_as_what_has_a_name(block, run):
+    samples = B if run == "vmap_grad" else 1
+    for flops, numbers in set(EXPECTED[block.__name__].values()):
+        kept, again = spent(block, run, policies.budget(bytes=numbers * 8 * samples))
+        assert kept <= numbers * samples
+        assert again <= flops * samples
 
 
 def test_a_budget_under_vmap_counts_the_batch():
@@ -455,7 +511,7 @@ def test_the_same_policy_serves_checkpoint(policy):
 
 def test_both_policies():
     both = policies.save_from_both_policies(POLICIES["gelu"], POLICIES["names"])
-    assert spent(mlp, both) == (2 * N * HID * 8, spent(mlp, policies.dots_saveable)[1])
+    assert spent(mlp, "grad", both) == (2 * N * HID, 0)
 
 
 def test_a_policy_is_told_the_name_and_the_result():
