@@ -32,6 +32,8 @@ def main(folder: Path) -> None:
     with warnings.catch_warnings():
         # It looks up the types of a NamedTuple's fields in another module.
         warnings.filterwarnings("ignore", r"Error parsing type annotation ForwardRef\('(Any|Tensor)'\)")
+        # The package is the one that is imported above, be there another one in the folder.
+        warnings.filterwarnings("ignore", "'funcckpt' may refer to either the installed")
         pdoc.pdoc("funcckpt", rf"!funcckpt\.(?!({'|'.join(MODULES)})$)", output_directory=folder)
 
 
