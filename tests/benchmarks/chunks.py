@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 from common import Methods, main, none, of_torch
-from models import Transformer, cross_entropy
 from torch.func import functional_call, grad, vjp, vmap
+from torch_models import Transformer, cross_entropy
 
 from funcckpt import remat
 from funcckpt.meter import measure

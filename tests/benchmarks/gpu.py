@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from common import as_meta, none, write
-from models import Transformer, cross_entropy
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
+from torch_models import Transformer, cross_entropy
 
 from funcckpt import remat
 from funcckpt.meter import measure

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from common import Job, Methods, is_installed, main, none, of_jax, of_torch, torch_checkpoint
-from models import GRU, ResNet18, Transformer, cross_entropy
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch_models import GRU, ResNet18, Transformer, cross_entropy
 
 from funcckpt import remat
 
