@@ -63,7 +63,9 @@ def by_jax(wrapped, weights, x, steps):
 
     def sample(x, weights):
         f = jax.checkpoint(step) if wrapped else step
-        return jax.lax.scan(lambda x, t: (f(weights, x, t), None), x, jnp.arange(steps, dtype=x.dtype) / steps)[0]
+        return jax.lax.scan(
+            lambda x, t: (f(weights, x, t), None), x, jnp.arange(steps, dtype=x.dtype) / steps
+        )[0]
 
     weights = [jnp.asarray(w.numpy()) for w in weights]
     return of_jax(jax.jacrev(sample), jnp.asarray(x.numpy()), weights)
