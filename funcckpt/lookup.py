@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 # Libraries whose globals and classes hold nothing of the user's. Their closures and objects are searched.
 # So is every installed package, but for those whose functions are given to remat.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
+# Those of them that draw from Python's random numbers for others.
+_DRAWS = ("statistics",)
 _own_packages: set[str] = set()
 # Objects of these packages stand for something outside of Python that a copy would not share.
 _OPAQUE = frozenset(
@@ -88,7 +90,10 @@ def _is_installed(package: str) -> bool:
 def is_of_package(value: Any, kind: type) -> bool:
     """Whether an object has, or is, code of an installed package."""
     if isinstance(value, types.FunctionType):
-        return _is_installed_beside_torch(value.__globals__.get("__name__"))
+        # What it imports in its first call may be one.
+        return _is_installed_beside_torch(value.__globals__.get("__name__")) or any(
+            [name not in sys.modules for name in imported(value.__code__)]
+        )
     if isinstance(value, types.BuiltinFunctionType):
         return _is_installed_beside_torch(value.__module__)
     if isinstance(value, types.ModuleType):
@@ -98,7 +103,7 @@ def is_of_package(value: Any, kind: type) -> bool:
 
 def _is_installed_beside_torch(module: Any) -> bool:
     package = _package(module)
-    return package not in _LIBRARIES and _is_installed(package)
+    return package in _DRAWS or (package not in _LIBRARIES and _is_installed(package))
 
 
 @_OfClass

@@ -1168,9 +1168,8 @@ def _retain(originals: Sequence[Tensor], inner: Sequence[Tensor]) -> None:
 
 def _attributes(x: Tensor) -> dict[str, Any]:
     """What code can tell of a tensor beside its values: it may be a parameter, and carry marks."""
-    if type(x) is Tensor:
-        return x.__dict__
-    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__
+    # A copy: marks may be changed before the recomputation.
+    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__.copy()
 
 
 def _dress(x: Tensor, attributes: dict[str, Any]) -> Tensor:

@@ -145,8 +145,8 @@ def cleared_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-# From which Python and numpy draw for whoever asks: the object behind the functions of their modules.
-_OF_THE_PROCESS = tuple([PythonStream(vars(module)["random"].__self__) for module in (random, np.random)])
+# From which Python and numpy draw for whoever asks: the objects behind the functions of their modules.
+OF_THE_PROCESS = {module: PythonStream(vars(module)["random"].__self__) for module in (random, np.random)}
 
 
 def random_streams(explicit: Sequence[Stream], of_the_process: bool = False) -> list[Stream]:
@@ -161,7 +161,7 @@ def random_streams(explicit: Sequence[Stream], of_the_process: bool = False) -> 
             streams.extend(getattr(module, "default_generators", ()))
     streams.extend(explicit)
     if of_the_process:
-        streams.extend(_OF_THE_PROCESS)
+        streams.extend(OF_THE_PROCESS.values())
     return streams
 
 

@@ -16,6 +16,7 @@ import operator
 import pickle
 import queue
 import random
+import statistics
 import sys
 import threading
 import types
@@ -739,8 +740,23 @@ class Noisy(nn.Module):
 """
 
 
+def _imports_in_its_first_call(x):
+    import noisy_package
+
+    return x * noisy_package.draw()
+
+
+def test_marks_of_a_tensor_are_those_of_the_forward():
+    w, x = tensor(3, seed=1, requires_grad=True), tensor(3, requires_grad=True)
+    w.scale, x.scale = 2.0, 3.0
+    loss = remat(lambda x: (x * x.scale * w * w.scale).sin())(x).sum()
+    w.scale, x.scale = 5.0, 7.0
+    loss.backward()
+    assert_same(x.grad, 6 * w.detach() * (6 * w * x).detach().cos())
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("by", ["function", "module", "own_module"])
+@pytest.mark.parametrize("by", ["function", "module", "own_module", "import", "statistics"])
 def test_random_numbers_that_an_installed_package_draws(by, transform, tmp_path, monkeypatch):
     path = tmp_path / "site-packages"
     path.mkdir()
@@ -757,12 +773,16 @@ def test_random_numbers_that_an_installed_package_draws(by, transform, tmp_path,
         "function": lambda: lambda x: x * package.draw(),
         "module": lambda module=package.Noisy(): lambda x: module(x),
         "own_module": lambda module=Own(): lambda x: module(x),
+        "import": lambda: _imports_in_its_first_call,
+        "statistics": lambda normal=statistics.NormalDist(): lambda x: x * normal.samples(1)[0],
     }[by]
 
     def run(wrap):
         random.seed(0)
         np.random.seed(0)
         np.random.randn()  # half of a pair: the next number moves no counter
+        if by == "import":
+            sys.modules.pop("noisy_package")
         f = wrap(make())
         # The outputs, all zero, would not tell.
         found = TRANSFORMS[transform](lambda x: f(f(x - x.detach())) + x.sin())

@@ -48,8 +48,6 @@ _STREAMS = (
     numpy.random.Generator,
     numpy.random.BitGenerator,
 )
-# Those of the process, by the modules that draw from them.
-_PROCESS: dict[Any, Any] = {random: random._inst, numpy.random: numpy.random.mtrand._rand}  # type: ignore[attr-defined]
 # Lists and dicts among globals up to this length are searched.
 _LONGEST = 1000
 # What these look up in their globals is not the user's.
@@ -229,8 +227,11 @@ class Held:
         if isinstance(x, ModuleType):
             if x is numpy and "random" in names:
                 x = numpy.random
-            x = _PROCESS.get(x)
-        elif isinstance(x, (BuiltinMethodType, MethodType)):
+            stream: world.Stream | None = world.OF_THE_PROCESS.get(x)
+            if stream is not None:
+                self.streams.append(stream)
+            return stream is not None
+        if isinstance(x, (BuiltinMethodType, MethodType)):
             x = x.__self__
         if not isinstance(x, _STREAMS):
             return False
