@@ -574,6 +574,15 @@ def is_tracing() -> bool:
     ) and get_proxy_mode() is not None
 
 
+def has_modes() -> bool:
+    """Whether any function mode or dispatch mode is active."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    )
+
+
 def takes_only_fake() -> bool:
     """Whether operators refuse tensors with values, as where `make_fx` traces with symbolic shapes."""
     return any([isinstance(m, FakeTensorMode) and not m.allow_non_fake_inputs for m in dispatch_modes()])

@@ -161,7 +161,8 @@ def _bind_known_vmap(
 
 def _attach_known(_: None, program: Program, inputs: list[Tensor], known: Sequence[Tensor]) -> Tensors:
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return attach(program, [(y.detach(), y.requires_grad) for y in known], inputs)
+        active = [y.requires_grad for y in known]
+        return attach(program, tuple([y.detach() for y in known]), active, inputs)
     return tuple([y.detach() for y in known])
 
 
@@ -228,19 +229,21 @@ def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) ->
         and any([x.requires_grad for x in inputs])
         and not (_torch.is_tracing() and not program.source.is_compiled)
     ):
-        outputs: Tensors = _Plain.apply(program, *inputs)
+        outputs: Tensors = _Plain.apply(program, *inputs)  # type: ignore[attr-defined]
         return outputs
     inputs = _torch.without_forward_views(inputs, record=False)
+    if not torch.is_grad_enabled():
+        return net.run(program, inputs)
     with _torch.grad_mode(False):
         return net.run(program, inputs)
 
 
-def attach(program: Program, outputs: Sequence[tuple[Tensor, bool]], inputs: Sequence[Tensor]) -> Tensors:
+def attach(program: Program, outputs: Tensors, active: Sequence[bool], inputs: Sequence[Tensor]) -> Tensors:
     """Give values that plain eager has computed already the history of R[program](inputs).
 
-    `outputs` says for each whether it depends on an input that requires grad.
+    `active` says for each whether it depends on an input that requires grad.
     """
-    attached: Tensors = _Attached.apply(program, list(outputs), *inputs)
+    attached: Tensors = _Attached.apply(program, outputs, active, *inputs)  # type: ignore[attr-defined]
     return attached
 
 
@@ -260,9 +263,7 @@ class _Node:
         if active is None:
             active = [is_differentiable(y) for y in outputs]
         ctx.set_materialize_grads(False)
-        ctx.program = program
-        ctx.home = home
-        ctx.level = level
+        ctx.program, ctx.home, ctx.level = program, home, level
         ctx.thread = threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
         ctx.save_for_backward(*inputs, *tensors)
@@ -284,18 +285,23 @@ class _Node:
     def pull(
         ctx: Any, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        arity = len(inputs)
-        leading = len(ctx.needs_input_grad) - arity
-        wrt = tuple([i for i in range(arity) if ctx.needs_input_grad[leading + i]])
-        of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
-        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        arity, needed = len(inputs), ctx.needs_input_grad
+        leading = len(needed) - arity
+        wrt = tuple([i for i in range(arity) if needed[leading + i]])
+        of, arguments = [], [*inputs]
+        for i, ct in enumerate(cotangents):
+            if ct is not None:
+                of.append(i)
+                arguments.append(ct)
+        gradients: list[Tensor | None] = [None] * len(needed)
         if not wrt or not of:
             return tuple(gradients)
-        vjp = Vjp(ctx.program, ctx.home, arity, wrt, of, at_level=ctx.level > 0)
-        arguments = [*inputs, *[ct for ct in cotangents if ct is not None]]
+        vjp = Vjp(ctx.program, ctx.home, arity, wrt, tuple(of), ctx.level > 0)
         del inputs, cotangents
         interpreter = _torch.peek_interpreter_stack()
-        if (
+        if interpreter is None and not ctx.level:
+            results = bind(vjp, arguments)
+        elif (
             interpreter is not None
             and interpreter.level() == ctx.level
             and not _torch.is_dead_tensor_wrapper(arguments[0])
@@ -316,7 +322,7 @@ class _Node:
         return tuple(gradients)
 
 
-class _Plain(_Node, torch.autograd.Function):
+class _Plain(_Node, _torch.SingleLevelFunction):
     """R at plain autograd."""
 
     @staticmethod
@@ -326,14 +332,14 @@ class _Plain(_Node, torch.autograd.Function):
         return _Node.keep(ctx, program, inputs, outputs, program.home, 0, active)
 
 
-class _Attached(_Node, torch.autograd.Function):
+class _Attached(_Node, _torch.SingleLevelFunction):
     """R at plain autograd, for values that were computed before."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, outputs: list[tuple[Tensor, bool]], *inputs: Tensor) -> Tensors:
-        values = tuple([y for y, _ in outputs])
-        active = [is_active for _, is_active in outputs]
-        return _Node.keep(ctx, program, inputs, values, program.home, 0, active)
+    def forward(
+        ctx: Any, program: Program, outputs: Tensors, active: Sequence[bool], *inputs: Tensor
+    ) -> Tensors:
+        return _Node.keep(ctx, program, inputs, outputs, program.home, 0, active)
 
 
 class _AtDualLevel(_Node, torch.autograd.Function):

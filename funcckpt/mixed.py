@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 
 from . import _torch, dispatch, net, primitive
 from .errors import InputError, OptionError, describe
+from .flat import Arguments
 from .program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
-from .remat import _Arguments, _Call, _name_and_check, _Options
+from .remat import _Call, _name_and_check, _Options
 
 __all__ = ["inner_grad"]
 
@@ -115,7 +116,7 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
                         "gradient. Choose others by argnums."
                     )
         options = _Options(frozenset(), frozenset(), True, "default")
-        arguments = _Arguments(name, options, tuple(own), kwargs)
+        arguments = Arguments(name, tuple(own), kwargs)
         places = {id(x): i for i, x in enumerate(arguments.tensors)}
         call = _Call(_scalar(loss, name), name, options, arguments)
         call.may_put_off = False  # at the peak that would keep what the values are made of

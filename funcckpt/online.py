@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from . import _torch, dispatch, net, world
 from .errors import MutationError
-from .remat import _Arguments, _Call, _Options, _Outputs
+from .flat import Arguments, Outputs
+from .remat import _Call, _Options
 
 __all__ = ["Unknown", "check_possible", "first_run", "known", "restart"]
 
@@ -49,7 +50,8 @@ def check_possible(tensors: Sequence[Tensor]) -> None:
         raise Unknown
 
 
-_OPTIONS = _Options(frozenset({0, 1, 2}), frozenset(), True, "default")
+_STATIC = frozenset({0, 1, 2}), frozenset[str]()
+_OPTIONS = _Options(*_STATIC, True, "default")
 
 
 def first_run(f: Callable[..., Any], name: str, args: tuple[Any, ...]) -> tuple[Any, bool]:
@@ -62,7 +64,7 @@ def first_run(f: Callable[..., Any], name: str, args: tuple[Any, ...]) -> tuple[
     MutationError
         f would not do the same again.
     """
-    call = _Call(f, name, _OPTIONS, _Arguments(name, _OPTIONS, args, {}))
+    call = _Call(f, name, _OPTIONS, Arguments(name, args, {}, *_STATIC))
     try:
         plain = _torch.peek_interpreter_stack() is None
         out = call.run_eager(f) if plain else call.run_under_transforms()
@@ -86,12 +88,12 @@ def known(
 
     `states` are those of the random streams before f ran, if it is random.
     """
-    call = _Call(f, name, _OPTIONS, _Arguments(name, _OPTIONS, args, {}))
+    call = _Call(f, name, _OPTIONS, Arguments(name, args, {}, *_STATIC))
     inputs = call._take_inputs(call._captured)
     call._world = world.World()
     call._states = states
     call.random = random
-    call._outputs = _Outputs(name, out)
+    call._outputs = Outputs(name, out)
     call._closure.settle(name)
     call._closure.seal()
     outputs = dispatch.bind(call, inputs, known=call._outputs.take())

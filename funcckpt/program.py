@@ -69,16 +69,19 @@ class Leaf(Program):
     # Whether this is a graph that `torch.compile` traces: plain autograd goes through it.
     is_compiled = False
 
+    # Whether it can reach no tensor but its inputs.
+    is_closed = False
+    # Whether a run draws random numbers; None before the first.
+    random: bool | None = None
+    # What its code is, to expect of another call what this one did.
+    code: Any = None
+    # Whether a recomputation may put values off until somebody reads them.
+    may_put_off = True
+    # What a policy has kept of the first run, until the nodes have it.
+    kept: recording.Kept | None = None
+
     def __init__(self) -> None:
         self.home = _torch.current_level()
-        # Whether a run draws random numbers; None before the first.
-        self.random: bool | None = None
-        # What its code is, to expect of another call what this one did.
-        self.code: Any = None
-        # Whether a recomputation may put values off until somebody reads them.
-        self.may_put_off = True
-        # What a policy has kept of the first run, until the nodes have it.
-        self.kept: recording.Kept | None = None
         self.torch_function = _torch._get_torch_function_state()
 
     @property
@@ -115,7 +118,8 @@ class _Derived(Program):
         self.inner = inner
         self._source = inner.source
         self.home = home
-        self.is_pullback = inner.is_pullback
+        if inner.is_pullback:
+            self.is_pullback = True
 
     @property
     def source(self) -> Leaf:
@@ -214,6 +218,9 @@ class Vjp(_Derived):
     """
 
     connected: tuple[bool, ...]
+    out_dims: tuple[int | None, ...] = ()
+    is_pullback = True
+    _unbatched: Vjp | None = None
 
     def __init__(
         self,
@@ -228,15 +235,14 @@ class Vjp(_Derived):
         # A pullback records by itself. But f may look for a graph of what only an inner level differentiates.
         if isinstance(inner, Recording) and set(inner.differentiated) <= set(wrt):
             inner = inner.inner
-        super().__init__(inner, home)
-        self.at_level = at_level or inner.source.replaces
+        self.inner = inner
+        self._source = source = inner.source
+        self.home = home
+        self.at_level = at_level or source.replaces
         self.arity = arity
         self.wrt = wrt
         self.of = of
         self.batches = batches
-        self.is_pullback = True
-        self.out_dims: tuple[int | None, ...] = ()
-        self._unbatched: Vjp | None = None
 
     def batched(self, home: int, batch: CotangentBatch) -> Vjp:
         """This program, vmapped over its cotangents."""
@@ -259,18 +265,19 @@ class Vjp(_Derived):
             program = program._unbatched
 
     def run(self, *inputs: Tensor) -> Tensors:
-        if self._source.torch_function != _torch._get_torch_function_state():
-            with _torch.torch_function_as(self._source.torch_function):
+        source = self._source
+        if source.torch_function != _torch._get_torch_function_state():
+            with _torch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
-        primals = list(inputs[: self.arity])
+        primals = [*inputs[: self.arity]]
         cotangents = inputs[self.arity :]
         originals: list[Tensor] = []
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
         is_bottom = _torch.peek_interpreter_stack() is None
-        with recompute.recording(self._source):
-            if is_bottom and not _torch.in_dual_level() and not self.at_level:
-                if not nested:
+        with recompute.recording(source):
+            if is_bottom and not self.at_level and not _torch.in_dual_level():
+                if not nested and not source.is_closed:
                     originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
                 outputs, leaves = self._record_plain(primals, nested)
             else:
@@ -326,28 +333,8 @@ class Vjp(_Derived):
         cotangents: Sequence[Tensor],
         create_graph: bool,
     ) -> Tensors:
-        # `originals` are the inputs for which the leaves stand. If the graph leads to one, f reached
-        # it by a way that was not found, and the gradient of its leaf is not all there is.
         def pull(*cotangents: Tensor) -> Tensors:
-            if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
-                _refuse_once_differentiable(outputs)
-            cotangents = tuple([ct for y, ct in zip(outputs, cotangents, strict=True) if y.requires_grad])
-            # Edges, since the values of the outputs are needed no more.
-            edges = [_edge(y) for y in outputs if y.requires_grad]
-            outputs.clear()
-            gradients: Sequence[Tensor | None] = [None] * len(leaves)
-            if edges and leaves:
-                gradients = _torch.gradients(edges, [*leaves, *originals], cotangents, create_graph)
-            for x, g in zip(originals, gradients[len(leaves) :], strict=False):
-                if g is not None:
-                    raise ClosureError(
-                        f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
-                        "way that could not be traced, so that its gradient would be incomplete. "
-                        "Use it as an argument only."
-                    )
-            gradients = gradients[: len(leaves)]
-            self._settle(tuple([g is not None for g in gradients]))
-            return tuple(_torch.all_alive([g for g in gradients if g is not None]))
+            return self._pull_once(outputs, leaves, originals, cotangents, create_graph)
 
         if not self.batches:
             return pull(*cotangents)
@@ -358,6 +345,45 @@ class Vjp(_Derived):
         for batch, owner in zip(self.batches, reversed(owners[:-1]), strict=True):
             pull = batch.over(pull, owner)
         return pull(*cotangents)
+
+    def _pull_once(
+        self,
+        outputs: list[Tensor],
+        leaves: list[Tensor],
+        originals: list[Tensor],
+        cotangents: Sequence[Tensor],
+        create_graph: bool,
+    ) -> Tensors:
+        if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
+            _refuse_once_differentiable(outputs)
+        # Edges, since the values of the outputs are needed no more.
+        edges, used = [], []
+        for y, ct in zip(outputs, cotangents, strict=True):
+            if y.requires_grad:
+                edges.append(_edge(y))
+                used.append(ct)
+        del y
+        outputs.clear()
+        found: Sequence[Tensor | None] = ()
+        if edges and leaves:
+            found = _torch.gradients(edges, [*leaves, *originals], used, create_graph)
+        # `originals` are the inputs for which the leaves stand. If the graph leads to one, f reached
+        # it by a way that was not found, and the gradient of its leaf is not all there is.
+        for x, g in zip(originals, found[len(leaves) :], strict=False):
+            if g is not None:
+                raise ClosureError(
+                    f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
+                    "way that could not be traced, so that its gradient would be incomplete. "
+                    "Use it as an argument only."
+                )
+        gradients, connected = [], []
+        for i in range(len(leaves)):
+            g = found[i] if found else None
+            connected.append(g is not None)
+            if g is not None:
+                gradients.append(g)
+        self._settle(tuple(connected))
+        return tuple(_torch.all_alive(gradients))
 
 
 def _edge(y: Tensor) -> Any:
@@ -466,7 +492,7 @@ def bind_legacy(
     program: Program, inputs: Sequence[Tensor], bind: Callable[[Program, Sequence[Tensor]], Tensors]
 ) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), if it has batched any input."""
-    if not any([_torch.is_legacy_batchedtensor(x) for x in inputs]):
+    if not any(map(_torch.is_legacy_batchedtensor, inputs)):
         return bind(program, inputs)
     unwrapped_and_dims = [_torch.unwrap_legacy(x) for x in inputs]
     in_dims = tuple([dim for _, dim in unwrapped_and_dims])

@@ -325,12 +325,12 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before."""
     source = program.source
     inputs = source.received(inputs)
-    # What nobody reads is eliminated from a graph that is traced.
-    if not program.is_pullback or source.is_compiled or _torch.is_tracing():
+    if not program.is_pullback:
         return program.run(*inputs)
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
     lazy = source.may_put_off and _pays(_most_flops(inputs), 1) and not _torch.has_compiled()
-    if not lazy and kept is None:
+    # What nobody reads is eliminated from a graph that is traced.
+    if (not lazy and kept is None) or source.is_compiled or _torch.is_tracing():
         return program.run(*inputs)
     key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
     plan = _plans.get(key)
@@ -376,7 +376,7 @@ def _pays(flops: int, calls: int) -> bool:
 
 def _most_flops(inputs: Sequence[Tensor]) -> int:
     """No product of some of the inputs takes more: half of them times the other half."""
-    elements = sum([x.numel() for x in inputs])
+    elements = sum(map(Tensor.numel, inputs))
     return elements * elements // 2
 
 

@@ -18,7 +18,6 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar
@@ -26,9 +25,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
+from .closed import Closed, is_closed
 from .closure import Closure, code_of, take_for_own
 from .errors import (
     CheckpointError,
@@ -36,11 +35,11 @@ from .errors import (
     EscapeError,
     InputError,
     MutationError,
-    OutputError,
     describe,
 )
+from .flat import Arguments, Call, Outputs
 from .nodes import may_be_statistics, snapshot_of_statistics
-from .program import Leaf, Tensors
+from .program import Tensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -351,10 +350,14 @@ def _call(
         # make_fx records values and no graph of plain autograd, and forward mode saves nothing.
         return f(*args, **kwargs)
 
-    def call(hidden: Sequence[Tensor] = ()) -> _Call:
-        return _Call(f, name, options, _Arguments(name, options, args, kwargs), hidden)
+    arguments = Arguments(name, args, kwargs, options.static_argnums, options.static_argnames)
+    if options.chooser is None and options.determinism_check != "values" and is_closed(f, arguments):
+        return Closed(f, name, arguments, options).call(plain)
 
-    first = call()
+    def call(hidden: Sequence[Tensor] = ()) -> _Call:
+        return _Call(f, name, options, Arguments(name, args, kwargs, *options[:2]), hidden)
+
+    first = _Call(f, name, options, arguments)
     if plain:
         return first.run_eager(f)
     try:
@@ -395,193 +398,6 @@ def _call_untraced(
     return _call(f, name, _Options(frozenset(), frozenset(), preserve_rng_state, determinism_check), args, {})
 
 
-class _Arguments:
-    """Arguments as flat tensors and all the rest."""
-
-    def __init__(self, name: str, options: _Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.static: dict[int | str, Any] = {}
-        positional: list[Any] = list(args)
-        for i in options.static_argnums:
-            if not -len(args) <= i < len(args):
-                continue  # given by keyword, or left to its default
-            self.static[i % len(args)], positional[i] = positional[i], None
-        for key in options.static_argnames:
-            if key in kwargs:
-                self.static[key], kwargs = kwargs[key], {**kwargs, key: None}
-        # Most calls have tensors and numbers for arguments: no tree to take apart.
-        self.is_flat = all([isinstance(x, _LEAVES) for x in (*positional, *kwargs.values())])
-        leaves: list[Any]
-        if self.is_flat:
-            leaves, self._keys = [*positional, *kwargs.values()], tuple(kwargs)
-        else:
-            leaves, self._structure = pytree.tree_flatten((positional, kwargs))
-        self.tensors: list[Tensor] = []
-        # Where tensors stand among the leaves, and which of them.
-        self.positions: list[int] = []
-        self.numbers: list[int] = []
-        self.others = leaves
-        numbers: dict[int, int] = {}
-        for i, leaf in enumerate(leaves):
-            # An inference tensor is no variable of any graph, which would refuse to save it.
-            if isinstance(leaf, Tensor) and not leaf.is_inference():
-                # The same tensor twice is one input, and f finds it to be one.
-                number = numbers.setdefault(id(leaf), len(numbers))
-                if number == len(self.tensors):
-                    self.tensors.append(leaf)
-                self.positions.append(i)
-                self.numbers.append(number)
-                leaves[i] = None
-            elif not self.is_flat and hasattr(type(leaf), "__next__"):
-                raise InputError(
-                    f"remat({name}): {self._where_leaf(i)} is an iterator ({type(leaf).__name__}). The "
-                    "forward uses it up, and the recomputation would find it empty: pass a list or a "
-                    "tuple."
-                )
-        self.arity = len(self.tensors)
-
-    def unflatten(
-        self, tensors: Sequence[Tensor], others: Sequence[Any], static: dict[int | str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        leaves = list(others)
-        for i, number in zip(self.positions, self.numbers, strict=True):
-            leaves[i] = tensors[number]
-        args, kwargs = self._assemble(leaves)
-        for key, value in static.items():
-            if isinstance(key, int):
-                args[key] = value
-            else:
-                kwargs[key] = value
-        return args, kwargs
-
-    def _assemble(self, leaves: list[Any]) -> Any:
-        if not self.is_flat:
-            return pytree.tree_unflatten(leaves, self._structure)
-        if not self._keys:
-            return leaves, {}
-        count = len(leaves) - len(self._keys)
-        return leaves[:count], dict(zip(self._keys, leaves[count:], strict=True))
-
-    def content(self, args: Any, kwargs: Any) -> tuple[list[Any], Any] | None:
-        """What is in the containers that f is given, to be handed to `check_unchanged`."""
-        return None if self.is_flat else pytree.tree_flatten((args, kwargs))
-
-    def check_unchanged(
-        self, name: str, before: tuple[list[Any], Any] | None, args: Any, kwargs: Any
-    ) -> None:
-        """f is given containers of its own: what it does to them nobody would see."""
-        if before is None:
-            return
-        leaves, structure = before
-        now, new_structure = pytree.tree_flatten((args, kwargs))
-        if structure != new_structure or any(x is not y for x, y in zip(leaves, now, strict=True)):
-            raise MutationError(
-                f"remat({name}) changes a list or dict among its arguments. The caller would not see it: "
-                "return the changed one."
-            )
-
-    def where(self, i: int) -> str:
-        """The place of tensor `i` among the arguments, in words."""
-        return self._where_leaf(self.positions[self.numbers.index(i)])
-
-    def _where_leaf(self, i: int) -> str:
-        places = self._assemble(list(range(len(self.others))))
-        for path, position in pytree.tree_flatten_with_path(places)[0]:
-            if position == i:
-                return f"argument {pytree.keystr(path[1:])}"
-        raise AssertionError(f"no leaf {i} among the arguments")
-
-
-class _Outputs:
-    """What f returned: its structure, what is no tensor, and how each tensor looked."""
-
-    # Each tensor is an input, which is handed back as it is, or an output, once.
-    _sources: list[tuple[bool, int]]
-    _kept: list[int]
-    _aliased: frozenset[int]
-    tensors: list[Tensor]
-    others: list[Any]
-
-    def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
-        """`inputs` are the tensors that f was given for them."""
-        given = {id(x): i for i, x in enumerate(inputs)}
-        leaves: list[Any] = [out]
-        self.structure: pytree.TreeSpec | None = None
-        if isinstance(out, Tensor) and id(out) not in given:  # as most of them are
-            self.positions, self.others, self.tensors = [0], [None], [out]
-            self.looks = [_look_of(out)]
-            self._sources, self._kept = [(False, 0)], [0]
-            self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
-            return
-        if not isinstance(out, Tensor):
-            leaves, self.structure = pytree.tree_flatten(out)
-        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._sources, self._kept = [], []
-        everything = [leaves[i] for i in self.positions]
-        self.looks = [_look_of(x) for x in everything]
-        outputs: dict[int, Tensor] = {}
-        for i, x in enumerate(everything):
-            if id(x) in given:
-                self._sources.append((True, given[id(x)]))
-                continue
-            if id(x) not in outputs:
-                outputs[id(x)] = x
-                self._kept.append(i)
-            self._sources.append((False, list(outputs).index(id(x))))
-        self.tensors = list(outputs.values())
-        self._aliased = _aliased(self.tensors, inputs) if inputs else frozenset()
-        for i in self.positions:
-            leaves[i] = None
-        self.others = leaves
-        for leaf in leaves:
-            if isinstance(leaf, _LEAVES):
-                continue
-            if hasattr(type(leaf), "__next__") or inspect.isawaitable(leaf):
-                raise OutputError(
-                    f"remat({name}) returned a {type(leaf).__name__}, whose values come only after the "
-                    "checkpoint. Return them in a list or tuple."
-                )
-            hidden = Closure(leaf, everything=True).tensors
-            if hidden:
-                raise OutputError(
-                    f"remat({name}) returned a {type(leaf).__name__} that holds a tensor "
-                    f"({describe(hidden[0])}), which would lose its gradient. Return a tuple, list or "
-                    "dict of tensors, or register the class with torch.utils._pytree."
-                )
-
-    def take(self) -> Tensors:
-        tensors, self.tensors = tuple(self.tensors), []
-        return tensors
-
-    def as_in(self, first: _Outputs) -> Tensors:
-        """The tensors that were outputs in the first run, where this is another one."""
-        return tuple([self.tensors[self._sources[i][1]] for i in first._kept])
-
-    def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        leaves = list(self.others)
-        tensors = [_guarded(y) if i in self._aliased else y for i, y in enumerate(tensors)]
-        for i, (is_input, number) in zip(self.positions, self._sources, strict=True):
-            leaves[i] = (inputs if is_input else tensors)[number]
-        if self.structure is None:
-            return leaves[0]
-        return pytree.tree_unflatten(leaves, self.structure)
-
-    def difference(self, again: _Outputs) -> str | None:
-        """How the outputs of a recomputation differ from these, in words."""
-        if self.structure != again.structure:
-            return f"structure {again.structure}, and the forward {self.structure}"
-        for i, (here, there) in enumerate(zip(self.looks, again.looks, strict=False)):
-            if here != there:
-                return f"output {i} as {_look(there)}, and the forward as {_look(here)}"
-        if self.positions != again.positions:
-            return f"tensors at {again.positions}, and the forward at {self.positions}"
-        return None
-
-
-def _look_of(x: Tensor) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
-    # A nested tensor with strides has no shape that one may ask for.
-    return x.dtype, () if x.is_nested and x.layout == torch.strided else tuple(x.shape), x.device
-
-
 def _within(contexts: Iterable[AbstractContextManager[Any] | None]) -> AbstractContextManager[Any]:
     """Those contexts that there are, entered: most often none."""
     entered = [context for context in contexts if context is not None]
@@ -594,11 +410,6 @@ def _within(contexts: Iterable[AbstractContextManager[Any] | None]) -> AbstractC
 
 
 _NOWHERE = nullcontext()
-
-
-def _look(look: tuple[torch.dtype, tuple[int, ...], torch.device]) -> str:
-    dtype, shape, device = look
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
 class _Before:
@@ -640,8 +451,8 @@ class _Before:
         return written | {id(x) for x, copy in copies if copy is not None and not _same(x, copy)}
 
 
-class _Call(Leaf):
-    """One call of a checkpointed function, as a program over flat tensors.
+class _Call(Call):
+    """A call of a function that may have captured tensors.
 
     It knows its inputs by their ids alone: the tensors belong to the graph, which frees them as the
     backward goes.
@@ -652,14 +463,11 @@ class _Call(Leaf):
         f: Callable[..., Any],
         name: str,
         options: _Options,
-        arguments: _Arguments,
+        arguments: Arguments,
         hidden: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__()
-        self.code = code_of(f)
-        self._name = name
+        super().__init__(name, code_of(f), arguments)
         self._options = options
-        self._arguments = arguments
         # Arguments that hold nothing need no search.
         others = None if arguments.is_flat else arguments.others
         self._arguments_are_plain = not others and not arguments.static
@@ -692,12 +500,7 @@ class _Call(Leaf):
         self._states: world.States | None = None
         self._world: world.World | None = None
         self._drawn: drawing.Drawn | None = None
-        self._outputs: _Outputs | None = None
         self._values: list[tuple[Tensor, int]] = []
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     # -- the forward ------------------------------------------------------------------------
 
@@ -761,7 +564,7 @@ class _Call(Leaf):
             self._settle_captured(captured, used, written)
         del inner, given
         self._check_escaped(functools.partial(_leads_to, edges=own))
-        detached = [(y.detach(), y.requires_grad) for y in outputs]
+        detached, active = tuple([y.detach() for y in outputs]), [y.requires_grad for y in outputs]
         inputs = self._take_inputs(used)
         if written:
             self._written = frozenset([i for i, x in enumerate(inputs) if id(x) in written])
@@ -777,7 +580,7 @@ class _Call(Leaf):
                 "seen. It belongs to the inside of the checkpoint, and its gradient would be lost: return it "
                 "from the function, or store a detached copy."
             )
-        attached = dispatch.attach(self, detached, inputs)
+        attached = dispatch.attach(self, detached, active, inputs)
         self._hand_over_kept()
         return self._outputs.assemble(attached, originals)
 
@@ -870,7 +673,7 @@ class _Call(Leaf):
                     self._closure.is_pure = False
                 elif node.snapshot is not None:
                     self._statistics[i] = node.snapshot[1]
-        self._outputs = _Outputs(self._name, out, given)
+        self._outputs = Outputs(self._name, out, given)
         return self._outputs.take()
 
     def _settle(self, outputs: Sequence[Tensor]) -> None:
@@ -1007,7 +810,7 @@ class _Call(Leaf):
                 "in the recomputation: what refers to it was assigned another value since. Pass it as "
                 "an argument."
             )
-        again = _Outputs(self._name, out)
+        again = Outputs(self._name, out)
         if self._options.determinism_check != "none":
             self._compare(again)
         return again.as_in(self._outputs)
@@ -1035,7 +838,7 @@ class _Call(Leaf):
             replaced |= self._closure.statistics()
         return net.Replacing(replaced) if replaced else None
 
-    def _compare(self, again: _Outputs) -> None:
+    def _compare(self, again: Outputs) -> None:
         assert self._outputs is not None
         difference = self._outputs.difference(again)
         if difference is None:
@@ -1048,11 +851,7 @@ class _Call(Leaf):
                     difference = f"other values in output {i}, {describe(here)}, than the forward"
                     break
         if difference is not None:
-            raise CheckpointError(
-                f"remat({self._name}): the recomputation gave {difference}. The function has to do the "
-                "same each time: give it what it depends on as arguments, or, if you know better, "
-                'pass determinism_check="none".'
-            )
+            raise self._not_the_same(difference)
 
     # -- what `net` and the backward need to know ----------------------------------------------
 
@@ -1065,39 +864,10 @@ class _Call(Leaf):
             *[x for x, _ in self._values],
         ]
 
-    @staticmethod
-    def versions(inputs: Sequence[Tensor]) -> list[int | None]:
-        return [None if x.is_inference() else x._version for x in inputs]
-
-    def _changed_input(self, tensors: Sequence[Tensor]) -> MutationError:
-        """f sees its arguments as leaves, to which autograd lets nobody write."""
-        candidates = [
-            f"{self.where(i)} ({describe(x)})"
-            for i, x in enumerate(tensors)
-            if x.is_floating_point() or x.is_complex()
-        ]
-        return MutationError(
-            f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
-            f"{' or '.join(candidates)}. The recomputation would start from the changed values: work "
-            "on a copy (x.clone()) inside the function."
-        )
-
-    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        for i, (version, x) in enumerate(zip(before, inputs, strict=True)):
-            if version is not None and x._version != version:
-                raise MutationError(
-                    f"remat({self._name}) changed {self.where(i)} ({describe(x)}) in place. The "
-                    "recomputation would start from the changed values: work on a copy (x.clone()) "
-                    "inside the function, or return the new value."
-                )
-
     def where(self, i: int) -> str:
         arity = self._arguments.arity
         return self._arguments.where(i) if i < arity else self._closure.where(self._ids[i][0])
 
-
-# What may be an argument and holds nothing.
-_LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 # A place in the graph: a node and the number of one of its outputs, or the id of a leaf and _LEAF.
 _Edge = tuple[Any, int]
@@ -1178,25 +948,6 @@ def _dress(x: Tensor, attributes: dict[str, Any]) -> Tensor:
         if name not in x.__dict__:
             setattr(x, name, value)
     return x
-
-
-def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[int]:
-    """Which outputs share memory with another one, or with an input."""
-    if len(outputs) < 2 and not any([y._is_view() or _torch.is_functorch_wrapped_tensor(y) for y in outputs]):
-        return frozenset()
-    storages = [_torch.storage_of(y) for y in outputs]
-    shared = {_torch.storage_of(x) for x in inputs}
-    if len(storages) > 1:
-        shared |= {key for key, count in Counter(storages).items() if count > 1}
-    return frozenset([i for i, key in enumerate(storages) if key is not None and key in shared])
-
-
-def _guarded(y: Tensor) -> Tensor:
-    """`y` as one of several views, to which autograd lets nobody write.
-
-    The others would change with it, and their gradients would not know.
-    """
-    return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
 
 
 def _gradient(x: Tensor) -> tuple[int, int] | None:

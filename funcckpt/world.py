@@ -65,14 +65,20 @@ def autocast_devices() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-def _autocast() -> tuple[Any, ...]:
+# Whether casts are cached, and for each of the devices whether there are any, and to which dtype.
+_Autocast = tuple[bool, tuple[bool, ...], tuple[torch.dtype, ...]]
+
+
+def _autocast() -> _Autocast:
+    devices = autocast_devices()
     return (
         torch.is_autocast_cache_enabled(),
-        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in autocast_devices()],
+        (*map(torch.is_autocast_enabled, devices),),
+        (*map(torch.get_autocast_dtype, devices),),
     )
 
 
-def _state() -> tuple[Any, ...]:
+def _state() -> tuple[torch.device, torch.dtype, _Autocast]:
     return _torch.default_device(), torch.get_default_dtype(), _autocast()
 
 
@@ -87,13 +93,15 @@ class World:
 
     def __init__(self) -> None:
         # Tensor.backward runs below the function modes that are active, if any.
-        self._modes = [m for m in _torch.function_modes() if not isinstance(m, (Mode, _torch.DeviceContext))]
+        self._modes: list[Any] = []
+        if modes := _torch.function_modes():
+            self._modes = [m for m in modes if not isinstance(m, (Mode, _torch.DeviceContext))]
         self._state = _state()
 
     @property
     def casts(self) -> bool:
         """Whether autocast is enabled."""
-        return any([enabled for enabled, _ in self._state[2][1:]])
+        return any(self._state[2][1])
 
     def is_here(self) -> bool:
         """Whether it is as it was."""
@@ -110,10 +118,9 @@ class World:
                     if mode not in active:
                         stack.enter_context(mode)
             if autocast != (now := _autocast()):
-                cache = autocast[0]
-                for kind, state, current in zip(autocast_devices(), autocast[1:], now[1:], strict=True):
-                    if state != current:
-                        enabled, cast = state
+                cache, *states = autocast
+                for kind, enabled, cast, *current in zip(autocast_devices(), *states, *now[1:], strict=True):
+                    if current != [enabled, cast]:
                         stack.enter_context(torch.autocast(kind, cast, enabled=enabled, cache_enabled=cache))
                 stack.callback(torch.set_autocast_cache_enabled, now[0])
                 torch.set_autocast_cache_enabled(cache)
@@ -184,7 +191,7 @@ def moved(before: States) -> States:
 
 def have_moved(before: States) -> bool:
     """Whether any random number was drawn since."""
-    return bool(moved(before))
+    return any([not _same_bytes(state, stream.get_state()) for stream, state in before])
 
 
 def set_streams(recorded: States) -> None:
