@@ -9,10 +9,12 @@ a release of torch moves one of these names.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import repeat
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -121,11 +123,15 @@ _RANDOMNESS = {
     RandomnessType.Same: "same",
     RandomnessType.Different: "different",
 }
+# By their numbers: to compare the values themselves takes as long as a small operator.
 _NAMES = {
-    TransformType.Grad: "grad",
-    TransformType.Vmap: "vmap",
-    TransformType.Jvp: "jvp",
-    TransformType.Functionalize: "functionalize",
+    kind.value: name
+    for kind, name in (
+        (TransformType.Grad, "grad"),
+        (TransformType.Vmap, "vmap"),
+        (TransformType.Jvp, "jvp"),
+        (TransformType.Functionalize, "functionalize"),
+    )
 }
 # Set while any vmap is active; random operators look for it and refuse. A recomputation whose
 # randomness was settled by the forward is not theirs to refuse.
@@ -149,7 +155,7 @@ def current_level() -> int:
 
 
 def kind_of(interpreter: Interpreter) -> str:
-    return _NAMES[interpreter.key()]
+    return _NAMES[interpreter.key().value]
 
 
 def randomness_of(interpreter: Interpreter) -> str:
@@ -209,21 +215,20 @@ class lower:
     `GradInterpreter.lower` and `JvpInterpreter.lower`, without the cost of a generator.
     """
 
-    __slots__ = ("_interpreter", "_layer", "_mode", "_restore")
+    __slots__ = ("_interpreter", "_kind", "_layer", "_restore")
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
+    def __init__(self, interpreter: Interpreter, kind: str) -> None:
+        self._interpreter, self._kind = interpreter, kind
 
     def __enter__(self) -> None:
-        key = self._interpreter.key()
         self._restore = None
-        if key == TransformType.Grad:
-            if not CGradInterpreterPtr(self._interpreter).prevGradMode():
-                self._restore, self._mode = torch._C._set_grad_enabled, torch.is_grad_enabled()
-        elif key == TransformType.Jvp:
-            if not CJvpInterpreterPtr(self._interpreter).prevFwdGradMode():
+        if self._kind == "grad":
+            if torch.is_grad_enabled() and not CGradInterpreterPtr(self._interpreter).prevGradMode():
+                self._restore = torch._C._set_grad_enabled
+        elif self._kind == "jvp":
+            enabled = torch._C._is_fwd_grad_enabled()
+            if enabled and not CJvpInterpreterPtr(self._interpreter).prevFwdGradMode():
                 self._restore = torch._C._set_fwd_grad_enabled
-                self._mode = torch._C._is_fwd_grad_enabled()
         if self._restore is not None:
             self._restore(False)
         self._layer = pop_dynamic_layer_stack()
@@ -231,7 +236,7 @@ class lower:
     def __exit__(self, *exception: object) -> None:
         push_dynamic_layer_stack(self._layer)
         if self._restore is not None:
-            self._restore(self._mode)
+            self._restore(True)
 
 
 def active_layers() -> list[Layer]:
@@ -369,6 +374,11 @@ class shadows:
                 pop_dynamic_layer_stack()
 
 
+def is_recording() -> bool:
+    """Whether reverse and forward mode are both switched on."""
+    return torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled()
+
+
 class recording:
     """Reverse and forward mode switched on for the time of a block, by one context instead of two."""
 
@@ -425,6 +435,22 @@ class grad_level:
         _grad_decrement_nesting()
 
 
+class recording_level:
+    """A grad level, and grad mode switched on."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> int:
+        self._mode = torch.is_grad_enabled()
+        level: int = _grad_increment_nesting()
+        torch._C._set_grad_enabled(True)
+        return level
+
+    def __exit__(self, *exception: object) -> None:
+        _grad_decrement_nesting()
+        torch._C._set_grad_enabled(self._mode)
+
+
 @contextmanager
 def jvp_level() -> Iterator[int]:
     """A jvp level, and the dual level that it needs if none is open."""
@@ -477,13 +503,19 @@ def in_dual_level() -> bool:
     return has_dual_level() and torch._C._is_fwd_grad_enabled()
 
 
+def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The primal and tangent of `x` at the level on top, without what public torch does for exports."""
+    primal, tangent = torch._VF._unpack_dual(x, level=0)  # type: ignore[attr-defined]
+    return primal, tangent
+
+
 def tangent_of(x: Tensor) -> Tensor | None:
     """The tangent of `x` at the level on top; both dual levels of torch use number 0."""
     if not (x.is_floating_point() or x.is_complex()) or is_legacy_batchedtensor(x):
         return None
     if x.is_inference() and not is_functorch_wrapped_tensor(x):
         return None  # it has none, and some levels cannot even be asked
-    return forward_ad.unpack_dual(x, level=0).tangent
+    return unpack_dual(x)[1]
 
 
 def primal_of(x: Tensor) -> Tensor:
@@ -491,7 +523,7 @@ def primal_of(x: Tensor) -> Tensor:
     if not has_dual_level():
         return x
     with _set_fwd_grad_enabled(True):
-        return x if tangent_of(x) is None else forward_ad.unpack_dual(x, level=0).primal
+        return x if tangent_of(x) is None else unpack_dual(x)[0]
 
 
 def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
@@ -574,11 +606,16 @@ def is_tracing() -> bool:
     ) and get_proxy_mode() is not None
 
 
-def has_modes() -> bool:
-    """Whether any function mode or dispatch mode is active."""
-    return bool(
-        torch._C._len_torch_function_stack()
+# The number of the function modes that are active.
+has_function_modes = torch._C._len_torch_function_stack
+
+
+def is_bare() -> bool:
+    """Whether no function mode or dispatch mode is active, nor autocast."""
+    return not (
+        has_function_modes()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_any_autocast_enabled()
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
 
@@ -622,13 +659,49 @@ def fresh(x: Tensor) -> Tensor:
     return x.detach()
 
 
-def requires_grad_at_this_level(x: Tensor) -> None:
-    """`x.requires_grad_()`, which functorch otherwise forbids inside of a transform."""
+def wrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    return [*map(_wrap_for_grad, tensors, repeat(level))]
+
+
+def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    return [*map(_unwrap_for_grad, tensors, repeat(level))]
+
+
+# Asked of many tensors at once, without a frame of Python's.
+require_grad = operator.attrgetter("requires_grad")
+
+
+def lifted_for_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors as the innermost level, which differentiates, sees them."""
+    interpreter = peek_interpreter_stack()  # has to live
+    return [*map(CGradInterpreterPtr(interpreter).lift, all_alive(tensors))]
+
+
+def as_leaves(tensors: Sequence[Tensor], values: Sequence[Tensor], level: int) -> list[Tensor]:
+    """Tensors without history, of which require grad those that do; at a level, given what is below."""
+    if not level:
+        return [x.detach().requires_grad_() if x.requires_grad else x for x in tensors]
+    leaves = wrapped_for_grad(values, level)
+    require_grad_at_this_level(leaves, [i for i, x in enumerate(tensors) if x.requires_grad])
+    return leaves
+
+
+def detached(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
+    if not level:
+        return (*map(Tensor.detach, tensors),)
+    return (*wrapped_for_grad(unwrapped_for_grad(tensors, level), level),)
+
+
+def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+    """`x.requires_grad_()` of some, which functorch otherwise forbids inside of a transform."""
+    chosen = []
     set_inplace_requires_grad_allowed(True)
     try:
-        x.requires_grad_()
+        for i in indices:
+            chosen.append(tensors[i].requires_grad_())
     finally:
         set_inplace_requires_grad_allowed(False)
+    return chosen
 
 
 @contextmanager
@@ -727,8 +800,11 @@ def _constant_of(x: Tensor) -> Tensor | None:
 
 def storage_of(x: Tensor) -> int | None:
     """What tells the memory of `x` from that of others, where there is any."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
     try:
-        return int(below_wrappers(x).untyped_storage()._cdata)
+        cdata: int = x.untyped_storage()._cdata
+        return cdata
     except (NotImplementedError, RuntimeError):  # sparse, or opaque
         return None
 
@@ -756,10 +832,14 @@ def gradients(
     outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad` of what is known to fit: its checks take as long as a small backward."""
-    run = torch.autograd.graph._engine_run_backward
     retain_graph, allow_unused = create_graph, True
-    found: Sequence[Tensor | None] = run(
-        *(tuple(outputs), tuple(cotangents), retain_graph, create_graph, tuple(inputs), allow_unused),
+    found: Sequence[Tensor | None] = torch.autograd.graph._engine_run_backward(
+        (*outputs,),
+        (*cotangents,),
+        retain_graph,
+        create_graph,
+        (*inputs,),
+        allow_unused,
         accumulate_grad=False,
     )
     return found
@@ -786,14 +866,16 @@ def is_final_backward(level: int, thread: int) -> bool:
     Which of them is running shows only in the frames of the caller: the engine, called by
     `torch.autograd.grad`, called by `_autograd_grad`, called by the transform.
     """
-    frame = _call_of_engine(sys._getframe(2)) or _call_of_engine(sys._current_frames().get(thread))
+    engine = _call_of_engine(sys._getframe(2))
+    frame = engine or _call_of_engine(sys._current_frames().get(thread))
     frame = frame and frame.f_back
-    while frame is not None and _is_on_the_way(frame):
+    while frame is not None and (frame.f_code is _GRAD or _is_on_the_way(frame)):
         frame = frame.f_back
     if frame is None or frame.f_code is not _AUTOGRAD_GRAD or frame.f_back is None:
         return False
     caller = frame.f_back
-    return caller.f_code is _GRAD_TRANSFORM and caller.f_locals.get("level") == level
+    # In this thread the level is the one that is active.
+    return caller.f_code is _GRAD_TRANSFORM and (engine is not None or caller.f_locals.get("level") == level)
 
 
 def _is_on_the_way(frame: FrameType) -> bool:
@@ -802,6 +884,8 @@ def _is_on_the_way(frame: FrameType) -> bool:
     A mode of somebody else might differentiate what it is handed; those of torch (a default device, for
     one) and of ours do not.
     """
+    if frame.f_code is _AUTOGRAD_GRAD:
+        return False
     if frame.f_code in (_GRAD, _HANDLE):
         return True
     package = frame.f_globals.get("__name__", "").partition(".")[0]

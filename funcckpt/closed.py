@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from . import _torch, dispatch, net, world
-from .flat import LEAVES, Arguments, Call, Outputs
+from .flat import Call, Outputs, are_distinct_tensors
 from .lookup import assigned_by, global_names, holds_nothing, imported, is_of_library
 from .program import Tensors
 
@@ -25,6 +25,10 @@ from .program import Tensors
 _LEADS_OUT = frozenset(
     "data data_ptr detach_ grad grad_fn numpy output_nr requires_grad requires_grad_ retain_grad set_ "
     "untyped_storage".split()
+)
+_DRAWS = frozenset(
+    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ "
+    "uniform_".split()
 )
 # What Tensor has in Python beside what is written in C, and nobody can change.
 _IN_PYTHON = vars(Tensor)
@@ -35,31 +39,21 @@ _NAMES = {
     for kind in (Tensor, list, tuple, dict, int, float, str, slice)
     for name in dir(kind)
     if not name.startswith("_")
-} - (_LEADS_OUT | _FUNCTIONS.keys())
+} - (_LEADS_OUT | _DRAWS | _FUNCTIONS.keys())
 _ARE_TORCHS = all(map(is_of_library, _FUNCTIONS.values()))
-_ATOMS = frozenset({*LEAVES, bool}) - {Tensor}
 
 
-def is_closed(f: Any, arguments: Arguments) -> TypeGuard[types.FunctionType]:
+def is_closed(f: Any, args: tuple[Any, ...]) -> TypeGuard[types.FunctionType]:
     """Whether f, called with some arguments, can reach nothing else."""
     return (
         type(f) is types.FunctionType
         and _names_nothing(f.__code__)
         and holds_nothing(f)
-        and (arguments.are_tensors or _holds_nothing_else(arguments))
-        and not any(map(vars, arguments.tensors))
+        and are_distinct_tensors(args)
+        and not any(map(vars, args))
         and (*_IN_PYTHON.values(),) == _METHODS
-        and not _torch.has_modes()
+        and _torch.is_bare()
         and not net.is_replacing()
-    )
-
-
-def _holds_nothing_else(arguments: Arguments) -> bool:
-    return (
-        arguments.is_flat
-        and not arguments.static
-        and _ATOMS.issuperset(map(type, arguments.others))
-        and all([type(x) is Tensor for x in arguments.tensors])
     )
 
 
@@ -79,34 +73,50 @@ def _all_names(code: types.CodeType) -> set[str]:
 
 
 class Closed(Call):
-    """A call of a function that has captured nothing."""
+    """A call of a function that has captured nothing, with tensors for arguments."""
 
     is_closed = True
-    _world: world.World
-    _states: world.States
 
-    def __init__(self, f: types.FunctionType, name: str, arguments: Arguments, options: Any) -> None:
-        super().__init__(name, f.__code__, arguments)
+    def __init__(self, f: types.FunctionType, name: str, compares: bool) -> None:
+        super().__init__(name, f.__code__)
         self._f = f
-        self._replays_draws: bool = options.preserve_rng_state
-        self._compares: bool = options.determinism_check != "none"
+        self._compares = compares
+        self._dtype = torch.get_default_dtype()
 
-    def call(self, plain: bool) -> Any:
+    def call(self, inputs: Sequence[Tensor], plain: bool) -> Any:
         """What f returns, under whatever transforms are active; or plain, with none."""
-        inputs, self._arguments.tensors = self._arguments.tensors, []
-        outputs = self._attached(inputs) if plain else dispatch.call(self, inputs)
+        if plain:
+            outputs = self._attached(inputs, inputs, 0)
+        elif level := dispatch.only_level_that_looks(inputs, "grad"):
+            inputs = _torch.lifted_for_grad(inputs)
+            outputs = self._attached(inputs, _torch.unwrapped_for_grad(inputs, level), level)
+        elif dispatch.only_level_that_looks(inputs, "jvp"):
+            outputs = self._run_checked(inputs, inputs)  # forward mode keeps nothing
+        else:
+            outputs = dispatch.call(self, inputs)
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
 
-    def _attached(self, inputs: list[Tensor]) -> Tensors:
-        """f runs as it is, and what it returns is given the history that it is to have."""
-        versions = self.versions(inputs)
-        outputs = self.run(*[x.detach().requires_grad_() if x.requires_grad else x for x in inputs])
-        active = [y.requires_grad for y in outputs]
+    def _run_checked(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensors:
+        grounds = [*map(_torch.below_wrappers, values)]
+        versions = self.versions(grounds)
+        outputs = self.run(*inputs)
+        self.check_versions(versions, grounds)
+        return outputs
+
+    def _attached(self, inputs: Sequence[Tensor], values: Sequence[Tensor], level: int) -> Tensors:
+        """f runs where it is called, and what it returns is given the history that it is to have.
+
+        `values` are those of the inputs below the only level that differentiates them.
+        """
+        outputs = self._run_checked(_torch.as_leaves(inputs, values, level), values)
+        active = [*map(_torch.require_grad, outputs)]
         if not any(active):
             return outputs
-        self.check_versions(versions, inputs)
-        return dispatch.attach(self, tuple([y.detach() for y in outputs]), active, inputs)
+        return dispatch.attach(self, _torch.detached(outputs, level), active, inputs, level)
+
+    def where(self, i: int) -> str:
+        return f"argument [{i}]"
 
     def take_layers(self) -> list[_torch.Layer] | None:
         return [] if self._outputs is None else None
@@ -115,58 +125,32 @@ class Closed(Call):
         return []
 
     def run(self, *inputs: Tensor) -> Tensors:
-        args, kwargs = self._arguments.unflatten(inputs, self._arguments.others, {})
-        if self._outputs is None:
-            return self._run_first(inputs, args, kwargs)
-        return self._run_again(args, kwargs)
+        return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
-    def _run_first(self, inputs: Tensors, args: list[Any], kwargs: dict[str, Any]) -> Tensors:
-        self._world = world.World()
-        states = world.states(world.random_streams(()))
+    def _run_first(self, inputs: Tensors) -> Tensors:
         try:
-            with world.cleared_autocast_cache() if self._world.casts else _NOWHERE:
-                out = self._f(*args, **kwargs)
+            out = self._f(*inputs)
         except RuntimeError as error:
             if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                 raise self._changed_input(inputs) from error
             raise
-        self.random = world.have_moved(states)
-        if self.random:
-            self._states = states
-        self._outputs = Outputs(self._name, out, inputs)
+        self.random = False
+        self._outputs = Outputs(self._name, out, inputs, views_tell=True)
         return self._outputs.take()
 
-    def _run_again(self, args: list[Any], kwargs: dict[str, Any]) -> Tensors:
-        first = self._outputs
+    def _run_again(self, inputs: Tensors) -> Tensors:
+        first, f, code = self._outputs, self._f, self.code
         assert first is not None
-        if self.random or self._world.casts or not self._world.is_here():
-            with self._as_before():
-                out = self._function()(*args, **kwargs)
+        if f.__code__ is not code or not holds_nothing(f):
+            f = types.FunctionType(code, f.__globals__)  # it was given defaults since, or other code
+        if _torch.is_bare() and torch.get_default_dtype() is self._dtype:
+            out = f(*inputs)
         else:
-            out = self._function()(*args, **kwargs)
+            with world.World.bare(self._dtype).replayed():
+                out = f(*inputs)
         if first.is_one_like(out):
             return (out,)
         again = Outputs(self._name, out)
         if self._compares and (difference := first.difference(again)) is not None:
             raise self._not_the_same(difference)
         return again.as_in(first)
-
-    def _function(self) -> types.FunctionType:
-        """f, or what it was if it was given defaults since, or other code."""
-        f, code = self._f, self.code
-        return f if f.__code__ is code and holds_nothing(f) else types.FunctionType(code, f.__globals__)
-
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if not self._world.is_here():
-                stack.enter_context(self._world.replayed())
-            if self._world.casts:
-                stack.enter_context(world.cleared_autocast_cache())
-            if self.random and self._replays_draws:
-                stack.enter_context(world.streams_at(self._states))
-                stack.enter_context(_torch.without_vmap_mode())
-            yield
-
-
-_NOWHERE = nullcontext()

@@ -101,31 +101,26 @@ def _bind_grad(
     interpreter: Any, program: Program, inputs: list[Tensor], known: Sequence[Tensor] | None = None
 ) -> Tensors:
     level = interpreter.level()
-    lift = _torch.CGradInterpreterPtr(interpreter).lift
-    inputs = [lift(x) for x in inputs]
-    if torch.is_grad_enabled() and any([x.requires_grad for x in inputs]):
+    inputs = [*map(_torch.CGradInterpreterPtr(interpreter).lift, inputs)]
+    if torch.is_grad_enabled() and any(map(_torch.require_grad, inputs)):
         _torch.set_single_level_autograd_function_allowed(True)
         try:
             outputs: Tensors = _AtGradLevel.apply(  # type: ignore[attr-defined]
-                interpreter, program, known, *inputs
+                interpreter, level, program, known, *inputs
             )
         finally:
             _torch.set_single_level_autograd_function_allowed(False)
         return outputs
-    unwrapped, values = _unwrapped(inputs, level), None if known is None else _unwrapped(known, level)
-    with _torch.lower(interpreter):
+    unwrapped = _torch.unwrapped_for_grad(inputs, level)
+    values = None if known is None else _torch.unwrapped_for_grad(known, level)
+    with _torch.lower(interpreter, "grad"):
         outputs = bind(recorded(program, ()), unwrapped, values)
-    return tuple([_torch._wrap_for_grad(y, level) for y in outputs])
-
-
-def _unwrapped(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
-    return [_torch._unwrap_for_grad(x, level) for x in tensors]
+    return tuple(_torch.wrapped_for_grad(outputs, level))
 
 
 def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
-    lift = _torch.CJvpInterpreterPtr(interpreter).lift
-    inputs = [lift(x) for x in inputs]
+    inputs = [*map(_torch.CJvpInterpreterPtr(interpreter).lift, inputs)]
     along: tuple[int, ...] = ()
     if torch._C._is_fwd_grad_enabled():
         primals, tangents, along = _split_duals(inputs)
@@ -133,13 +128,13 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tenso
         primals, tangents = inputs, []
     unwrapped = [_torch._unwrap_for_grad(x, level) for x in (*primals, *tangents)]
     if not along:
-        with _torch.lower(interpreter):
+        with _torch.lower(interpreter, "jvp"):
             outputs = bind(recorded(program, ()), unwrapped)
-        return tuple([_torch._wrap_for_grad(y, level) for y in outputs])
+        return tuple(_torch.wrapped_for_grad(outputs, level))
     jvp = Jvp(program, min(program.home, level - 1), len(inputs), along)
-    with _torch.lower(interpreter):
+    with _torch.lower(interpreter, "jvp"):
         outputs = bind(jvp, unwrapped)
-    return _make_duals(jvp, tuple([_torch._wrap_for_grad(y, level) for y in outputs]))
+    return _make_duals(jvp, tuple(_torch.wrapped_for_grad(outputs, level)))
 
 
 def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
@@ -173,7 +168,7 @@ def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]
     unwrapped = _torch.eager_transforms._unwrap_all_tensors_from_functional(
         tuple(inputs), reapply_views=add_back_views
     )
-    with _torch.lower(interpreter):
+    with _torch.lower(interpreter, "functionalize"):
         outputs = bind(functional, unwrapped)
     wrapped: Tensors = _torch.eager_transforms._wrap_all_tensors_to_functional(outputs, level=level)
     return wrapped
@@ -190,11 +185,21 @@ _RULES_FOR_KNOWN = {"grad": _bind_grad, "vmap": _bind_known_vmap}
 
 def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
     """No functorch level is left: plain reverse and forward mode, or just the values."""
+    if (
+        forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(map(_torch.require_grad, inputs)))
+        or (program.is_pullback and any(map(_torch.is_legacy_batchedtensor, inputs)))
+    ):
+        return _bind_looked_at(program, inputs)
+    return net.run(program, inputs)
+
+
+def _bind_looked_at(program: Program, inputs: list[Tensor]) -> Tensors:
     # A backward with create_graph switches grad mode on, in inference mode too.
     recording = (
         torch.is_grad_enabled()
+        and any(map(_torch.require_grad, inputs))
         and not torch.is_inference_mode_enabled()
-        and any([x.requires_grad for x in inputs])
     )
     if _torch.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
@@ -231,20 +236,57 @@ def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) ->
     ):
         outputs: Tensors = _Plain.apply(program, *inputs)  # type: ignore[attr-defined]
         return outputs
-    inputs = _torch.without_forward_views(inputs, record=False)
-    if not torch.is_grad_enabled():
-        return net.run(program, inputs)
-    with _torch.grad_mode(False):
-        return net.run(program, inputs)
+    if _torch.has_dual_level():
+        inputs = _torch.without_forward_views(inputs, record=False)
+    return net.run(program, inputs)
 
 
-def attach(program: Program, outputs: Tensors, active: Sequence[bool], inputs: Sequence[Tensor]) -> Tensors:
-    """Give values that plain eager has computed already the history of R[program](inputs).
+def attach(
+    program: Program, outputs: Tensors, active: Sequence[bool], inputs: Sequence[Tensor], level: int = 0
+) -> Tensors:
+    """Give values that are known already the history of R[program](inputs); in plain eager, or at a grad
+    level, if no other looks at them.
 
     `active` says for each whether it depends on an input that requires grad.
     """
-    attached: Tensors = _Attached.apply(program, outputs, active, *inputs)  # type: ignore[attr-defined]
+    _torch.set_single_level_autograd_function_allowed(level > 0)
+    try:
+        attached: Tensors = _Attached.apply(  # type: ignore[attr-defined]
+            program, level, outputs, active, *inputs
+        )
+    finally:
+        _torch.set_single_level_autograd_function_allowed(False)
     return attached
+
+
+def only_level_that_looks(tensors: Sequence[Tensor], kind: str) -> int:
+    """The innermost level, if it is of a kind, and no other differentiates the tensors; or else 0.
+
+    There may be one more level, a vmap.
+    """
+    interpreter = _torch.peek_interpreter_stack()
+    level: int = interpreter.level()
+    if level > 2 or _torch.kind_of(interpreter) != kind or _implementation.get() != "direct":
+        return 0
+    if kind == "jvp":
+        primals, tangents, _ = _split_duals(tensors)
+        tensors = (*primals, *tangents)
+    elif forward_ad._current_level >= 0:
+        return 0
+    values = _torch.unwrapped_for_grad(tensors, level)
+    return level if _is_out_of_sight(values, level - 1) else 0
+
+
+def _is_out_of_sight(tensors: Sequence[Tensor], level: int) -> bool:
+    """Whether nobody differentiates tensors, where there is no level, or one that proves to be a vmap."""
+    batched = level == 0
+    for x in tensors:
+        if _torch.is_batchedtensor(x):
+            batched = True
+            x = _torch.get_unwrapped(x)
+        if x.requires_grad or _torch.is_functorch_wrapped_tensor(x) or _torch.is_legacy_batchedtensor(x):
+            return False
+    return batched
 
 
 class _Node:
@@ -263,8 +305,7 @@ class _Node:
         if active is None:
             active = [is_differentiable(y) for y in outputs]
         ctx.set_materialize_grads(False)
-        ctx.program, ctx.home, ctx.level = program, home, level
-        ctx.thread = threading.get_ident()
+        ctx.program, ctx.home, ctx.level, ctx.thread = program, home, level, threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
         ctx.save_for_backward(*inputs, *tensors)
         if not all(active):
@@ -285,36 +326,37 @@ class _Node:
     def pull(
         ctx: Any, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        arity, needed = len(inputs), ctx.needs_input_grad
+        program, level, needed = ctx.program, ctx.level, ctx.needs_input_grad
+        arity = len(inputs)
         leading = len(needed) - arity
-        wrt = tuple([i for i in range(arity) if needed[leading + i]])
-        of, arguments = [], [*inputs]
-        for i, ct in enumerate(cotangents):
-            if ct is not None:
-                of.append(i)
-                arguments.append(ct)
-        gradients: list[Tensor | None] = [None] * len(needed)
+        wrt = tuple([i for i, is_needed in enumerate(needed[leading:]) if is_needed])
+        of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
         if not wrt or not of:
-            return tuple(gradients)
-        vjp = Vjp(ctx.program, ctx.home, arity, wrt, tuple(of), ctx.level > 0)
+            return (None,) * len(needed)
+        vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
+        arguments = [*inputs, *[ct for ct in cotangents if ct is not None]]
         del inputs, cotangents
-        interpreter = _torch.peek_interpreter_stack()
-        if interpreter is None and not ctx.level:
-            results = bind(vjp, arguments)
-        elif (
+        interpreter = _torch.peek_interpreter_stack() if level else None
+        if (
             interpreter is not None
-            and interpreter.level() == ctx.level
+            and interpreter.level() == level
             and not _torch.is_dead_tensor_wrapper(arguments[0])
-            and _torch.is_final_backward(ctx.level, ctx.thread)
+            and _torch.is_final_backward(level, ctx.thread)
         ):
             # Nobody can differentiate at this level any more: what it would record is dead weight.
-            level = ctx.level
-            arguments = [_torch._unwrap_for_grad(x, level) for x in arguments]
-            with _torch.lower(interpreter):
-                results = bind(vjp, arguments)
-            results = tuple([_torch._wrap_for_grad(g, level) for g in results])
+            arguments = _torch.unwrapped_for_grad(arguments, level)
+            with _torch.lower(interpreter, "grad"):
+                if program.source.is_closed and level <= 2 and _is_out_of_sight(arguments, level - 1):
+                    # What is batched may stay so.
+                    results = net.run(vjp, arguments)
+                else:
+                    results = bind(vjp, arguments)
+            results = tuple(_torch.wrapped_for_grad(results, level))
         else:
             results = bind(vjp, arguments)
+        if len(results) == arity:
+            return (*(None,) * leading, *results)
+        gradients: list[Tensor | None] = [None] * len(needed)
         found = iter(results)
         for i, connected in zip(wrt, vjp.connected, strict=True):
             if connected:
@@ -333,13 +375,14 @@ class _Plain(_Node, _torch.SingleLevelFunction):
 
 
 class _Attached(_Node, _torch.SingleLevelFunction):
-    """R at plain autograd, for values that were computed before."""
+    """R at plain autograd or at one grad level, for values that were computed before."""
 
     @staticmethod
     def forward(
-        ctx: Any, program: Program, outputs: Tensors, active: Sequence[bool], *inputs: Tensor
+        ctx: Any, program: Program, level: int, outputs: Tensors, active: Sequence[bool], *inputs: Tensor
     ) -> Tensors:
-        return _Node.keep(ctx, program, inputs, outputs, program.home, 0, active)
+        home = min(program.home, level - 1) if level else program.home
+        return _Node.keep(ctx, program, inputs, outputs, home, level, active)
 
 
 class _AtDualLevel(_Node, torch.autograd.Function):
@@ -368,19 +411,24 @@ class _AtGradLevel(_Node, _torch.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, interpreter: Any, program: Program, known: Sequence[Tensor] | None, *inputs: Tensor
+        ctx: Any,
+        interpreter: Any,
+        level: int,
+        program: Program,
+        known: Sequence[Tensor] | None,
+        *inputs: Tensor,
     ) -> Tensors:
-        level = interpreter.level()
         active: Sequence[bool] | None = (
             None if known is None else [y.requires_grad and is_differentiable(y) for y in known]
         )
         differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
         recording = recorded(program, differentiated)
-        unwrapped, values = _unwrapped(inputs, level), None if known is None else _unwrapped(known, level)
+        unwrapped = _torch.unwrapped_for_grad(inputs, level)
+        values = None if known is None else _torch.unwrapped_for_grad(known, level)
         # An autograd.Function switches both modes off, for all levels below too.
-        with _torch.recording(), _torch.lower(interpreter):
+        with _torch.recording(), _torch.lower(interpreter, "grad"):
             outputs = bind(recording, unwrapped, values)
-        wrapped = tuple([_torch._wrap_for_grad(y, level) for y in outputs])
+        wrapped = tuple(_torch.wrapped_for_grad(outputs, level))
         if known is None and isinstance(recording, Recording):
             active = recording.active
         home = min(program.home, level - 1)
@@ -393,7 +441,7 @@ def _split_duals(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], 
     for i, x in enumerate(inputs):
         tangent = _torch.tangent_of(x)
         if tangent is not None:
-            primals[i] = forward_ad.unpack_dual(x, level=0).primal
+            primals[i] = _torch.unpack_dual(x)[0]
             tangents.append(tangent)
             along.append(i)
     return primals, tangents, tuple(along)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import operator
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +43,7 @@ class Arguments:
         static_argnames: frozenset[str] = frozenset(),
     ) -> None:
         self.static: dict[int | str, Any] = {}
-        self.are_tensors = not (kwargs or static_argnums or static_argnames) and _are_distinct_tensors(args)
+        self.are_tensors = not (kwargs or static_argnums or static_argnames) and are_distinct_tensors(args)
         if self.are_tensors:
             self.tensors, self.arity = [*args], len(args)
             self.others = [None] * self.arity
@@ -139,7 +141,7 @@ class Arguments:
         raise AssertionError(f"no leaf {i} among the arguments")
 
 
-def _are_distinct_tensors(leaves: Sequence[Any]) -> bool:
+def are_distinct_tensors(leaves: Sequence[Any]) -> bool:
     """Whether all are tensors of no subclass, of which autograd keeps account, and none is given twice."""
     return (
         _ONLY_TENSORS.issuperset(map(type, leaves))
@@ -164,12 +166,16 @@ class Outputs:
     _aliased: frozenset[int] = frozenset()
     tensors: list[Tensor]
 
-    def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
-        """`inputs` are the tensors that f was given for them."""
+    def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = (), views_tell: bool = False) -> None:
+        """`inputs` are the tensors that f was given for them.
+
+        What shares memory and can be differentiated is a view, where no autograd.Function hides that.
+        """
         if isinstance(out, Tensor) and id(out) not in map(id, inputs):  # as most of them are
             self.tensors, self.looks = [out], [_look_of(out)]
-            if inputs and _may_share(out):
-                self._aliased = _aliased(self.tensors, inputs)
+            may_share = inputs and (_torch.below_wrappers(out)._is_view() if views_tell else _may_share(out))
+            if may_share and _shares_memory(out, inputs):
+                self._aliased = frozenset({0})
             return
         given = {id(x): i for i, x in enumerate(inputs)}
         leaves: list[Any] = [out]
@@ -262,7 +268,7 @@ def _look(look: tuple[torch.dtype, tuple[int, ...], torch.device]) -> str:
 
 def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[int]:
     """Which outputs share memory with another one, or with an input."""
-    if len(outputs) < 2 and not any([_may_share(y) for y in outputs]):
+    if len(outputs) < 2 and not any(map(_may_share, outputs)):
         return frozenset()
     storages = [_torch.storage_of(y) for y in outputs]
     shared = {_torch.storage_of(x) for x in inputs}
@@ -275,6 +281,11 @@ def _may_share(y: Tensor) -> bool:
     return y._is_view() or _torch.is_functorch_wrapped_tensor(y)
 
 
+def _shares_memory(y: Tensor, inputs: Sequence[Tensor]) -> bool:
+    key = _torch.storage_of(y)
+    return key is not None and key in map(_torch.storage_of, inputs)
+
+
 def _guarded(y: Tensor) -> Tensor:
     """`y` as one of several views, to which autograd lets nobody write.
 
@@ -283,29 +294,34 @@ def _guarded(y: Tensor) -> Tensor:
     return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
 
 
+_version = operator.attrgetter("_version")
+
+
 class Call(Leaf):
     """One call of a checkpointed function."""
 
     # What f returned, once it has run.
     _outputs: Outputs | None = None
 
-    def __init__(self, name: str, code: Any, arguments: Arguments) -> None:
+    def __init__(self, name: str, code: Any) -> None:
         super().__init__()
         self._name = name
         self.code = code
-        self._arguments = arguments
 
     @property
     def name(self) -> str:
         return self._name
 
+    @abstractmethod
     def where(self, i: int) -> str:
         """What input `i` is to f, in words."""
-        return self._arguments.where(i)
 
     @staticmethod
     def versions(inputs: Sequence[Tensor]) -> list[int | None]:
-        return [None if x.is_inference() else x._version for x in inputs]
+        try:
+            return [*map(_version, inputs)]
+        except RuntimeError:  # inference tensors have none
+            return [None if x.is_inference() else x._version for x in inputs]
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         if before == self.versions(inputs):

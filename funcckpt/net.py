@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -24,6 +25,7 @@ from . import _torch, recompute
 from .errors import ClosureError, describe
 from .nodes import is_tracked
 from .program import Leaf, Program, Recording, Tensors
+from .recording import Record
 from .world import Mode
 
 
@@ -167,37 +169,56 @@ _HOW = {
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    """Run a program with no level active, under the net if f has not run before."""
-    if program.source.random is not None:
+    """Run a program with no level active, and record nothing; under the net if f has not run before."""
+    if program.source.random is None:
+        return run_recorded(program, inputs)[0]
+    if not torch.is_grad_enabled():
         return recompute.run(program, inputs)
-    return run_recorded(program, inputs)[0]
+    with _torch.grad_mode(False):
+        return recompute.run(program, inputs)
 
 
 def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
     """The same, and which outputs depend on an input that requires grad, if that is known."""
+    if not _torch.is_recording():
+        with _torch.recording():
+            return run_recorded(program, inputs)
     source = program.source
     layers = source.take_layers()
     if layers is None:
-        return recompute.run(program, inputs), None
-    differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
-    recording = Recording(program, differentiated) if differentiated else None
-    versions = source.versions(inputs)
-    detached = [_torch.fresh(x) if x.requires_grad else x for x in inputs]
-    record = None
-    if recording is not None or any([layer.kind == "grad" for layer in layers]):
-        record = source.recorder()
-    with _torch.recording():
-        with _torch.shadows(layers) as levels, record or nullcontext():
-            outputs = (recording or program).run(*detached)
-            outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
-        if _torch.has_dual_level():
-            for y in outputs:
-                if _torch.tangent_of(y) is not None:
-                    raise _captured(source, y, "that is dual")
+        with _torch.grad_mode(False):
+            return recompute.run(program, inputs), None
+    recording = record = None
+    versions, detached = source.versions(inputs), inputs
+    if any(map(_torch.require_grad, inputs)):
+        recording = Recording(program, [i for i, x in enumerate(inputs) if x.requires_grad])
+        detached = [_torch.fresh(x) if x.requires_grad else x for x in inputs]
+    if source.is_closed:
+        outputs = (recording or program).run(*detached)
+    else:
+        outputs, record = _run_above_shadows(source, recording or program, detached, layers)
     source.check_versions(versions, inputs)
     if record is not None:
-        source.kept = record.finish()
+        with _torch.grad_mode(False):
+            source.kept = record.finish()
     return outputs, None if recording is None else recording.active
+
+
+def _run_above_shadows(
+    source: Leaf, program: Program, inputs: Sequence[Tensor], layers: list[_torch.Layer]
+) -> tuple[Tensors, Record | None]:
+    """The outputs, and what has recorded them for a policy."""
+    record = None
+    if isinstance(program, Recording) or any([layer.kind == "grad" for layer in layers]):
+        record = source.recorder()
+    with _torch.shadows(layers) as levels, record or nullcontext():
+        outputs = program.run(*inputs)
+        outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
+    if _torch.has_dual_level():
+        for y in outputs:
+            if _torch.tangent_of(y) is not None:
+                raise _captured(source, y, "that is dual")
+    return outputs, record
 
 
 def _below_shadows(y: Tensor, layers: Sequence[_torch.Layer], levels: Sequence[int], source: Leaf) -> Tensor:

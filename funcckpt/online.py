@@ -114,18 +114,16 @@ def _restart(tensors: Sequence[Tensor]) -> list[Tensor]:
     if interpreter is None:
         return [x.detach().requires_grad_(x.requires_grad) for x in tensors]
     level = interpreter.level()
-    if _torch.kind_of(interpreter) == "vmap":
+    if (kind := _torch.kind_of(interpreter)) == "vmap":
         values_and_dims = [_torch._unwrap_batched(x, level) for x in tensors]
-        with _torch.lower(interpreter):
+        with _torch.lower(interpreter, "vmap"):
             values = _restart([x for x, _ in values_and_dims])
         return [
             x if dim is None else _torch._add_batch_dim(x, dim, level)
             for x, (_, dim) in zip(values, values_and_dims, strict=True)
         ]
-    with _torch.lower(interpreter):
+    with _torch.lower(interpreter, kind):
         values = _restart([_torch._unwrap_for_grad(x, level) for x in tensors])
     wrapped = [_torch._wrap_for_grad(x, level) for x in values]
-    for x, before in zip(wrapped, tensors, strict=True):
-        if before.requires_grad:
-            _torch.requires_grad_at_this_level(x)
+    _torch.require_grad_at_this_level(wrapped, [i for i, x in enumerate(tensors) if x.requires_grad])
     return wrapped

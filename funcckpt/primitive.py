@@ -154,7 +154,7 @@ def _levels(inputs: Sequence[Tensor], skips: bool) -> list[_Level]:
             if _torch.maybe_get_level(x) == number and _is_looked_at(x, kind):
                 found.append(i)
         inputs = [_torch._unwrap_for_grad(x, number) for x in inputs]
-    with _torch.lower(interpreter):
+    with _torch.lower(interpreter, kind):
         further = _levels(inputs, skips)
     return further if skips_this else [_Level(number, kind, found), *further]
 

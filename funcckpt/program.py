@@ -44,13 +44,10 @@ class Program(ABC):
         Levels above came later (the vmap of `jacrev` over cotangents), and do not.
     """
 
+    source: Leaf
     home: int
     # Whether this is, or is made from, the pullback of another program.
     is_pullback = False
-
-    @property
-    @abstractmethod
-    def source(self) -> Leaf: ...
 
     @abstractmethod
     def run(self, *inputs: Tensor) -> Tensors: ...
@@ -85,7 +82,7 @@ class Leaf(Program):
         self.torch_function = _torch._get_torch_function_state()
 
     @property
-    def source(self) -> Leaf:
+    def source(self) -> Leaf:  # type: ignore[override]
         return self
 
     def recorder(self) -> recording.Record | None:
@@ -116,14 +113,10 @@ class Leaf(Program):
 class _Derived(Program):
     def __init__(self, inner: Program, home: int) -> None:
         self.inner = inner
-        self._source = inner.source
+        self.source = inner.source
         self.home = home
         if inner.is_pullback:
             self.is_pullback = True
-
-    @property
-    def source(self) -> Leaf:
-        return self._source
 
     @property
     def name(self) -> str:
@@ -184,16 +177,14 @@ class Recording(_Derived):
         self.differentiated = differentiated
 
     def run(self, *inputs: Tensor) -> Tensors:
-        grad_mode = torch.is_grad_enabled() or len(self.differentiated) > 0
-        with _torch.grad_level() as level, _torch.grad_mode(grad_mode):
-            wrapped = [_torch._wrap_for_grad(x, level) for x in inputs]
-            for i in self.differentiated:
-                _torch.requires_grad_at_this_level(wrapped[i])
+        with _torch.recording_level() if self.differentiated else _torch.grad_level() as level:
+            wrapped = _torch.wrapped_for_grad(inputs, level)
+            _torch.require_grad_at_this_level(wrapped, self.differentiated)
             outputs = self.inner.run(*wrapped)
-            if (watch := recording.watch_of(self._source)) is not None:
+            if (watch := recording.watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
-            self.active = tuple([y.requires_grad for y in outputs])
-            return tuple([_torch._unwrap_for_grad(y, level) for y in outputs])
+            self.active = (*map(_torch.require_grad, outputs),)
+            return tuple(_torch.unwrapped_for_grad(outputs, level))
 
 
 def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:
@@ -236,7 +227,7 @@ class Vjp(_Derived):
         if isinstance(inner, Recording) and set(inner.differentiated) <= set(wrt):
             inner = inner.inner
         self.inner = inner
-        self._source = source = inner.source
+        self.source = source = inner.source
         self.home = home
         self.at_level = at_level or source.replaces
         self.arity = arity
@@ -265,31 +256,40 @@ class Vjp(_Derived):
             program = program._unbatched
 
     def run(self, *inputs: Tensor) -> Tensors:
-        source = self._source
+        source = self.source
         if source.torch_function != _torch._get_torch_function_state():
             with _torch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
-        primals = [*inputs[: self.arity]]
-        cotangents = inputs[self.arity :]
+        arity = self.arity
+        primals, cotangents = [*inputs[:arity]], inputs[arity:]
+        del inputs
         originals: list[Tensor] = []
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
         is_bottom = _torch.peek_interpreter_stack() is None
-        with recompute.recording(source):
-            if is_bottom and not self.at_level and not _torch.in_dual_level():
-                if not nested and not source.is_closed:
-                    originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
-                outputs, leaves = self._record_plain(primals, nested)
-            else:
-                outputs, leaves = self._record_at_level(primals)
-            primals.clear()
+        is_plain = is_bottom and not self.at_level and not _torch.in_dual_level()
+        if is_plain and not nested and not source.is_closed:
+            originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
+        replay = recompute.replay_of(source)
+        if replay is None:
+            outputs, leaves = self._record(primals, nested, is_plain)
+        else:
+            with replay.recording():
+                outputs, leaves = self._record(primals, nested, is_plain)
+        primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
-        as_func = bool(self.batches) or (not is_bottom and _torch.number_of_vmaps() > 1)
+        as_func = bool(self.batches) or (_torch.current_level() > 1 and _torch.number_of_vmaps() > 1)
         gradients = self._pull(outputs, leaves, originals, cotangents, nested or as_func)
         if self.batches and not nested:
             gradients = tuple([_torch.fresh(g) for g in gradients])
         return gradients
+
+    def _record(
+        self, primals: list[Tensor], nested: bool, is_plain: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs that have cotangents, and the inputs that are differentiated, as leaves."""
+        return self._record_plain(primals, nested) if is_plain else self._record_at_level(primals)
 
     def _record_plain(self, primals: list[Tensor], nested: bool) -> tuple[list[Tensor], list[Tensor]]:
         """With no level active plain autograd is enough, and takes what functorch refuses."""
@@ -301,20 +301,26 @@ class Vjp(_Derived):
             primals[i] = leaf
         with _recording():
             outputs = self.inner.run(*_as_arguments(primals))
-            return [outputs[i] for i in self.of], leaves
+            return self._chosen(outputs), leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        if self.source.replaces and not torch.is_grad_enabled():
+        source = self.source
+        if source.replaces and not torch.is_grad_enabled():
             primals = [_torch.fresh(x) if x.requires_grad else x for x in primals]
-        with _recording(), _torch.grad_level() as level:
-            wrapped = [_torch._wrap_for_grad(x, level) for x in primals]
-            leaves = [wrapped[i] for i in self.wrt]
-            for leaf in leaves:
-                _torch.requires_grad_at_this_level(leaf)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._record_at_level(primals)
+        with _torch.recording_level() as level:
+            wrapped = _torch.wrapped_for_grad(primals, level)
+            leaves = _torch.require_grad_at_this_level(wrapped, self.wrt)
             outputs = self.inner.run(*_as_arguments(wrapped))
-            if self.source.replaces and _torch.current_level() == 1:
+            if source.replaces and _torch.current_level() == 1:
                 self._check_replaced(outputs, level)
-            return [outputs[i] for i in self.of], leaves
+            return self._chosen(outputs), leaves
+
+    def _chosen(self, outputs: Tensors) -> list[Tensor]:
+        """The outputs that have cotangents."""
+        return [*outputs] if len(self.of) == len(outputs) else [outputs[i] for i in self.of]
 
     def _check_replaced(self, outputs: Tensors, level: int) -> None:
         for y in outputs:
@@ -333,11 +339,12 @@ class Vjp(_Derived):
         cotangents: Sequence[Tensor],
         create_graph: bool,
     ) -> Tensors:
+        if not self.batches:
+            return self._pull_once(outputs, leaves, originals, cotangents, create_graph)
+
         def pull(*cotangents: Tensor) -> Tensors:
             return self._pull_once(outputs, leaves, originals, cotangents, create_graph)
 
-        if not self.batches:
-            return pull(*cotangents)
         # Each batch belongs to the program that it made, which wants to know its dimensions.
         owners = [self]
         while (unbatched := owners[-1]._unbatched) is not None:
@@ -376,14 +383,13 @@ class Vjp(_Derived):
                     "way that could not be traced, so that its gradient would be incomplete. "
                     "Use it as an argument only."
                 )
-        gradients, connected = [], []
-        for i in range(len(leaves)):
-            g = found[i] if found else None
-            connected.append(g is not None)
-            if g is not None:
-                gradients.append(g)
-        self._settle(tuple(connected))
-        return tuple(_torch.all_alive(gradients))
+        count = len(leaves)
+        gradients = [g for g in found[:count] if g is not None]
+        if len(gradients) == count:
+            self._settle((True,) * count)
+        else:
+            self._settle(tuple([g is not None for g in found[:count]]) if found else (False,) * count)
+        return (*_torch.all_alive(gradients),)
 
 
 def _edge(y: Tensor) -> Any:
@@ -475,10 +481,10 @@ def bind_vmap(
     in_dims = tuple([dim for _, dim in unwrapped_and_dims])
     randomness = _torch.randomness_of(interpreter)
     if all(dim is None for dim in in_dims) and _may_skip_vmap(program, level, randomness):
-        with _torch.lower(interpreter):
+        with _torch.lower(interpreter, "vmap"):
             return bind(program, unwrapped)
     batched = vmapped(program, level, in_dims, _torch.batch_size_of(interpreter), randomness)
-    with _torch.lower(interpreter):
+    with _torch.lower(interpreter, "vmap"):
         outputs = bind(batched, unwrapped)
     return tuple(
         [

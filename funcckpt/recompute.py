@@ -20,7 +20,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -280,13 +280,10 @@ class _Current(threading.local):
 _current = _Current()
 
 
-_NOTHING = nullcontext()
-
-
-def recording(source: Any) -> AbstractContextManager[None]:
-    """The part of a pullback that runs the function, and does not need all of its values."""
+def replay_of(source: Any) -> Replay | None:
+    """What puts off values of a function that is recomputed, and is to know which part only runs that."""
     watch = watch_of(source)
-    return watch.recording() if isinstance(watch, Replay) else _NOTHING
+    return watch if isinstance(watch, Replay) else None
 
 
 @contextmanager
@@ -328,7 +325,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if not program.is_pullback:
         return program.run(*inputs)
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
-    lazy = source.may_put_off and _pays(_most_flops(inputs), 1) and not _torch.has_compiled()
+    lazy = _most_flops(inputs) >= FLOPS_WORTH_A_CALL and source.may_put_off and not _torch.has_compiled()
     # What nobody reads is eliminated from a graph that is traced.
     if (not lazy and kept is None) or source.is_compiled or _torch.is_tracing():
         return program.run(*inputs)

@@ -190,6 +190,9 @@ instead = ContextVar("funcckpt_instead", default=None)
 _Parts = tuple[Callable[..., Any], list[Any], dict[int | str, Any]]
 
 
+_NO_STATIC: tuple[frozenset[int], frozenset[str]] = frozenset(), frozenset()
+
+
 class _Options(NamedTuple):
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
@@ -197,6 +200,10 @@ class _Options(NamedTuple):
     determinism_check: str
     policy: Any = None
     chooser: policies.Chooser | None = None
+
+    @property
+    def are_common(self) -> bool:
+        return self[:2] == _NO_STATIC and self.chooser is None and self.determinism_check != "values"
 
 
 def _title(f: Callable[..., Any] | None) -> str:
@@ -346,18 +353,16 @@ def _call(
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
     plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
+    if not kwargs and options.are_common and is_closed(f, args):
+        return Closed(f, name, options.determinism_check != "none").call(args, plain)
     if _torch.is_tracing() and all(layer.kind != "grad" for layer in _torch.active_layers()):
         # make_fx records values and no graph of plain autograd, and forward mode saves nothing.
         return f(*args, **kwargs)
 
-    arguments = Arguments(name, args, kwargs, options.static_argnums, options.static_argnames)
-    if options.chooser is None and options.determinism_check != "values" and is_closed(f, arguments):
-        return Closed(f, name, arguments, options).call(plain)
-
     def call(hidden: Sequence[Tensor] = ()) -> _Call:
         return _Call(f, name, options, Arguments(name, args, kwargs, *options[:2]), hidden)
 
-    first = _Call(f, name, options, arguments)
+    first = call()
     if plain:
         return first.run_eager(f)
     try:
@@ -466,8 +471,9 @@ class _Call(Call):
         arguments: Arguments,
         hidden: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__(name, code_of(f), arguments)
+        super().__init__(name, code_of(f))
         self._options = options
+        self._arguments = arguments
         # Arguments that hold nothing need no search.
         others = None if arguments.is_flat else arguments.others
         self._arguments_are_plain = not others and not arguments.static

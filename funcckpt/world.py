@@ -89,19 +89,27 @@ class Mode(TorchFunctionMode):
 class World:
     """What f may read of torch's global state, as it is now."""
 
-    __slots__ = ("_modes", "_state")
+    __slots__ = ("_modes", "_state", "casts")
 
     def __init__(self) -> None:
         # Tensor.backward runs below the function modes that are active, if any.
-        self._modes: list[Any] = []
-        if modes := _torch.function_modes():
+        self._modes: Sequence[Any] = ()
+        if _torch.has_function_modes():
+            modes = _torch.function_modes()
             self._modes = [m for m in modes if not isinstance(m, (Mode, _torch.DeviceContext))]
         self._state = _state()
+        # Whether autocast is enabled.
+        self.casts = any(self._state[2][1])
 
-    @property
-    def casts(self) -> bool:
-        """Whether autocast is enabled."""
-        return any(self._state[2][1])
+    @classmethod
+    def bare(cls, dtype: torch.dtype) -> World:
+        """A world in which nothing is set but the default dtype."""
+        world = cls()
+        cache, enabled, dtypes = _autocast()
+        world._modes = ()
+        world._state = torch.device("cpu"), dtype, (cache, (False,) * len(enabled), dtypes)
+        world.casts = False
+        return world
 
     def is_here(self) -> bool:
         """Whether it is as it was."""
