@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,11 +43,15 @@ _NAMES = {
 _ARE_TORCHS = all(map(is_of_library, _FUNCTIONS.values()))
 
 
-def is_closed(f: Any, args: tuple[Any, ...]) -> TypeGuard[types.FunctionType]:
-    """Whether f, called with some arguments, can reach nothing else."""
+def code_if_closed(f: Any) -> types.CodeType | None:
+    """The code of f, if that can reach nothing but what it is given."""
+    return f.__code__ if type(f) is types.FunctionType and _names_nothing(f.__code__) else None
+
+
+def is_closed(f: Any, code: types.CodeType, args: tuple[Any, ...]) -> bool:
+    """Whether f, whose code is closed, can reach nothing else in a call with some arguments."""
     return (
-        type(f) is types.FunctionType
-        and _names_nothing(f.__code__)
+        f.__code__ is code
         and holds_nothing(f)
         and are_distinct_tensors(args)
         and not any(map(vars, args))
@@ -77,7 +81,7 @@ class Closed(Call):
 
     is_closed = True
 
-    def __init__(self, f: types.FunctionType, name: str, compares: bool) -> None:
+    def __init__(self, f: Any, name: str, compares: bool) -> None:
         super().__init__(name, f.__code__)
         self._f = f
         self._compares = compares

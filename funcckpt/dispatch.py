@@ -265,8 +265,8 @@ def only_level_that_looks(tensors: Sequence[Tensor], kind: str) -> int:
     There may be one more level, a vmap.
     """
     interpreter = _torch.peek_interpreter_stack()
-    level: int = interpreter.level()
-    if level > 2 or _torch.kind_of(interpreter) != kind or _implementation.get() != "direct":
+    level: int = 0 if interpreter is None else interpreter.level()
+    if not 0 < level <= 2 or _torch.kind_of(interpreter) != kind or _implementation.get() != "direct":
         return 0
     if kind == "jvp":
         primals, tangents, _ = _split_duals(tensors)

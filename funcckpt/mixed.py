@@ -169,7 +169,7 @@ class _Gradient(Vjp):
             outputs, leaves = self._record_at_level(primals)
         primals.clear()
         one = torch.ones_like(outputs[0])
-        gradients = self._pull(outputs, leaves, [], [one], nested)
+        gradients = self._pull_once(outputs, leaves, [], [one], nested)
         if not self.with_zeros:
             return gradients
         found = iter(gradients)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -280,7 +279,8 @@ class Vjp(_Derived):
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
         as_func = bool(self.batches) or (_torch.current_level() > 1 and _torch.number_of_vmaps() > 1)
-        gradients = self._pull(outputs, leaves, originals, cotangents, nested or as_func)
+        pull = self._pull if self.batches else self._pull_once
+        gradients = pull(outputs, leaves, originals, cotangents, nested or as_func)
         if self.batches and not nested:
             gradients = tuple([_torch.fresh(g) for g in gradients])
         return gradients
@@ -299,9 +299,11 @@ class Vjp(_Derived):
             leaf = x.view_as(x) if nested and x.requires_grad else _torch.fresh(x).requires_grad_()
             leaves.append(leaf)
             primals[i] = leaf
-        with _recording():
-            outputs = self.inner.run(*_as_arguments(primals))
-            return self._chosen(outputs), leaves
+        if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
+            with torch.inference_mode(False):
+                return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
+        with _torch.grad_mode(True):
+            return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source
@@ -339,9 +341,6 @@ class Vjp(_Derived):
         cotangents: Sequence[Tensor],
         create_graph: bool,
     ) -> Tensors:
-        if not self.batches:
-            return self._pull_once(outputs, leaves, originals, cotangents, create_graph)
-
         def pull(*cotangents: Tensor) -> Tensors:
             return self._pull_once(outputs, leaves, originals, cotangents, create_graph)
 
@@ -376,14 +375,14 @@ class Vjp(_Derived):
             found = _torch.gradients(edges, [*leaves, *originals], used, create_graph)
         # `originals` are the inputs for which the leaves stand. If the graph leads to one, f reached
         # it by a way that was not found, and the gradient of its leaf is not all there is.
-        for x, g in zip(originals, found[len(leaves) :], strict=False):
+        count = len(leaves)
+        for x, g in zip(originals, found[count:], strict=False):
             if g is not None:
                 raise ClosureError(
                     f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
                     "way that could not be traced, so that its gradient would be incomplete. "
                     "Use it as an argument only."
                 )
-        count = len(leaves)
         gradients = [g for g in found[:count] if g is not None]
         if len(gradients) == count:
             self._settle((True,) * count)
@@ -398,11 +397,6 @@ def _edge(y: Tensor) -> Any:
     # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
     owner: Any = y if isinstance(node, torch.autograd.function.FunctionCtx) else None
     return torch.autograd.graph.GradientEdge(node, y.output_nr, owner)
-
-
-def _recording() -> AbstractContextManager[Any]:
-    """Grad mode on, and inference mode off: a backward may be called there, and nothing be recorded."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _torch.grad_mode(True)
 
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
