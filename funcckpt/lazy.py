@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
-from .operators import kind_of, map_tensors, tensors_of, written
+from .operators import WRITE, kind_of, map_tensors, tensors_of, written
 
 
 class Redo(Exception):
@@ -44,10 +44,11 @@ class Lazy(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Where `Replay` is not the innermost mode.
+        # Where `Replay` is not the innermost mode, or has seen what it was to see.
         kwargs = kwargs or {}
-        real = {k: map_tensors(forced, a) for k, a in kwargs.items()}
-        return as_given(func, args, kwargs, func(*[map_tensors(forced, a) for a in args], **real))
+        if kind_of(func) in WRITE and any([isinstance(x, Lazy) for x, _ in written(func, args, kwargs)]):
+            raise Redo  # others may wait for what was there
+        return run_forced(func, args, kwargs, tensors_of(args, kwargs))
 
 
 class Look(NamedTuple):
@@ -80,6 +81,7 @@ class Deferred:
         "_kwargs",
         "_outputs",
         "_ran",
+        "_stream",
         "_versions",
         "is_done",
         "is_view",
@@ -88,7 +90,9 @@ class Deferred:
         "waits_for",
     )
 
-    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], number: int, ran: set[int]) -> None:
+    def __init__(
+        self, func: Any, args: Any, kwargs: dict[str, Any], number: int, ran: set[int], stream: Any
+    ) -> None:
         self.waits_for: list[Cell] = []
         self.reads: list[Tensor] = []
         self._versions: list[int | None] = []
@@ -97,6 +101,8 @@ class Deferred:
         self._kwargs = {k: map_tensors(self._hold, a) for k, a in kwargs.items()}
         self._outputs: list[weakref.ref[Cell] | None] = []
         self._ran = ran
+        # Of an accelerator: the one on which its arguments are made.
+        self._stream = stream
         self.number = number
         self.is_done = False
         self.is_view = kind_of(func) == "view"
@@ -140,6 +146,8 @@ class Deferred:
             return
         if self._versions != [None if x.is_inference() else x._version for x in self.reads]:
             raise Redo  # written to since, unseen
+        if self._stream is not None and torch.accelerator.current_stream(self._stream.device) != self._stream:
+            raise Redo
         args = [_filled(a) for a in self._args]
         kwargs = {k: _filled(a) for k, a in self._kwargs.items()}
         self._args, self._kwargs, self.waits_for, self.reads, self.is_done = [], {}, [], [], True
@@ -160,14 +168,19 @@ def _filled(a: Any) -> Any:
     return [_filled(x) for x in a] if isinstance(a, (list, tuple)) else a
 
 
-def write_later(func: Any, args: Any, kwargs: dict[str, Any], ran: set[int]) -> Deferred | None:
+def stream_of(x: Tensor) -> Any:
+    """The stream of an accelerator on which we are, for a tensor that is on one."""
+    return None if x.device.type in ("cpu", "meta") else torch.accelerator.current_stream(x.device)
+
+
+def write_later(func: Any, args: Any, kwargs: dict[str, Any], ran: set[int], stream: Any) -> Deferred | None:
     """Put off an in-place operator on a lazy tensor for which nobody waits, if nobody shares its memory."""
     target: Lazy = args[0]
     cell = target.cell
     in_place_view = torch.Tag.inplace_view in func.tags
     deferred = None
     if cell.deferred is not None and (in_place_view or not cell.deferred.is_view):
-        deferred = Deferred(func, args, kwargs, -1, ran)
+        deferred = Deferred(func, args, kwargs, -1, ran, stream)
         deferred.give_to(cell)
     elif in_place_view:
         assert cell.real is not None
@@ -200,6 +213,28 @@ def run_deferred(deferred: Deferred) -> None:
             pending.extend(waits_for)
         else:
             pending.pop().run()
+
+
+def run_forced(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """Run an operator, on values that are there, or on no more than their looks."""
+    if Lazy not in map(type, tensors):
+        return func(*args, **kwargs)
+    kind = kind_of(func)
+    if kind == "asks" or (kind == "like" and isinstance(args[0], Lazy)):
+        return _by_look(func, kind, args, kwargs)
+    real = [map_tensors(forced, a) for a in args]
+    out = func(*real, **{key: map_tensors(forced, a) for key, a in kwargs.items()})
+    return as_given(func, args, kwargs, out)
+
+
+def _by_look(func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = args[0].device
+    with _torch.no_dispatch():
+        args = [map_tensors(lambda x: on_meta(x) if isinstance(x, Lazy) else x, a) for a in args]
+    if kind == "like":
+        return func(*args, **{**kwargs, "device": kwargs.get("device") or device})
+    with _torch.no_dispatch():
+        return func(*args, **kwargs)
 
 
 def as_given(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:

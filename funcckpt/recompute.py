@@ -17,6 +17,7 @@ less, and never the wrong thing.
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -34,17 +35,17 @@ from .lazy import (
     Lazy,
     Look,
     Redo,
-    as_given,
     forced,
     is_plain,
     looks_of,
-    on_meta,
     run_deferred,
+    run_forced,
+    stream_of,
     write_later,
 )
 from .numbering import Numbers
 from .offload import Returning
-from .operators import WRITE, address_of, kind_of, kind_of_call, map_tensors, reshapes, tensors_of, written
+from .operators import WRITE, address_of, kind_of, kind_of_call, reshapes, tensors_of, written
 from .recording import Entry, Kept, Watch, watch_of
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ class Replay(Watch):
         self._calls = 0
         self._depth = 0
         self._pulling = False
+        self._has_left = False
         self._deferred: list[weakref.ref[Deferred]] = []
         # The calls that take time: all, those put off with their FLOPs, and those of them that were run.
         self._heavy: list[Any] = []
         self._put_off: dict[int, int] = {}
         self._ran: set[int] = set()
-        self._stream: Any = _NOT_KNOWN
+        self._stream: Any = None
         self.has_interfered = False
 
     def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
@@ -87,16 +89,17 @@ class Replay(Watch):
             return NotImplemented
         kind = kind_of_call(func, args, kwargs)
         self._calls += 1
+        tensors = tensors_of(args, kwargs)
         if self._pulling:
-            return self._run(func, kind, args, kwargs)
+            return self._run(func, kind, args, kwargs, tensors)
         if self._numbers is None or kind == "asks":
-            return self._put_off_or_run(func, kind, args, kwargs)
+            return self._put_off_or_run(func, kind, args, kwargs, tensors)
         number, times = self._numbers.of_call(func, kind, args, kwargs)
         out: Any = _NOT_KNOWN
         if (entry := self._entries.get((number, times))) is not None:
             out = self._hand_out(entry, func, args, kwargs)
         if out is _NOT_KNOWN:
-            out = self._put_off_or_run(func, kind, args, kwargs)
+            out = self._put_off_or_run(func, kind, args, kwargs, tensors)
         self._numbers.made(func, kind, self._calls, number, args, kwargs, out)
         return out
 
@@ -115,20 +118,21 @@ class Replay(Watch):
         ]
         return found[0] if entry.is_alone else tuple(found)
 
-    def _put_off_or_run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        is_lazy = any([isinstance(x, Lazy) for x in tensors_of(args, kwargs)])
-        takes_time = kind == "pure" and self._lazy and has_flops(func)
+    def _put_off_or_run(
+        self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        is_lazy = Lazy in map(type, tensors)
         number = -1
-        if takes_time:
+        if kind == "pure" and self._lazy and has_flops(func):
             number = len(self._heavy)
-            self._heavy.append((func, *[x.shape for x in tensors_of(args, kwargs)]))
+            self._heavy.append((func, *[x.shape for x in tensors]))
         if (kind == "pure" or (kind == "view" and is_lazy)) and (
-            is_lazy or (takes_time and (self._plan is None or self._plan.puts_off(self._heavy)))
+            is_lazy or (number >= 0 and (self._plan is None or self._plan.puts_off(self._heavy)))
         ):
             out = self._defer(func, args, kwargs, number)
             if out is not None:
                 return out
-        return self._run(func, kind, args, kwargs)
+        return self._run(func, kind, args, kwargs, tensors)
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], number: int) -> Any:
         if any(type(x) not in PLAIN for x in tensors_of(args, kwargs)):
@@ -142,7 +146,7 @@ class Replay(Watch):
             ]
             looks = moved[0] if isinstance(looks, Look) else tuple(moved)
         self.has_interfered = True
-        deferred = Deferred(func, args, kwargs, number, self._ran)
+        deferred = Deferred(func, args, kwargs, number, self._ran, self._stream)
         alone = isinstance(looks, Look)
         outs = [deferred.give(look) for look in ((looks,) if alone else looks)]
         self._deferred.append(weakref.ref(deferred))
@@ -153,28 +157,17 @@ class Replay(Watch):
 
     def _is_home(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether we are on the stream of an accelerator on which all is put off and run."""
-        device = next(iter(tensors_of(args, kwargs))).device
-        if device.type in ("cpu", "meta"):
-            return True
-        stream = torch.accelerator.current_stream(device)
-        if self._stream is _NOT_KNOWN:
-            self._stream = stream
-        return bool(stream == self._stream)
+        stream = stream_of(next(iter(tensors_of(args, kwargs))))
+        self._stream = self._stream or stream
+        return bool(stream is None or stream == self._stream)
 
-    def _run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
         """Run an operator now, on values that are there."""
         if kind in WRITE and self._write_later(func, kind, args, kwargs):
             return args[0]
-        lazy = [x for x in tensors_of(args, kwargs) if isinstance(x, Lazy)]
-        if not lazy:
-            return func(*args, **kwargs)
-        if kind == "asks" or (kind == "like" and lazy[0] is args[0]):
-            return _by_look(func, kind, args, kwargs)
-        if not self._is_home(args, kwargs):
+        if Lazy in map(type, tensors) and not self._is_home(args, kwargs):
             raise Redo
-        real = [map_tensors(forced, a) for a in args]
-        out = func(*real, **{key: map_tensors(forced, a) for key, a in kwargs.items()})
-        return as_given(func, args, kwargs, out)
+        return run_forced(func, args, kwargs, tensors)
 
     def _write_later(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> bool:
         """Before something is written to, compute what waits to read it; put it off if possible."""
@@ -190,7 +183,7 @@ class Replay(Watch):
                 if args[0].cell in d.waits_for:
                     run_deferred(d)  # it reads what was there before
             if torch.Tag.nondeterministic_seeded not in func.tags and self._are_plain(args, kwargs):
-                deferred = write_later(func, args, kwargs, self._ran)
+                deferred = write_later(func, args, kwargs, self._ran, self._stream)
                 if deferred is not None:
                     self._deferred.append(weakref.ref(deferred))
                 if deferred is not None or torch.Tag.inplace_view in func.tags:
@@ -216,6 +209,14 @@ class Replay(Watch):
             self._depth -= 1
         if self._depth == 0:
             self._pulling = True
+            # What is lazy knows by itself what to do from here on. Other modes would not see that.
+            if self._numbers is None and _torch.dispatch_modes() == [self]:
+                self.__exit__(None, None, None)
+                self._has_left = True
+
+    def __exit__(self, *exception: Any) -> None:
+        if not self._has_left:
+            super().__exit__(*exception)
 
     def finish(self, outputs: Tensors) -> Tensors:
         """Outputs that are there, and nothing else that is not."""
@@ -237,6 +238,13 @@ class Replay(Watch):
         return _Plan(tuple(self._heavy), frozenset(unread))
 
 
+class _Unguarded(Replay):
+    """Where nothing in the process is compiled: then Dynamo need not be kept out of each operator."""
+
+
+_Unguarded.__torch_dispatch__ = inspect.unwrap(Replay.__torch_dispatch__)  # type: ignore[method-assign]
+
+
 class _Plan(NamedTuple):
     """Which of the calls that take time were not needed the last time."""
 
@@ -255,16 +263,6 @@ class _Plan(NamedTuple):
 FLOPS_WORTH_A_CALL = 10_000
 _NOT_KNOWN: Any = object()
 _plans: dict[Any, _Plan | None] = {}
-
-
-def _by_look(func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    device = args[0].device
-    with _torch.no_dispatch():
-        args = [map_tensors(lambda x: on_meta(x) if isinstance(x, Lazy) else x, a) for a in args]
-    if kind == "like":
-        return func(*args, **{**kwargs, "device": kwargs.get("device") or device})
-    with _torch.no_dispatch():
-        return func(*args, **kwargs)
 
 
 # -- around the run of a program --------------------------------------------------------------------------
@@ -340,7 +338,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             Returning(x) if place is None else place.back(x)
             for x, place in zip(tensors, kept.places, strict=True)
         ]
-    replay = Replay(source, kept, coming, plan, lazy)
+    replay = (_Unguarded if kept is None else Replay)(source, kept, coming, plan, lazy)
     ours: Exception | None = None
     try:
         with replay:
