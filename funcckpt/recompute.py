@@ -20,7 +20,7 @@ import gc
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,7 +85,7 @@ class Replay(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(t not in PLAIN for t in types):
+        if not PLAIN.issuperset(types):
             return NotImplemented
         kind = kind_of_call(func, args, kwargs)
         self._calls += 1
@@ -152,7 +152,8 @@ class Replay(Watch):
         self._deferred.append(weakref.ref(deferred))
         out = outs[0] if alone else tuple(outs)
         if number >= 0:
-            self._put_off[number] = flops_of(func, args, kwargs, out)
+            known = None if self._plan is None else self._plan.unread.get(number)
+            self._put_off[number] = flops_of(func, args, kwargs, out) if known is None else known
         return out
 
     def _is_home(self, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -235,7 +236,7 @@ class Replay(Watch):
         unread = {number: flops for number, flops in self._put_off.items() if number not in self._ran}
         if self._numbers is None and not _pays(sum(unread.values()), self._calls):
             unread = {}
-        return _Plan(tuple(self._heavy), frozenset(unread))
+        return _Plan(tuple(self._heavy), unread)
 
 
 class _Unguarded(Replay):
@@ -249,7 +250,8 @@ class _Plan(NamedTuple):
     """Which of the calls that take time were not needed the last time."""
 
     calls: tuple[Any, ...]
-    unread: frozenset[int]
+    # With their FLOPs.
+    unread: Mapping[int, int]
 
     def puts_off(self, calls: list[Any]) -> bool:
         """Whether to put off the last of the calls so far."""
@@ -350,7 +352,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         if not replay.has_interfered:
             raise
         ours = error.with_traceback(None)  # whose frames hold what was computed
-        _remember(key, _Plan((), frozenset()))
+        _remember(key, _Plan((), {}))
     else:
         if lazy:
             _remember(key, replay.plan())
