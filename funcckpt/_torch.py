@@ -692,6 +692,12 @@ def detached(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
     return (*wrapped_for_grad(unwrapped_for_grad(tensors, level), level),)
 
 
+def without_detour(function: Any) -> Any:
+    """Let the engine call the backward of a Function, instead of what looks it up each time."""
+    function._backward_cls.apply = function.backward
+    return function
+
+
 def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
     """`x.requires_grad_()` of some, which functorch otherwise forbids inside of a transform."""
     chosen = []
@@ -832,8 +838,10 @@ def gradients(
     outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad` of what is known to fit: its checks take as long as a small backward."""
+    # What torch puts around it is for logs, and for compiled code that runs in other threads.
+    run = torch.autograd.graph._engine_run_backward if has_compiled() else _run_backward
     retain_graph, allow_unused = create_graph, True
-    found: Sequence[Tensor | None] = torch.autograd.graph._engine_run_backward(
+    found: Sequence[Tensor | None] = run(
         (*outputs,),
         (*cotangents,),
         retain_graph,
@@ -845,7 +853,9 @@ def gradients(
     return found
 
 
+_run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_OURS = gradients.__code__
 _GRAD = torch.autograd.grad.__code__
 _HANDLE = torch.overrides.handle_torch_function.__code__
 _AUTOGRAD_GRAD = eager_transforms._autograd_grad.__code__
@@ -893,7 +903,7 @@ def _is_on_the_way(frame: FrameType) -> bool:
 
 
 def _call_of_engine(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not _ENGINE:
+    while frame is not None and frame.f_code is not _ENGINE and frame.f_code is not _OURS:
         frame = frame.f_back
     return frame
 

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import compress
 from typing import Any
 
 import torch
@@ -279,14 +280,16 @@ def only_level_that_looks(tensors: Sequence[Tensor], kind: str) -> int:
 
 def _is_out_of_sight(tensors: Sequence[Tensor], level: int) -> bool:
     """Whether nobody differentiates tensors, where there is no level, or one that proves to be a vmap."""
-    batched = level == 0
-    for x in tensors:
-        if _torch.is_batchedtensor(x):
-            batched = True
-            x = _torch.get_unwrapped(x)
-        if x.requires_grad or _torch.is_functorch_wrapped_tensor(x) or _torch.is_legacy_batchedtensor(x):
+    if level:
+        batched = [*map(_torch.is_batchedtensor, tensors)]
+        if not any(batched):
             return False
-    return batched
+        tensors = [_torch.get_unwrapped(x) if b else x for x, b in zip(tensors, batched, strict=True)]
+    return not (
+        any(map(_torch.require_grad, tensors))
+        or any(map(_torch.is_functorch_wrapped_tensor, tensors))
+        or any(map(_torch.is_legacy_batchedtensor, tensors))
+    )
 
 
 class _Node:
@@ -329,12 +332,13 @@ class _Node:
         program, level, needed = ctx.program, ctx.level, ctx.needs_input_grad
         arity = len(inputs)
         leading = len(needed) - arity
-        wrt = tuple([i for i, is_needed in enumerate(needed[leading:]) if is_needed])
-        of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
+        wrt = (*compress(range(arity), needed[leading:]),)
+        given = [ct is not None for ct in cotangents]
+        of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
         vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
-        arguments = [*inputs, *[ct for ct in cotangents if ct is not None]]
+        arguments = [*inputs, *compress(cotangents, given)]
         del inputs, cotangents
         interpreter = _torch.peek_interpreter_stack() if level else None
         if (
@@ -364,6 +368,7 @@ class _Node:
         return tuple(gradients)
 
 
+@_torch.without_detour
 class _Plain(_Node, _torch.SingleLevelFunction):
     """R at plain autograd."""
 
@@ -374,6 +379,7 @@ class _Plain(_Node, _torch.SingleLevelFunction):
         return _Node.keep(ctx, program, inputs, outputs, program.home, 0, active)
 
 
+@_torch.without_detour
 class _Attached(_Node, _torch.SingleLevelFunction):
     """R at plain autograd or at one grad level, for values that were computed before."""
 
@@ -406,6 +412,7 @@ class _AtDualLevel(_Node, torch.autograd.Function):
         return tuple(out_tangents)
 
 
+@_torch.without_detour
 class _AtGradLevel(_Node, _torch.SingleLevelFunction):
     """R at one grad level of functorch."""
 

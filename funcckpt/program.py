@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -370,25 +371,21 @@ class Vjp(_Derived):
                 used.append(ct)
         del y
         outputs.clear()
-        found: Sequence[Tensor | None] = ()
+        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(originals))
         if edges and leaves:
             found = _torch.gradients(edges, [*leaves, *originals], used, create_graph)
         # `originals` are the inputs for which the leaves stand. If the graph leads to one, f reached
         # it by a way that was not found, and the gradient of its leaf is not all there is.
-        count = len(leaves)
-        for x, g in zip(originals, found[count:], strict=False):
+        for x, g in zip(originals, found[len(leaves) :], strict=True):
             if g is not None:
                 raise ClosureError(
                     f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
                     "way that could not be traced, so that its gradient would be incomplete. "
                     "Use it as an argument only."
                 )
-        gradients = [g for g in found[:count] if g is not None]
-        if len(gradients) == count:
-            self._settle((True,) * count)
-        else:
-            self._settle(tuple([g is not None for g in found[:count]]) if found else (False,) * count)
-        return (*_torch.all_alive(gradients),)
+        connected = [g is not None for g in found[: len(leaves)]]
+        self._settle((*connected,))
+        return (*_torch.all_alive([*compress(found, connected)]),)
 
 
 def _edge(y: Tensor) -> Any:
