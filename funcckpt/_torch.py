@@ -671,12 +671,6 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 require_grad = operator.attrgetter("requires_grad")
 
 
-def lifted_for_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors as the innermost level, which differentiates, sees them."""
-    interpreter = peek_interpreter_stack()  # has to live
-    return [*map(CGradInterpreterPtr(interpreter).lift, all_alive(tensors))]
-
-
 def as_leaves(tensors: Sequence[Tensor], values: Sequence[Tensor], level: int) -> list[Tensor]:
     """Tensors without history, of which require grad those that do; at a level, given what is below."""
     if not level:

@@ -250,11 +250,13 @@ def attach(
 
     `active` says for each whether it depends on an input that requires grad.
     """
-    _torch.set_single_level_autograd_function_allowed(level > 0)
+    attached: Tensors
+    if not level:
+        attached = _Attached.apply(program, 0, outputs, active, *inputs)  # type: ignore[attr-defined]
+        return attached
+    _torch.set_single_level_autograd_function_allowed(True)
     try:
-        attached: Tensors = _Attached.apply(  # type: ignore[attr-defined]
-            program, level, outputs, active, *inputs
-        )
+        attached = _Attached.apply(program, level, outputs, active, *inputs)  # type: ignore[attr-defined]
     finally:
         _torch.set_single_level_autograd_function_allowed(False)
     return attached
@@ -338,7 +340,7 @@ class _Node:
         if not wrt or not of:
             return (None,) * len(needed)
         vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
-        arguments = [*inputs, *compress(cotangents, given)]
+        arguments: list[Any] = [*inputs, *compress(cotangents, given)]
         del inputs, cotangents
         interpreter = _torch.peek_interpreter_stack() if level else None
         if (

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -249,11 +248,11 @@ class Vjp(_Derived):
         batched._unbatched = self
         return batched
 
-    def _settle(self, connected: tuple[bool, ...]) -> None:
-        program: Vjp | None = self
-        while program is not None:
-            program.connected = connected
-            program = program._unbatched
+    def settle(self, connected: tuple[bool, ...]) -> None:
+        """Say which gradients there are, here and to the program of which this is a vmap."""
+        self.connected = connected
+        if self._unbatched is not None:
+            self._unbatched.settle(connected)
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
@@ -303,8 +302,10 @@ class Vjp(_Derived):
         if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
             with torch.inference_mode(False):
                 return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
+        if not self.source.is_closed:
+            primals = _as_arguments(primals)
         with _torch.grad_mode(True):
-            return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
+            return self._chosen(self.inner.run(*primals)), leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source
@@ -316,7 +317,7 @@ class Vjp(_Derived):
         with _torch.recording_level() as level:
             wrapped = _torch.wrapped_for_grad(primals, level)
             leaves = _torch.require_grad_at_this_level(wrapped, self.wrt)
-            outputs = self.inner.run(*_as_arguments(wrapped))
+            outputs = self.inner.run(*(wrapped if source.is_closed else _as_arguments(wrapped)))
             if source.replaces and _torch.current_level() == 1:
                 self._check_replaced(outputs, level)
             return self._chosen(outputs), leaves
@@ -383,9 +384,9 @@ class Vjp(_Derived):
                     "way that could not be traced, so that its gradient would be incomplete. "
                     "Use it as an argument only."
                 )
-        connected = [g is not None for g in found[: len(leaves)]]
-        self._settle((*connected,))
-        return (*_torch.all_alive([*compress(found, connected)]),)
+        gradients = found[: len(leaves)]
+        self.settle(tuple([g is not None for g in gradients]))
+        return (*_torch.all_alive([g for g in gradients if g is not None]),)
 
 
 def _edge(y: Tensor) -> Any:
