@@ -998,8 +998,13 @@ class _Call(Leaf):
             _torch.without_vmap_mode() if draws else None,
             None if self._drawn is None else self._drawn.replayed(),
         )
-        with _within(contexts):
-            out = f(*args, **kwargs)
+        try:
+            with _within(contexts):
+                out = f(*args, **kwargs)
+        except RuntimeError as error:
+            if replacing is not None and _torch.NEEDS_SETUP_CONTEXT in str(error):
+                raise self._needs_a_level() from error
+            raise
         if replacing is not None and self._met - replacing.met:
             label = describe(self._replaced[min(self._met - replacing.met)])
             raise MutationError(
@@ -1011,6 +1016,17 @@ class _Call(Leaf):
         if self._options.determinism_check != "none":
             self._compare(again)
         return again.as_in(self._outputs)
+
+    def _needs_a_level(self) -> ClosureError:
+        """A mode sees what an autograd.Function is given at functorch levels only."""
+        label = " and ".join(
+            [f"{self._closure.where(key)} ({describe(x)})" for key, x in self._replaced.items()]
+        )
+        return ClosureError(
+            f"remat({self._name}) finds {label} in what cannot be copied, so that it is recomputed under a "
+            "functorch level, and calls an autograd.Function without setup_context, which no level allows. "
+            "Pass the tensor as an argument, or give the Function a setup_context."
+        )
 
     def _parts(self, rebuilt: Any) -> _Parts:
         """f and its arguments that are no tensors, out of what the closure has rebuilt."""

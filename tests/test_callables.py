@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import EscapeError, MutationError, remat
+from funcckpt import ClosureError, EscapeError, MutationError, remat
 
 EVERY = list(OBSERVATIONS)
 
@@ -333,6 +333,23 @@ class Once(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, ct):
         return ct * ctx.saved_tensors[0].cos()
+
+
+class AttributeDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_legacy_function_beside_a_tensor_in_what_cannot_be_copied():
+    """Such a tensor is found under a functorch level, which takes no Function of the old style."""
+    found = AttributeDict(w=torch.randn(3, requires_grad=True))
+    x = torch.randn(3, requires_grad=True)
+    y = remat(lambda x: Legacy.apply(x.sin(), x)[0] * found.w)(x)
+    with pytest.raises(
+        ClosureError, match=r"'w' of closure variable 'found'.*Pass the tensor as an argument"
+    ):
+        y.sum().backward()
+    y = remat(lambda x, w: Legacy.apply(x.sin(), x)[0] * w)(x, found.w)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), found.w)[0], (x.sin() * x).detach())
 
 
 @pytest.mark.parametrize("transform", EVERY)
