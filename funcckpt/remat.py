@@ -690,6 +690,8 @@ class _Call(Leaf):
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
+        # Where the first run has left them, if it has drawn from them.
+        self._ends: list[int] = []
         self._world: world.World | None = None
         self._drawn: drawing.Drawn | None = None
         self._outputs: _Outputs | None = None
@@ -861,7 +863,9 @@ class _Call(Leaf):
             raise
         self.random = world.have_moved(self._states) or (self._drawn is not None and self._drawn.seen)
         self.random |= self._closure.moves_streams
-        if not self.random:
+        if self.random:
+            self._ends = world.marks(self._streams)
+        else:
             self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
         for i, node in snapshots:
@@ -1001,6 +1005,8 @@ class _Call(Leaf):
         try:
             with _within(contexts):
                 out = f(*args, **kwargs)
+                if draws and self._drawn is None:
+                    self._check_streams()
         except RuntimeError as error:
             if replacing is not None and _torch.NEEDS_SETUP_CONTEXT in str(error):
                 raise self._needs_a_level() from error
@@ -1016,6 +1022,16 @@ class _Call(Leaf):
         if self._options.determinism_check != "none":
             self._compare(again)
         return again.as_in(self._outputs)
+
+    def _check_streams(self) -> None:
+        if self._options.determinism_check != "none" and world.ended_elsewhere(
+            self._states or [], self._ends
+        ):
+            raise CheckpointError(
+                f"remat({self._name}) has not drawn the random numbers of the forward in the recomputation. "
+                "Maybe another thread draws from the same stream: give each thread a torch.Generator of its "
+                'own. If f may draw others, pass determinism_check="none".'
+            )
 
     def _needs_a_level(self) -> ClosureError:
         """A mode sees what an autograd.Function is given at functorch levels only."""

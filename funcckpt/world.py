@@ -10,7 +10,7 @@ import functools
 import pickle
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -187,6 +187,22 @@ def have_moved(before: States) -> bool:
     return bool(moved(before))
 
 
+def marks(streams: Iterable[Stream]) -> list[int]:
+    """What tells where streams are, in less room than a state."""
+    return [hash(_bytes(stream.get_state())) for stream in streams]
+
+
+def ended_elsewhere(before: States, ends: Sequence[int]) -> bool:
+    """Whether a run that has drawn from streams has left one of them where another run has not."""
+    streams = [stream for stream, _ in before]
+    return any(
+        [
+            now != end and now != hash(_bytes(start))
+            for (_, start), now, end in zip(before, marks(streams), ends, strict=True)
+        ]
+    )
+
+
 def set_streams(recorded: States) -> None:
     for stream, state in recorded:
         stream.set_state(state)
@@ -222,7 +238,9 @@ def streams_at(recorded: States) -> Iterator[None]:
 
 
 def _same_bytes(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor):
-        return bool(a == b)
+    return _bytes(a) == _bytes(b)
+
+
+def _bytes(state: Any) -> bytes:
     # Read from memory: an operator would be seen by the modes and transforms that are active.
-    return ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
+    return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, Tensor) else state
