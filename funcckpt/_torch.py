@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -978,9 +978,13 @@ def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
         push_saved_tensors_hooks(*hooks)
 
 
-@contextmanager
-def without_dispatch_modes() -> Iterator[None]:
+def without_dispatch_modes() -> AbstractContextManager[None]:
     """What is done in the block, the modes that are active do not see."""
+    return _dispatch_modes_left() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+@contextmanager
+def _dispatch_modes_left() -> Iterator[None]:
     modes = _get_current_dispatch_mode_stack()
     for _ in modes:
         _pop_mode()

@@ -204,7 +204,7 @@ class Closure:
                         _plans.clear()
                     _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
         # Whether f may write where no version counter sees it.
-        self.writes_unseen = not self._names.isdisjoint(_WRITES_UNSEEN)
+        self.writes_unseen = not self._names.isdisjoint(WRITES_UNSEEN)
         if self.writes_unseen:
             self._take_snapshots()
         if self._nodes:
@@ -765,7 +765,7 @@ _UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
 _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed")
-_WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
+WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
 _NORMALIZES = ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var")
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
