@@ -21,6 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
@@ -831,6 +832,15 @@ class accumulation:
         ):
             return
         self.seen.add(id(x))
+
+
+def parametrizations_cached() -> int:
+    """How many blocks of `parametrize.cached` are open, which torch tells nobody."""
+    return int(parametrize._cache_enabled)
+
+
+def add_to_parametrizations_cached(blocks: int) -> None:
+    parametrize._cache_enabled += blocks
 
 
 # Part of what autograd says when something is written to a leaf or to a view of one, and functorch

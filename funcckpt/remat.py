@@ -855,7 +855,7 @@ class _Call(Leaf):
             self._drawn = drawing.Drawn(self._name)
         cache = world.cleared_autocast_cache() if self._world.casts else None
         try:
-            with _within((*contexts, cache, self._drawn)):
+            with _within((*contexts, cache, self._drawn, world.parametrizations_anew())):
                 out = f(*args, **kwargs)
         except RuntimeError as error:
             if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
@@ -1001,6 +1001,7 @@ class _Call(Leaf):
             world.streams_at(self._states or []) if draws else None,
             _torch.without_vmap_mode() if draws else None,
             None if self._drawn is None else self._drawn.replayed(),
+            world.parametrizations_anew(),
         )
         try:
             with _within(contexts):

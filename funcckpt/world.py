@@ -145,6 +145,42 @@ def cleared_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+class _ParametrizationsAnew:
+    """Parametrized weights are computed anew inside of a checkpoint, also under `parametrize.cached`.
+
+    One that was cached belongs to the inside or to the outside of a checkpoint, like a cast; and it is known
+    by the id of its module, of which a recomputation makes copies. The cache is that of the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs = self._enabled = 0
+
+    def is_needed(self) -> bool:
+        return self._runs > 0 or _torch.parametrizations_cached() > 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._runs:
+                self._enabled = _torch.parametrizations_cached()
+                _torch.add_to_parametrizations_cached(-self._enabled)
+            self._runs += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._runs -= 1
+            if not self._runs:
+                _torch.add_to_parametrizations_cached(self._enabled)
+
+
+_parametrizations_anew = _ParametrizationsAnew()
+
+
+def parametrizations_anew() -> AbstractContextManager[None] | None:
+    """Parametrized weights are computed in the block, and not found in a cache, if there is one."""
+    return _parametrizations_anew if _parametrizations_anew.is_needed() else None
+
+
 # From which Python and numpy draw for whoever asks: the objects behind the functions of their modules.
 OF_THE_PROCESS = {module: PythonStream(vars(module)["random"].__self__) for module in (random, np.random)}
 
