@@ -749,6 +749,10 @@ def below_wrappers(x: Tensor) -> Tensor:
     return x
 
 
+def all_below_wrappers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [*map(below_wrappers, tensors)]
+
+
 def everything_below(x: Tensor) -> list[Tensor]:
     """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels."""
     if not has_dual_level() and not (eager_transforms.JVP_NESTING > 0):

@@ -99,17 +99,17 @@ class Closed(Call):
         elif level := dispatch.only_level_that_looks(inputs, "grad"):
             outputs = self._attached(inputs, _torch.unwrapped_for_grad(inputs, level), level)
         elif dispatch.only_level_that_looks(inputs, "jvp"):
-            outputs = self._run_checked(inputs, inputs)  # forward mode keeps nothing
+            outputs = self._run_checked(inputs, _torch.all_below_wrappers(inputs))  # which keeps nothing
         else:
             outputs = dispatch.call(self, inputs)
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
 
     def _run_checked(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensors:
-        grounds = [*map(_torch.below_wrappers, values)]
-        versions = self.versions(grounds)
+        """Raise if f changes the values, which no level wraps."""
+        versions = self.versions(values)
         outputs = self.run(*inputs)
-        self.check_versions(versions, grounds)
+        self.check_versions(versions, values)
         return outputs
 
     def _attached(self, inputs: Sequence[Tensor], values: Sequence[Tensor], level: int) -> Tensors:
@@ -117,7 +117,8 @@ class Closed(Call):
 
         `values` are those of the inputs below the only level that differentiates them.
         """
-        outputs = self._run_checked(_torch.as_leaves(inputs, values, level), values)
+        leaves = _torch.as_leaves(inputs, values, level)
+        outputs = self._run_checked(leaves, _torch.all_below_wrappers(values) if level else values)
         active = [*map(_torch.require_grad, outputs)]
         if not any(active):
             return outputs

@@ -250,15 +250,15 @@ def attach(
 
     `active` says for each whether it depends on an input that requires grad.
     """
-    attached: Tensors
-    if not level:
-        attached = _Attached.apply(program, 0, outputs, active, *inputs)  # type: ignore[attr-defined]
-        return attached
-    _torch.set_single_level_autograd_function_allowed(True)
+    if level:
+        _torch.set_single_level_autograd_function_allowed(True)
     try:
-        attached = _Attached.apply(program, level, outputs, active, *inputs)  # type: ignore[attr-defined]
+        attached: Tensors = _Attached.apply(  # type: ignore[attr-defined]
+            program, level, outputs, active, *inputs
+        )
     finally:
-        _torch.set_single_level_autograd_function_allowed(False)
+        if level:
+            _torch.set_single_level_autograd_function_allowed(False)
     return attached
 
 
