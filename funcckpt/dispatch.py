@@ -294,6 +294,17 @@ def _is_out_of_sight(tensors: Sequence[Tensor], level: int) -> bool:
     )
 
 
+def _may_stay_batched(tensors: Sequence[Tensor], arity: int, level: int) -> bool:
+    """Whether a pullback may run under the level that there is: a vmap of its inputs, and not of cotangents
+    alone.
+    """
+    return (
+        level < 2
+        and (not level or any(map(_torch.is_batchedtensor, tensors[:arity])))
+        and _is_out_of_sight(tensors, level)
+    )
+
+
 class _Node:
     """What all autograd nodes of remat share: they save their inputs, and what a policy keeps."""
 
@@ -352,8 +363,7 @@ class _Node:
             # Nobody can differentiate at this level any more: what it would record is dead weight.
             arguments = _torch.unwrapped_for_grad(arguments, level)
             with _torch.lower(interpreter, "grad"):
-                if program.source.is_closed and level <= 2 and _is_out_of_sight(arguments, level - 1):
-                    # What is batched may stay so.
+                if program.source.is_closed and _may_stay_batched(arguments, arity, level - 1):
                     results = net.run(vjp, arguments)
                 else:
                     results = bind(vjp, arguments)
