@@ -13,7 +13,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -23,6 +23,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
@@ -671,12 +672,6 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 require_grad = operator.attrgetter("requires_grad")
 
 
-def lifted_for_grad(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors as the innermost level, which differentiates, sees them."""
-    interpreter = peek_interpreter_stack()  # has to live
-    return [*map(CGradInterpreterPtr(interpreter).lift, all_alive(tensors))]
-
-
 def as_leaves(tensors: Sequence[Tensor], values: Sequence[Tensor], level: int) -> list[Tensor]:
     """Tensors without history, of which require grad those that do; at a level, given what is below."""
     if not level:
@@ -690,6 +685,12 @@ def detached(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
     if not level:
         return (*map(Tensor.detach, tensors),)
     return (*wrapped_for_grad(unwrapped_for_grad(tensors, level), level),)
+
+
+def without_detour(function: Any) -> Any:
+    """Let the engine call the backward of a Function, instead of what looks it up each time."""
+    function._backward_cls.apply = function.backward
+    return function
 
 
 def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
@@ -746,6 +747,10 @@ def below_wrappers(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def all_below_wrappers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [*map(below_wrappers, tensors)]
 
 
 def everything_below(x: Tensor) -> list[Tensor]:
@@ -832,8 +837,10 @@ def gradients(
     outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad` of what is known to fit: its checks take as long as a small backward."""
+    # What torch puts around it is for logs, and for compiled code that runs in other threads.
+    run = torch.autograd.graph._engine_run_backward if has_compiled() else _run_backward
     retain_graph, allow_unused = create_graph, True
-    found: Sequence[Tensor | None] = torch.autograd.graph._engine_run_backward(
+    found: Sequence[Tensor | None] = run(
         (*outputs,),
         (*cotangents,),
         retain_graph,
@@ -845,7 +852,9 @@ def gradients(
     return found
 
 
+_run_backward = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_OURS = gradients.__code__
 _GRAD = torch.autograd.grad.__code__
 _HANDLE = torch.overrides.handle_torch_function.__code__
 _AUTOGRAD_GRAD = eager_transforms._autograd_grad.__code__
@@ -893,7 +902,7 @@ def _is_on_the_way(frame: FrameType) -> bool:
 
 
 def _call_of_engine(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not _ENGINE:
+    while frame is not None and frame.f_code is not _ENGINE and frame.f_code is not _OURS:
         frame = frame.f_back
     return frame
 
@@ -926,12 +935,23 @@ class accumulation:
         self.seen.add(id(x))
 
 
+def parametrizations_cached() -> int:
+    """How many blocks of `parametrize.cached` are open, which torch tells nobody."""
+    return int(parametrize._cache_enabled)
+
+
+def add_to_parametrizations_cached(blocks: int) -> None:
+    parametrize._cache_enabled += blocks
+
+
 # Part of what autograd says when something is written to a leaf or to a view of one, and functorch
 # when it is written to what comes from outside of a level.
 WRITES_TO_INPUT = (
     "leaf Variable that requires grad is being used in an in-place operation",
     "that would mutate a captured Tensor",
 )
+# Part of what functorch says when it meets an autograd.Function of the old style.
+NEEDS_SETUP_CONTEXT = "it must override the setup_context"
 
 
 # -- for the hook path -----------------------------------------------------------------------------
@@ -1069,9 +1089,13 @@ def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
         push_saved_tensors_hooks(*hooks)
 
 
-@contextmanager
-def without_dispatch_modes() -> Iterator[None]:
+def without_dispatch_modes() -> AbstractContextManager[None]:
     """What is done in the block, the modes that are active do not see."""
+    return _dispatch_modes_left() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+@contextmanager
+def _dispatch_modes_left() -> Iterator[None]:
     modes = _get_current_dispatch_mode_stack()
     for _ in modes:
         _pop_mode()

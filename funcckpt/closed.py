@@ -4,6 +4,10 @@ A function is closed if it refers to nothing outside of itself, and names nothin
 of Python's own types that are written in C. Given tensors of no subclass, without attributes, where no mode
 is active, it has no way to a tensor that it was not given, or to a place where it could store one. That
 nobody has changed the methods of tensors is checked in each call.
+
+Such a function may run where it is called, among the levels of the caller, if only the innermost of them
+differentiates its arguments: no other level would record what it computes. All else (several levels that
+differentiate, other spellings of `dispatch`) goes the way of all programs.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from .flat import Call, Outputs, are_distinct_tensors
 from .lookup import assigned_by, global_names, holds_nothing, imported, is_of_library
 from .program import Tensors
 
-# What leads out of a tensor, or into it unseen.
+# What leads out of a tensor, or into it unseen, and what draws random numbers.
 _LEADS_OUT = frozenset(
     "data data_ptr detach_ grad grad_fn numpy output_nr requires_grad requires_grad_ retain_grad set_ "
     "untyped_storage".split()
@@ -89,23 +93,23 @@ class Closed(Call):
 
     def call(self, inputs: Sequence[Tensor], plain: bool) -> Any:
         """What f returns, under whatever transforms are active; or plain, with none."""
+        inputs = _torch.all_alive(inputs)
         if plain:
             outputs = self._attached(inputs, inputs, 0)
         elif level := dispatch.only_level_that_looks(inputs, "grad"):
-            inputs = _torch.lifted_for_grad(inputs)
             outputs = self._attached(inputs, _torch.unwrapped_for_grad(inputs, level), level)
         elif dispatch.only_level_that_looks(inputs, "jvp"):
-            outputs = self._run_checked(inputs, inputs)  # forward mode keeps nothing
+            outputs = self._run_checked(inputs, _torch.all_below_wrappers(inputs))  # which keeps nothing
         else:
             outputs = dispatch.call(self, inputs)
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
 
     def _run_checked(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensors:
-        grounds = [*map(_torch.below_wrappers, values)]
-        versions = self.versions(grounds)
+        """Raise if f changes the values, which no level wraps."""
+        versions = self.versions(values)
         outputs = self.run(*inputs)
-        self.check_versions(versions, grounds)
+        self.check_versions(versions, values)
         return outputs
 
     def _attached(self, inputs: Sequence[Tensor], values: Sequence[Tensor], level: int) -> Tensors:
@@ -113,11 +117,14 @@ class Closed(Call):
 
         `values` are those of the inputs below the only level that differentiates them.
         """
-        outputs = self._run_checked(_torch.as_leaves(inputs, values, level), values)
+        leaves = _torch.as_leaves(inputs, values, level)
+        outputs = self._run_checked(leaves, _torch.all_below_wrappers(values) if level else values)
         active = [*map(_torch.require_grad, outputs)]
         if not any(active):
             return outputs
-        return dispatch.attach(self, _torch.detached(outputs, level), active, inputs, level)
+        detached = _torch.detached(outputs, level)
+        del outputs  # and with them the graph of f
+        return dispatch.attach(self, detached, active, inputs, level)
 
     def where(self, i: int) -> str:
         return f"argument [{i}]"

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import compress
 from typing import Any
 
 import torch
@@ -249,13 +250,15 @@ def attach(
 
     `active` says for each whether it depends on an input that requires grad.
     """
-    _torch.set_single_level_autograd_function_allowed(level > 0)
+    if level:
+        _torch.set_single_level_autograd_function_allowed(True)
     try:
         attached: Tensors = _Attached.apply(  # type: ignore[attr-defined]
             program, level, outputs, active, *inputs
         )
     finally:
-        _torch.set_single_level_autograd_function_allowed(False)
+        if level:
+            _torch.set_single_level_autograd_function_allowed(False)
     return attached
 
 
@@ -279,14 +282,27 @@ def only_level_that_looks(tensors: Sequence[Tensor], kind: str) -> int:
 
 def _is_out_of_sight(tensors: Sequence[Tensor], level: int) -> bool:
     """Whether nobody differentiates tensors, where there is no level, or one that proves to be a vmap."""
-    batched = level == 0
-    for x in tensors:
-        if _torch.is_batchedtensor(x):
-            batched = True
-            x = _torch.get_unwrapped(x)
-        if x.requires_grad or _torch.is_functorch_wrapped_tensor(x) or _torch.is_legacy_batchedtensor(x):
+    if level:
+        batched = [*map(_torch.is_batchedtensor, tensors)]
+        if not any(batched):
             return False
-    return batched
+        tensors = [_torch.get_unwrapped(x) if b else x for x, b in zip(tensors, batched, strict=True)]
+    return not (
+        any(map(_torch.require_grad, tensors))
+        or any(map(_torch.is_functorch_wrapped_tensor, tensors))
+        or any(map(_torch.is_legacy_batchedtensor, tensors))
+    )
+
+
+def _may_stay_batched(tensors: Sequence[Tensor], arity: int, level: int) -> bool:
+    """Whether a pullback may run under the level that there is: a vmap of its inputs, and not of cotangents
+    alone.
+    """
+    return (
+        level < 2
+        and (not level or any(map(_torch.is_batchedtensor, tensors[:arity])))
+        and _is_out_of_sight(tensors, level)
+    )
 
 
 class _Node:
@@ -329,12 +345,13 @@ class _Node:
         program, level, needed = ctx.program, ctx.level, ctx.needs_input_grad
         arity = len(inputs)
         leading = len(needed) - arity
-        wrt = tuple([i for i, is_needed in enumerate(needed[leading:]) if is_needed])
-        of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
+        wrt = (*compress(range(arity), needed[leading:]),)
+        given = [ct is not None for ct in cotangents]
+        of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
         vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
-        arguments = [*inputs, *[ct for ct in cotangents if ct is not None]]
+        arguments: list[Any] = [*inputs, *compress(cotangents, given)]
         del inputs, cotangents
         interpreter = _torch.peek_interpreter_stack() if level else None
         if (
@@ -346,8 +363,7 @@ class _Node:
             # Nobody can differentiate at this level any more: what it would record is dead weight.
             arguments = _torch.unwrapped_for_grad(arguments, level)
             with _torch.lower(interpreter, "grad"):
-                if program.source.is_closed and level <= 2 and _is_out_of_sight(arguments, level - 1):
-                    # What is batched may stay so.
+                if program.source.is_closed and _may_stay_batched(arguments, arity, level - 1):
                     results = net.run(vjp, arguments)
                 else:
                     results = bind(vjp, arguments)
@@ -364,6 +380,7 @@ class _Node:
         return tuple(gradients)
 
 
+@_torch.without_detour
 class _Plain(_Node, _torch.SingleLevelFunction):
     """R at plain autograd."""
 
@@ -374,6 +391,7 @@ class _Plain(_Node, _torch.SingleLevelFunction):
         return _Node.keep(ctx, program, inputs, outputs, program.home, 0, active)
 
 
+@_torch.without_detour
 class _Attached(_Node, _torch.SingleLevelFunction):
     """R at plain autograd or at one grad level, for values that were computed before."""
 
@@ -406,6 +424,7 @@ class _AtDualLevel(_Node, torch.autograd.Function):
         return tuple(out_tangents)
 
 
+@_torch.without_detour
 class _AtGradLevel(_Node, _torch.SingleLevelFunction):
     """R at one grad level of functorch."""
 

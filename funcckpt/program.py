@@ -248,11 +248,11 @@ class Vjp(_Derived):
         batched._unbatched = self
         return batched
 
-    def _settle(self, connected: tuple[bool, ...]) -> None:
-        program: Vjp | None = self
-        while program is not None:
-            program.connected = connected
-            program = program._unbatched
+    def settle(self, connected: tuple[bool, ...]) -> None:
+        """Say which gradients there are, here and to the program of which this is a vmap."""
+        self.connected = connected
+        if self._unbatched is not None:
+            self._unbatched.settle(connected)
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
@@ -302,8 +302,10 @@ class Vjp(_Derived):
         if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
             with torch.inference_mode(False):
                 return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
+        if not self.source.is_closed:
+            primals = _as_arguments(primals)
         with _torch.grad_mode(True):
-            return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
+            return self._chosen(self.inner.run(*primals)), leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source
@@ -315,7 +317,7 @@ class Vjp(_Derived):
         with _torch.recording_level() as level:
             wrapped = _torch.wrapped_for_grad(primals, level)
             leaves = _torch.require_grad_at_this_level(wrapped, self.wrt)
-            outputs = self.inner.run(*_as_arguments(wrapped))
+            outputs = self.inner.run(*(wrapped if source.is_closed else _as_arguments(wrapped)))
             if source.replaces and _torch.current_level() == 1:
                 self._check_replaced(outputs, level)
             return self._chosen(outputs), leaves
@@ -370,25 +372,21 @@ class Vjp(_Derived):
                 used.append(ct)
         del y
         outputs.clear()
-        found: Sequence[Tensor | None] = ()
+        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(originals))
         if edges and leaves:
             found = _torch.gradients(edges, [*leaves, *originals], used, create_graph)
         # `originals` are the inputs for which the leaves stand. If the graph leads to one, f reached
         # it by a way that was not found, and the gradient of its leaf is not all there is.
-        count = len(leaves)
-        for x, g in zip(originals, found[count:], strict=False):
+        for x, g in zip(originals, found[len(leaves) :], strict=True):
             if g is not None:
                 raise ClosureError(
                     f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
                     "way that could not be traced, so that its gradient would be incomplete. "
                     "Use it as an argument only."
                 )
-        gradients = [g for g in found[:count] if g is not None]
-        if len(gradients) == count:
-            self._settle((True,) * count)
-        else:
-            self._settle(tuple([g is not None for g in found[:count]]) if found else (False,) * count)
-        return (*_torch.all_alive(gradients),)
+        gradients = found[: len(leaves)]
+        self.settle(tuple([g is not None for g in gradients]))
+        return (*_torch.all_alive([g for g in gradients if g is not None]),)
 
 
 def _edge(y: Tensor) -> Any:

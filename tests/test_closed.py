@@ -304,3 +304,13 @@ def test_backward_in_another_level():
     assert_close(vmap(pull)(cotangents), vmap(expected)(cotangents))
     second = grad(lambda ct: pull(ct)[0].sin().sum())
     assert_close(second(y.detach()), grad(lambda ct: expected(ct)[0].sin().sum())(y.detach()))
+
+
+def test_cotangents_that_alone_are_batched():
+    """The inputs of the checkpoint are the same for all samples, what is done with its output is not."""
+    xs = torch.stack([X, 2 * X])
+
+    def gradients(f):
+        return vmap(grad(lambda w, x: (f(w) * x).sum()), (None, 0))(X, xs)
+
+    assert_close(gradients(remat(tiny)), gradients(tiny))
