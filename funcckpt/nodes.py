@@ -6,6 +6,7 @@ for some.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import operator
@@ -37,10 +38,10 @@ from .lookup import (
     names_of,
 )
 
-_PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _MODULE_STATE = frozenset(nn.Module().__dict__)
-_MODULE_HOOKS = frozenset([name for name in _MODULE_STATE - _PARTS.keys() if "_hooks" in name])
-_MODULE_FLAGS = _MODULE_STATE - _PARTS.keys() - _MODULE_HOOKS
+MODULE_HOOKS = frozenset([name for name in _MODULE_STATE - PARTS.keys() if "_hooks" in name])
+MODULE_FLAGS = _MODULE_STATE - PARTS.keys() - MODULE_HOOKS
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Elements up to which a buffer of a training module is copied before the forward, and up to which
 # the copy is kept without a sign that the buffer has changed: batch_norm gives none.
@@ -211,6 +212,13 @@ class Node:
         """What `allocate` needs of the original, without the items that are `needed`."""
         return type(self.value)
 
+    def copied(self) -> Node:
+        """Another node for the same object."""
+        node = object.__new__(type(self))
+        for name in _fields_of(type(self)):
+            setattr(node, name, getattr(self, name))
+        return node
+
     def seal(self, nodes: Mapping[int, Node]) -> None:
         needed = {name for name, child in self.children.items() if nodes[child].needed}
         if not self.shared:
@@ -224,6 +232,11 @@ class Node:
 
     def is_rebuilt(self, rebuild: Rebuild) -> bool:
         return self.needed or (self.frozen > _THAWED and not rebuild.first)
+
+
+@functools.cache
+def _fields_of(kind: type[Node]) -> tuple[str, ...]:
+    return tuple([name for base in kind.__mro__ for name in getattr(base, "__slots__", ())])
 
 
 class Sealed(weakref.ref[Tensor]):
@@ -404,8 +417,7 @@ class FunctionNode(Node):
 
     def _shares(self, name: str, rebuild: Rebuild) -> bool:
         """Whether a copy keeps the original's cell."""
-        child = self.children.get(("cell", name))
-        if child is not None and rebuild.nodes[child].is_rebuilt(rebuild):
+        if rebuild.replaces(self.children.get(("cell", name))):
             return False
         return rebuild.first or ("cell", name) not in self.items or name in self.state
 
@@ -414,8 +426,7 @@ class FunctionNode(Node):
         kind, variable = name
         if kind != "global":
             return False
-        child = self.children.get(name)
-        if child is not None and rebuild.nodes[child].is_rebuilt(rebuild):
+        if rebuild.replaces(self.children.get(name)):
             return True
         return not rebuild.first and self._was_reassigned(variable)
 
@@ -709,7 +720,7 @@ class _Places(dict[str, tuple[str, str]]):
 
 
 _MANY_PLACES = 4096
-_PLACES = {part: _Places(part) for part in (*_PARTS, "")}
+_PLACES = {part: _Places(part) for part in (*PARTS, "")}
 
 
 class ModuleNode(NamedNode):
@@ -737,9 +748,9 @@ class ModuleNode(NamedNode):
                 for hook in hooks.values()
                 if type(hook).__module__.startswith("torch.nn.utils.")
             }
-        self.state = {name: state[name] for name in _MODULE_FLAGS if name in state}
+        self.state = {name: state[name] for name in MODULE_FLAGS if name in state}
         # Hooks may be registered and removed later: these are there now.
-        self.hooks = {name: state[name].copy() for name in _MODULE_HOOKS if state.get(name)}
+        self.hooks = {name: state[name].copy() for name in MODULE_HOOKS if state.get(name)}
 
     @property
     def is_named(self) -> bool:
@@ -748,7 +759,7 @@ class ModuleNode(NamedNode):
     def read(self, value: Any) -> Content:
         state = value.__dict__
         content: Content = {}
-        for part in _PARTS:
+        for part in PARTS:
             if items := state[part]:
                 content.update(zip(map(_PLACES[part].__getitem__, items), items.values(), strict=True))
         attributes = {name: state[name] for name in state if name not in _MODULE_STATE}
@@ -774,7 +785,7 @@ class ModuleNode(NamedNode):
         for name, item in self.state.items():
             if now.get(name) != item:
                 yield "", name
-        for name in _MODULE_HOOKS:
+        for name in MODULE_HOOKS:
             if (now.get(name) or None) != self.hooks.get(name):
                 yield "", name
 
@@ -782,12 +793,12 @@ class ModuleNode(NamedNode):
         part, attribute = name
         if attribute == "__class__":
             return ""
-        return f"{_PARTS.get(part, 'attribute')} {attribute!r}"
+        return f"{PARTS.get(part, 'attribute')} {attribute!r}"
 
     def allocate(self, rebuild: Rebuild) -> Any:
         new = object.__new__(self.type)
-        state = {**self.state, **{name: OrderedDict() for name in _MODULE_HOOKS}, **self.hooks}
-        for part in _PARTS:
+        state = {**self.state, **{name: OrderedDict() for name in MODULE_HOOKS}, **self.hooks}
+        for part in PARTS:
             state[part] = {}
         origin = self.origin()
         if origin is not None and not self._may_look_up_anything():
@@ -796,9 +807,9 @@ class ModuleNode(NamedNode):
                     state[name] = item  # as in other objects
         object.__setattr__(new, "__dict__", state)
         forward = self.children.get(("", "forward"))
-        if forward is not None and ("", "forward") not in self.items:
+        node = None if forward is None else rebuild.nodes.get(forward)
+        if node is not None and ("", "forward") not in self.items:
             # The class is shared; an instance may have a forward of its own.
-            node = rebuild.nodes[forward]
             if node.needed or node.frozen == HELD or getattr(self.type, "forward", None) is not node.value:
                 state["forward"] = types.MethodType(rebuild.build(forward), new)
         return new
@@ -898,7 +909,15 @@ class Rebuild:
     def item(self, node: Node, name: Any) -> Any:
         """What stands for the thing that `node` calls `name`."""
         child = node.children.get(name)
-        return node.items[name] if child is None else self.build(child)
+        if child in self.nodes:
+            return self.build(child)
+        item = node.items[name]
+        return item if child is None else self.mapped.get(child, item)
+
+    def replaces(self, key: int | None) -> bool:
+        """Whether another object stands for the one with an id, if there is one."""
+        node = None if key is None else self.nodes.get(key)
+        return node is not None and node.is_rebuilt(self)
 
     def cell(self, original: int) -> types.CellType:
         """The cell that stands for one, given by its id, in all functions of a rebuilding."""
