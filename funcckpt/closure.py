@@ -132,9 +132,9 @@ class Closure:
     """
 
     def __init__(
-        self, root: Any, everything: bool = False, stand_in: Callable[[Tensor], Tensor] = lambda x: x
+        self, root: Any, everything: bool = False, stand_in: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        self._stand_in = stand_in
+        self._stand_in = stand_in or _itself
         self.tensors: list[Tensor] = []
         self.constants: list[Tensor] = []
         self.loose: list[Tensor] = []
@@ -196,7 +196,7 @@ class Closure:
             followed is not None
             and followed.inner
             and self._view is None
-            and _is_plain()
+            and self._is_plain()
             and not self.writes_unseen
         ):
             self._make_view(followed)
@@ -295,13 +295,10 @@ class Closure:
         if not self._walk(plan, plan.outer, root, nodes, contents):
             return False
         found = None
-        if plan.inner and _is_plain():
+        if plan.inner and self._is_plain():
             keys = tuple([id(contents[i][position]) for i, position, _ in plan.entries])
             found = plan.views.find(keys or (id(root),))
-        if found is not None and (
-            any([node.key in found[0] for node in nodes.values()])
-            or any([self._stand_in(x) is not x for x, _ in found[2]])
-        ):
+        if found is not None and any([node.key in found[0] for node in nodes.values()]):
             found = None
         if found is None and not self._walk(plan, plan.inner, root, nodes, contents):
             return False
@@ -328,23 +325,33 @@ class Closure:
             if isinstance(nodes[i], ModuleNode):
                 self._take_buffers_of(nodes[i])
         if found is not None:
-            self._view, self._values, tensors = found
+            self._view, self._values, *tensors = found
             for i, position, child in plan.entries:
                 stand_in = self._in_view(contents[i][position])
                 if plan.steps[child].parent == i:
                     stand_in.parent = nodes[i].key
-            self._take_in_view(tensors)
+            self._take_in_view(*tensors)
         return True
+
+    def _is_plain(self) -> bool:
+        """Whether no transform is active, and tensors have values, and stand for themselves."""
+        return (
+            self._stand_in is _itself
+            and _torch.peek_interpreter_stack() is None
+            and not _torch.has_dual_level()
+            and not _torch.takes_only_fake()
+        )
 
     def _in_view(self, value: Any) -> Any:
         assert self._view is not None
         return self._nodes.setdefault(id(value), self._view.stand_in(id(value), value))
 
-    def _take_in_view(self, tensors: Iterable[tuple[Tensor, bool]]) -> None:
+    def _take_in_view(self, tracked: list[Tensor], others: list[Tensor]) -> None:
         assert self._view is not None
-        for x, is_needed in tensors:
-            (self.tensors if is_needed else self.constants).append(x)
-            if not is_needed and may_be_statistics(x):
+        self.tensors += tracked
+        self.constants += others
+        for x in others:
+            if may_be_statistics(x):
                 self._in_view(x).take_snapshot(of_buffer=False)
         for i in self._view.updated:
             if not (x := self._values[i]).requires_grad:
@@ -394,6 +401,7 @@ class Closure:
         Where a search looks depends on the types of what it has met, on the names by which it is referred
         to, on what is the same, and on the code of functions. All this is compared.
         """
+        value: Any
         for i in numbers:
             step = plan.steps[i]
             if step.parent < 0:
@@ -797,6 +805,10 @@ class Closure:
                     self.loose.append(node.value)
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 class _Step(NamedTuple):
     """How a search has met one object, and by what it would know one in its place."""
 
@@ -835,15 +847,6 @@ class _Plan(NamedTuple):
 _plans: dict[Any, tuple[_Plan, ...]] = {}
 _MAX_PLANS_EACH = 4
 _MAX_PLANS = 256
-
-
-def _is_plain() -> bool:
-    """Whether no transform is active, and tensors have values."""
-    return (
-        _torch.peek_interpreter_stack() is None
-        and not _torch.has_dual_level()
-        and not _torch.takes_only_fake()
-    )
 
 
 def code_of(root: Any) -> Any:

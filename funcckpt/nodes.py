@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,8 +215,9 @@ class Node:
     def copied(self) -> Node:
         """Another node for the same object."""
         node = object.__new__(type(self))
-        for name in _fields_of(type(self)):
-            setattr(node, name, getattr(self, name))
+        fields, read = _fields_of(cast(Any, type(self)))
+        for name, value in zip(fields, read(self), strict=True):
+            setattr(node, name, value)
         return node
 
     def seal(self, nodes: Mapping[int, Node]) -> None:
@@ -235,8 +236,10 @@ class Node:
 
 
 @functools.cache
-def _fields_of(kind: type[Node]) -> tuple[str, ...]:
-    return tuple([name for base in kind.__mro__ for name in getattr(base, "__slots__", ())])
+def _fields_of(kind: type) -> tuple[list[str], Callable[[Any], Iterable[Any]]]:
+    """The slots of a class, and what reads all of them."""
+    names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+    return names, operator.attrgetter(*names)
 
 
 class Sealed(weakref.ref[Tensor]):

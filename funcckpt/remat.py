@@ -664,7 +664,7 @@ class _Call(Leaf):
         others = None if arguments.is_flat else arguments.others
         self._arguments_are_plain = not others and not arguments.static
         root = f if self._arguments_are_plain else (f, others, arguments.static or None)
-        self._closure = Closure(root, stand_in=net.stand_in)
+        self._closure = Closure(root, stand_in=net.stand_in if net.is_replacing() else None)
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         # One tensor may stand for several by which f refers to it.
         self._originals: dict[int, list[int]] = {}

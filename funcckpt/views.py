@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, compress, repeat
+from itertools import chain, compress, islice, repeat
 from typing import Any
 
 from torch import Tensor
@@ -57,10 +57,12 @@ _PLACED = (
     *(DescriptorNode, MemberNode),
 )
 _HELD = (ClassNode, PythonModuleNode)
+# No run asks which buffers are saved.
+_FLAGS = sorted(MODULE_FLAGS - {"_non_persistent_buffers_set"})
 # What reading raises where an object is no more what it was.
 _CHANGED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
-_type_and_forward = operator.attrgetter("__class__", "__class__.forward")
+_forward_of = operator.attrgetter("forward")
 _state_of = operator.attrgetter("__dict__")
 _parts_of = operator.itemgetter(*PARTS)
 _hooks_of = operator.itemgetter(*MODULE_HOOKS)
@@ -96,15 +98,15 @@ class Views(dict[tuple[int, ...], "View"]):
     def __init__(self) -> None:
         self._made = self._used = 0
 
-    def find(self, keys: tuple[int, ...]) -> tuple[View, list[Any], list[tuple[Tensor, bool]]] | None:
-        """A view that holds, the values in it, and the tensors among them with whether each is tracked."""
+    def find(self, keys: tuple[int, ...]) -> tuple[View, list[Any], list[Tensor], list[Tensor]] | None:
+        """A view that holds, the values in it, and of them the tensors that are tracked, and the others."""
         view = self.get(keys)
         if view is not None:
             values = view.values()
             tensors = None if values is None else view.tensors(values)
             if values is not None and tensors is not None:
                 self._used += 1
-                return view, values, tensors
+                return view, values, *tensors
             self.pop(keys, None)
         return None
 
@@ -144,6 +146,8 @@ class View:
 
         modules, functions, tensors = of(ModuleNode), of(FunctionNode), of(TensorNode)
         self._modules = [weakref.ref(node.value) for node in modules]
+        self._kinds = [node.type for node in modules]
+        self._kinds_once = {*self._kinds}
         self._functions = [weakref.ref(node.value) for node in functions]
         # Which parts of modules are filled; and of their attributes those that somebody may look up.
         parts = [*chain.from_iterable([_parts_of(node.value.__dict__) for node in modules])]
@@ -153,13 +157,16 @@ class View:
         self._classes = [base.__dict__ for node in of(ClassNode) for base in own_classes(node.value)]
         self._look_ups = [look_up for node in (*functions, *of(*_HELD)) for look_up in _look_ups_of(node)]
         self._placed: list[tuple[Node, int]] = []
-        self._place(of(*_PLACED))
+        self._place([node for node in of(*_PLACED) if not _is_atomic(node.value)])
         read = self._read()
         if read is None:
             raise NoView
         values, self._names = read
-        self._ids = [*map(id, values)]
-        self.places = {key: i for i, key in reversed([*enumerate(self._ids)])}
+        # Modules and functions come first. They are there, for there are references to them.
+        self._known = len(modules) + len(functions)
+        ids = [*map(id, values)]
+        self._ids = ids[self._known :]
+        self.places = {key: i for i, key in reversed([*enumerate(ids)])}
         # Each node without what it refers to, and where that is among the values.
         self._templates = {node.key: (_bare(node), self._items(node)) for node in nodes}
         self._referrers: dict[int, list[int]] = {}
@@ -167,7 +174,8 @@ class View:
             for child in node.children.values():
                 self._referrers.setdefault(child, []).append(node.key)
         self._tensors = [self.places[node.key] for node in tensors]
-        self._looks = [(type(node.value), node.needed) for node in tensors]
+        self._types = [type(node.value) for node in tensors]
+        self._tracked = [node.needed for node in tensors]
         updated = {id(x) for node in modules for x in node.updated_buffers()}
         self.updated = [self.places[node.key] for node in tensors if node.key in updated]
         if self.tensors(values) is None:
@@ -176,7 +184,7 @@ class View:
         needed = {node.key for node in nodes if node.needed}
         used = {self.places[node.key] for node in nodes if type(node) not in _HELD}
         used.update(*[items.values() for _, items in self._templates.values()])
-        self._may_be_held = [i in used and key not in needed for i, key in enumerate(self._ids)]
+        self._may_be_held = [i in used and key not in needed for i, key in enumerate(ids)]
         self._emptied = [
             key for key in needed if type(self._templates[key][0]) not in (ModuleNode, TensorNode)
         ]
@@ -208,6 +216,8 @@ class View:
         """All values and all names that there are now; None if something is not what it was."""
         modules = [reference() for reference in self._modules]
         functions = [reference() for reference in self._functions]
+        if [*map(type, modules)] != self._kinds:
+            return None
         try:
             states = [*map(_state_of, modules)]
             parts = [*chain.from_iterable(map(_parts_of, states))]
@@ -221,7 +231,7 @@ class View:
                 *chain.from_iterable(
                     [of(state) for of, state in zip(self._attributes_of, states, strict=True)]
                 ),
-                *chain.from_iterable(map(_type_and_forward, modules)),
+                *map(_forward_of, self._kinds_once),
                 *chain.from_iterable(map(_details_of, functions)),
                 *map(bool, map(_state_of, functions)),
                 *map(_content_of, chain.from_iterable(filter(None, map(_cells_of, functions)))),
@@ -236,16 +246,19 @@ class View:
     def values(self) -> list[Any] | None:
         """The values, if they are the same as in the search; None if not."""
         values, names = self._read() or (None, None)
-        is_same = values is not None and names == self._names and [*map(id, values)] == self._ids
-        return values if is_same and not self._is_over else None
-
-    def tensors(self, values: Sequence[Any]) -> list[tuple[Tensor, bool]] | None:
-        """The tensors, and whether each is tracked; None if that is not as in the search."""
-        tensors = [values[i] for i in self._tensors]
-        looks = [*zip(map(type, tensors), map(_requires_grad, tensors), strict=True)]
-        if looks != self._looks or any(map(_torch.is_functorch_wrapped_tensor, tensors)):
+        if values is None or names != self._names or self._is_over:
             return None
-        return [*zip(tensors, map(_requires_grad, tensors), strict=True)]
+        return values if [*map(id, islice(values, self._known, None))] == self._ids else None
+
+    def tensors(self, values: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """The tensors that are tracked, and the others; None if they are not as in the search."""
+        tensors = [values[i] for i in self._tensors]
+        tracked = [*map(_requires_grad, tensors)]
+        if tracked != self._tracked or [*map(type, tensors)] != self._types:
+            return None
+        if any(map(_torch.is_functorch_wrapped_tensor, tensors)):
+            return None
+        return [*compress(tensors, tracked)], [*compress(tensors, map(operator.not_, tracked))]
 
     def sealed(self, values: Sequence[Any]) -> Sequence[Any]:
         """The same values without tracked tensors, and what leads to them. All calls share them."""
@@ -316,7 +329,7 @@ def _is_viewable(node: Node) -> bool:
 
 def _attributes_of(node: ModuleNode) -> Callable[[Content], Iterable[Any]]:
     looked_up = [name for part, name in node.items if not part]
-    return _getter((*MODULE_FLAGS, *looked_up))
+    return _getter((*_FLAGS, *looked_up))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -334,6 +347,11 @@ def _look_ups_of(node: Node) -> Iterator[Callable[[], Iterable[Any]]]:
         names = global_names(value.__code__)
         yield functools.partial(map, value.__globals__.get, names, repeat(GONE))
         yield functools.partial(map, sys.modules.get, tuple(imported(value.__code__)), repeat(GONE))
+
+
+def _is_atomic(value: Any) -> bool:
+    """Whether a value is a tuple of numbers and names, which holds nothing, and stays what it is."""
+    return type(value) is tuple and ATOMS.issuperset(map(type, value))
 
 
 def _content(node: Node, value: Any) -> list[Any]:
@@ -363,13 +381,13 @@ def _bare(node: Node) -> Node:
 
 def _watched(nodes: Iterable[Node], end: Callable[[Any], None]) -> Iterator[Any]:
     """References that make sure that no id is another object's: to what holds nothing, and weak ones."""
-    placed = {node.key for node in nodes if type(node) in _PLACED}
+    placed = {node.key for node in nodes if type(node) in _PLACED and not _is_atomic(node.value)}
     for node in nodes:
         yield from vars(node.value) if type(node) is ObjectNode else node.items
         if isinstance(node, FunctionNode):
             yield node.value.__code__
         for value in (*node.items.values(), *[value for _, value in node.extra()]):
-            if type(value) in ATOMS or isinstance(value, type | types.ModuleType):
+            if type(value) in ATOMS or _is_atomic(value) or isinstance(value, type | types.ModuleType):
                 yield value
             elif not isinstance(value, Tensor) and id(value) not in placed:
                 try:
