@@ -100,6 +100,7 @@ from .nodes import (
     is_tracked,
     may_be_statistics,
     version_of,
+    versions_of,
 )
 from .views import View, Views
 from .world import PythonStream
@@ -184,30 +185,21 @@ class Closure:
                     if len(_plans) >= _MAX_PLANS:
                         _plans.clear()
                     _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
-        # Whether f may write where no version counter sees it.
-        self.writes_unseen = not self._names.isdisjoint(_WRITES_UNSEEN)
+        habits = _habits_of(self._names) if followed is None else followed.habits
+        self.writes_unseen = habits.writes_unseen
+        self.moves_streams = habits.moves_streams
+        self.retains_gradients = habits.retains_gradients
+        self.registers_hooks = habits.registers_hooks
+        self.normalizes = habits.normalizes
         if self.writes_unseen:
             self._take_snapshots()
         if self._nodes:
             self._share()
             _spread(self._nodes)
-        self.is_pure = self.is_pure and "id" not in self._names and not self._is_told_by_identity()
-        if (
-            followed is not None
-            and followed.inner
-            and self._view is None
-            and self._is_plain()
-            and not self.writes_unseen
-        ):
+        self.is_pure = self.is_pure and not habits.tells_by_identity and not self._is_told_by_identity()
+        if followed is not None and self._view is None:
             self._make_view(followed)
-        self._versions = [version_of(x) for x in self.constants]
-        # Whether f may draw random numbers and leave the streams where they were.
-        self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
-        # What f may ask of a tensor that it has been given, or has computed.
-        self.retains_gradients = "retain_grad" in self._names
-        self.registers_hooks = "register_hook" in self._names
-        # Whether f may update the statistics that it is given, and read them.
-        self.normalizes = not self._names.isdisjoint(_NORMALIZES)
+        self._versions = versions_of(self.constants)
 
     @property
     def has_updated_buffers(self) -> bool:
@@ -270,6 +262,7 @@ class Closure:
         return _Plan(
             steps,
             self._names,
+            _habits_of(self._names),
             self.is_pure,
             self.reaches_packages,
             self.has_rnn,
@@ -358,6 +351,8 @@ class Closure:
                 self._in_view(x).take_snapshot(of_buffer=True)
 
     def _make_view(self, plan: _Plan) -> None:
+        if not plan.inner or self.writes_unseen or not self._is_plain():
+            return
         nodes = [*self._nodes.values()]
         keys = tuple([nodes[child].key for _, _, child in plan.entries])
         plan.views.make(keys or (nodes[0].key,), [nodes[i] for i in plan.inner])
@@ -575,12 +570,13 @@ class Closure:
         elif self._view is not None:
             self._values_now = values
         errors = {}
-        for x, version in zip(self.constants, self._versions, strict=True):
-            if version is not None and version_of(x) != version:
+        now = versions_of(self.constants)
+        for x, version, version_now in zip(self.constants, self._versions, now, strict=True):
+            if version is not None and version_now != version:
                 error = MutationError(
                     f"{self.where(id(x))} ({describe(x)}), which remat({name}) captured, was changed in "
                     f"place between the forward and the recomputation: it is at version "
-                    f"{version_of(x)}, and was at {version}. Pass a copy of it, or change it after "
+                    f"{version_now}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
                 )
                 if id(x) not in self._unused:
@@ -635,12 +631,11 @@ class Closure:
 
     def keep_as_constants(self, tensors: Mapping[int, Tensor]) -> None:
         """Hold tracked tensors that turned out to be no inputs, as they are."""
-        for key, x in tensors.items():
-            if (node := self._nodes.get(key)) is not None:
-                node.needed, node.value = False, x
-            self._unused.add(key)
-            self.constants.append(x)
-            self._versions.append(version_of(x))
+        for key in tensors.keys() & self._nodes.keys():
+            self._nodes[key].needed, self._nodes[key].value = False, tensors[key]
+        self._unused.update(tensors)
+        self.constants += tensors.values()
+        self._versions += versions_of(tensors.values())
 
     def seal(self) -> None:
         """Let go of the tensors that became inputs: from now on the graph owns them."""
@@ -805,6 +800,36 @@ class Closure:
                     self.loose.append(node.value)
 
 
+class _Habits(NamedTuple):
+    """What code may do, judged by the names that it looks up."""
+
+    # Write where no version counter sees it.
+    writes_unseen: bool
+    # Draw random numbers, and leave the streams where they were.
+    moves_streams: bool
+    # Ask this of a tensor that it was given, or has computed.
+    retains_gradients: bool
+    registers_hooks: bool
+    # Update the statistics that it is given, and read them.
+    normalizes: bool
+    tells_by_identity: bool
+
+
+# The names that tell each.
+_SIGNS = (
+    ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_"),
+    ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed"),
+    ("retain_grad",),
+    ("register_hook",),
+    ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var"),
+    ("id",),
+)
+
+
+def _habits_of(names: set[str]) -> _Habits:
+    return _Habits(*[not names.isdisjoint(signs) for signs in _SIGNS])
+
+
 def _itself(x: Tensor) -> Tensor:
     return x
 
@@ -833,6 +858,7 @@ class _Plan(NamedTuple):
 
     steps: list[_Step]
     names: set[str]
+    habits: _Habits
     is_pure: bool
     reaches_packages: bool
     has_rnn: bool
@@ -885,9 +911,6 @@ _COPIED = (Tensor, nn.Module)
 _UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
 _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
-_MOVES_STREAMS = ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed")
-_WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
-_NORMALIZES = ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var")
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
 

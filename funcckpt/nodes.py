@@ -6,7 +6,6 @@ for some.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import operator
@@ -16,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -215,9 +214,9 @@ class Node:
     def copied(self) -> Node:
         """Another node for the same object."""
         node = object.__new__(type(self))
-        fields, read = _fields_of(cast(Any, type(self)))
-        for name, value in zip(fields, read(self), strict=True):
-            setattr(node, name, value)
+        for kind in type(self).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                setattr(node, name, getattr(self, name))
         return node
 
     def seal(self, nodes: Mapping[int, Node]) -> None:
@@ -233,13 +232,6 @@ class Node:
 
     def is_rebuilt(self, rebuild: Rebuild) -> bool:
         return self.needed or (self.frozen > _THAWED and not rebuild.first)
-
-
-@functools.cache
-def _fields_of(kind: type) -> tuple[list[str], Callable[[Any], Iterable[Any]]]:
-    """The slots of a class, and what reads all of them."""
-    names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-    return names, operator.attrgetter(*names)
 
 
 class Sealed(weakref.ref[Tensor]):
@@ -922,6 +914,10 @@ class Rebuild:
         node = None if key is None else self.nodes.get(key)
         return node is not None and node.is_rebuilt(self)
 
+    def standing_for(self, key: int) -> Any:
+        """The other object that stands for the one with an id; None if there is none."""
+        return self.build(key) if self.replaces(key) else self.mapped.get(key)
+
     def cell(self, original: int) -> types.CellType:
         """The cell that stands for one, given by its id, in all functions of a rebuilding."""
         return self._cells.setdefault(original, types.CellType())
@@ -975,6 +971,17 @@ def _is_parameter(x: Any) -> bool:
 def version_of(x: Tensor) -> int | None:
     """How often `x` was changed in place; inference tensors do not count."""
     return None if x.is_inference() else x._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    tensors = [*tensors]
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # inference tensors have none
+        return [*map(version_of, tensors)]
+
+
+_version = operator.attrgetter("_version")
 
 
 def _are_identical(now: Content, before: Content) -> bool:

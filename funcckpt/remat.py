@@ -39,7 +39,7 @@ from .errors import (
     OutputError,
     describe,
 )
-from .nodes import may_be_statistics, snapshot_of_statistics
+from .nodes import may_be_statistics, snapshot_of_statistics, versions_of
 from .program import Leaf, Tensors
 
 P = ParamSpec("P")
@@ -606,22 +606,21 @@ class _Before:
 
     def __init__(self, captured: Sequence[Tensor], copies: bool) -> None:
         self._captured = captured
-        self._versions = _Call.versions(captured)
+        self._versions = versions_of(captured)
         self._copies = [_copy(x) for x in captured] if copies else []
-        self._hooks = [len(x._backward_hooks or ()) for x in captured]
-        self._gradients = [_gradient(x) for x in captured]
+        self._hooks = _counts_of_hooks(captured)
+        self._gradients = _gradients(captured)
         # Other threads may accumulate meanwhile.
         self.accumulation = _torch.accumulation(captured) if threading.active_count() > 1 else None
 
     def check(self, name: str, where: Callable[[Tensor], str]) -> None:
-        for x, before in zip(self._captured, self._hooks, strict=True):
-            if len(x._backward_hooks or ()) > before:
-                raise MutationError(
-                    f"remat({name}) registers a hook on {where(x)} ({describe(x)}), and would do so again in "
-                    "the recomputation. Register it outside."
-                )
-        for x, gradient in zip(self._captured, self._gradients, strict=True):
-            if _gradient(x) != gradient and (self.accumulation is None or id(x) in self.accumulation.seen):
+        for x in self._differing(self._hooks, _counts_of_hooks(self._captured)):
+            raise MutationError(
+                f"remat({name}) registers a hook on {where(x)} ({describe(x)}), and would do so again in "
+                "the recomputation. Register it outside."
+            )
+        for x in self._differing(self._gradients, _gradients(self._captured)):
+            if self.accumulation is None or id(x) in self.accumulation.seen:
                 raise MutationError(
                     f"remat({name}) calls backward(), which accumulates the gradient of {where(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Use torch.autograd.grad "
@@ -630,14 +629,14 @@ class _Before:
 
     def written(self) -> set[int]:
         """The ids of those that f has written to."""
-        now = _Call.versions(self._captured)
-        written = {
-            id(x)
-            for x, before, after in zip(self._captured, self._versions, now, strict=True)
-            if before != after
-        }
+        written = {id(x) for x in self._differing(self._versions, versions_of(self._captured))}
         copies = zip(self._captured, self._copies, strict=False)
         return written | {id(x) for x, copy in copies if copy is not None and not _same(x, copy)}
+
+    def _differing(self, before: list[Any], now: list[Any]) -> list[Tensor]:
+        if before == now:
+            return []
+        return [x for x, a, b in zip(self._captured, before, now, strict=True) if a != b]
 
 
 class _Call(Leaf):
@@ -790,10 +789,13 @@ class _Call(Leaf):
         self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
-        inputs = {id(x) for x in used}
-        unused = [x for x in captured if id(x) not in inputs]
-        self._closure.keep_as_constants({key: x for x in unused for key in self._keys(x)})
-        for x in unused:
+        unused = {id(x): x for x in captured}
+        for x in used:
+            unused.pop(id(x), None)
+        if self._originals:
+            unused = {key: x for x in unused.values() for key in self._keys(x)}
+        self._closure.keep_as_constants(unused)
+        for x in unused.values() if written else ():
             if id(x) in written:
                 raise MutationError(
                     f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
@@ -1199,10 +1201,13 @@ def _guarded(y: Tensor) -> Tensor:
     return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
 
 
-def _gradient(x: Tensor) -> tuple[int, int] | None:
-    """What tells whether the `.grad` of a tensor was assigned or added to."""
-    gradient = x.grad if x.is_leaf else None
-    return None if gradient is None else (id(gradient), gradient._version)
+def _counts_of_hooks(tensors: Iterable[Tensor]) -> list[int]:
+    return [len(hooks) if (hooks := x._backward_hooks) else 0 for x in tensors]
+
+
+def _gradients(tensors: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+    """What tells whether the `.grad` of tensors was assigned or added to."""
+    return [(id(g), g._version) if x.is_leaf and (g := x.grad) is not None else None for x in tensors]
 
 
 def _copy(x: Tensor) -> Tensor | None:

@@ -92,6 +92,31 @@ class _StandIn(Node):
         return False  # it was looked at, and is what it was
 
 
+class _UnchangedModule(ModuleNode):
+    """A module that is as it was: its copy takes over what it has now."""
+
+    __slots__ = ()
+
+    def __init__(self, value: Any, template: ModuleNode) -> None:
+        self.value, self.key, self.type = value, template.key, template.type
+        self.parameters, self.children, self.needed = template.parameters, template.children, True
+
+    def allocate(self, rebuild: Rebuild) -> Any:
+        new = object.__new__(self.type)
+        state = self.value.__dict__.copy()
+        for part in PARTS:
+            state[part] = state[part].copy()
+        object.__setattr__(new, "__dict__", state)
+        return new
+
+    def fill(self, new: Any, rebuild: Rebuild) -> None:
+        for name, child in self.children.items():
+            item = rebuild.standing_for(child)
+            if item is not None:
+                is_forward = name == ("", "forward") and "forward" not in self.value.__dict__
+                self.put(new, name, types.MethodType(item, new) if is_forward else item)
+
+
 class Views(dict[tuple[int, ...], "View"]):
     """The views for a plan, by the ids of what others refer to in them."""
 
@@ -292,7 +317,10 @@ class View:
         while pending:
             key = pending.pop()
             if key not in found:
-                if type(self._templates[key][0]) is not TensorNode:
+                template, _ = self._templates[key]
+                if type(template) is ModuleNode:
+                    found[key] = _UnchangedModule(values[self.places[key]], template)
+                elif type(template) is not TensorNode:
                     found[key] = self.node(key, values)
                 pending.extend(self._referrers.get(key, ()))
         return found
