@@ -351,7 +351,7 @@ class Closure:
                 self._in_view(x).take_snapshot(of_buffer=True)
 
     def _make_view(self, plan: _Plan) -> None:
-        if not plan.inner or self.writes_unseen or not self._is_plain():
+        if not plan.inner or self.writes_unseen or plan.habits.asks_for_state or not self._is_plain():
             return
         nodes = [*self._nodes.values()]
         keys = tuple([nodes[child].key for _, _, child in plan.entries])
@@ -813,6 +813,7 @@ class _Habits(NamedTuple):
     # Update the statistics that it is given, and read them.
     normalizes: bool
     tells_by_identity: bool
+    asks_for_state: bool
 
 
 # The names that tell each.
@@ -823,6 +824,7 @@ _SIGNS = (
     ("register_hook",),
     ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var"),
     ("id",),
+    ("state_dict", "load_state_dict"),
 )
 
 

@@ -914,10 +914,6 @@ class Rebuild:
         node = None if key is None else self.nodes.get(key)
         return node is not None and node.is_rebuilt(self)
 
-    def standing_for(self, key: int) -> Any:
-        """The other object that stands for the one with an id; None if there is none."""
-        return self.build(key) if self.replaces(key) else self.mapped.get(key)
-
     def cell(self, original: int) -> types.CellType:
         """The cell that stands for one, given by its id, in all functions of a rebuilding."""
         return self._cells.setdefault(original, types.CellType())

@@ -35,7 +35,6 @@ from .lookup import (
 )
 from .nodes import (
     MODULE_FLAGS,
-    MODULE_HOOKS,
     PARTS,
     DictNode,
     FunctionNode,
@@ -57,7 +56,9 @@ _PLACED = (
     *(DescriptorNode, MemberNode),
 )
 _HELD = (ClassNode, PythonModuleNode)
-# No run asks which buffers are saved.
+# Hooks that a call runs, if there are any; what else is written of a hook is nothing without them. No view is
+# made for code that asks for a state_dict, which runs others, and tells which buffers are saved.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FLAGS = sorted(MODULE_FLAGS - {"_non_persistent_buffers_set"})
 # What reading raises where an object is no more what it was.
 _CHANGED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -65,7 +66,7 @@ _CHANGED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _forward_of = operator.attrgetter("forward")
 _state_of = operator.attrgetter("__dict__")
 _parts_of = operator.itemgetter(*PARTS)
-_hooks_of = operator.itemgetter(*MODULE_HOOKS)
+_hooks_of = operator.itemgetter(*_HOOKS)
 _values_of = operator.methodcaller("values")
 _details_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _cells_of = operator.attrgetter("__closure__")
@@ -99,7 +100,9 @@ class _UnchangedModule(ModuleNode):
 
     def __init__(self, value: Any, template: ModuleNode) -> None:
         self.value, self.key, self.type = value, template.key, template.type
-        self.parameters, self.children, self.needed = template.parameters, template.children, True
+        self.parameters, self.needed = template.parameters, True
+        # What is not as it was: what leads to other tensors.
+        self.children = {}
 
     def allocate(self, rebuild: Rebuild) -> Any:
         new = object.__new__(self.type)
@@ -111,10 +114,9 @@ class _UnchangedModule(ModuleNode):
 
     def fill(self, new: Any, rebuild: Rebuild) -> None:
         for name, child in self.children.items():
-            item = rebuild.standing_for(child)
-            if item is not None:
-                is_forward = name == ("", "forward") and "forward" not in self.value.__dict__
-                self.put(new, name, types.MethodType(item, new) if is_forward else item)
+            item: Any = rebuild.build(child) if child in rebuild.nodes else rebuild.mapped[child]
+            is_forward = name == ("", "forward") and "forward" not in self.value.__dict__
+            self.put(new, name, types.MethodType(item, new) if is_forward else item)
 
 
 class Views(dict[tuple[int, ...], "View"]):
@@ -194,10 +196,10 @@ class View:
         self.places = {key: i for i, key in reversed([*enumerate(ids)])}
         # Each node without what it refers to, and where that is among the values.
         self._templates = {node.key: (_bare(node), self._items(node)) for node in nodes}
-        self._referrers: dict[int, list[int]] = {}
+        self._referrers: dict[int, list[tuple[int, Any]]] = {}
         for node in nodes:
-            for child in node.children.values():
-                self._referrers.setdefault(child, []).append(node.key)
+            for name, child in node.children.items():
+                self._referrers.setdefault(child, []).append((node.key, name))
         self._tensors = [self.places[node.key] for node in tensors]
         self._types = [type(node.value) for node in tensors]
         self._tracked = [node.needed for node in tensors]
@@ -314,16 +316,27 @@ class View:
         """The nodes of some objects, and those from which they are reached. Tensors need none."""
         found: dict[int, Node] = {}
         pending = [key for key in keys if key in self._templates]
+        seen = {*pending}
         while pending:
             key = pending.pop()
-            if key not in found:
-                template, _ = self._templates[key]
-                if type(template) is ModuleNode:
-                    found[key] = _UnchangedModule(values[self.places[key]], template)
-                elif type(template) is not TensorNode:
-                    found[key] = self.node(key, values)
-                pending.extend(self._referrers.get(key, ()))
+            template, _ = self._templates[key]
+            if key not in found and type(template) is not TensorNode:
+                found[key] = self._on_the_way(key, values)
+            for referrer, name in self._referrers.get(key, ()):
+                if referrer not in found:
+                    found[referrer] = self._on_the_way(referrer, values)
+                if isinstance(way := found[referrer], _UnchangedModule):
+                    way.children[name] = key
+                if referrer not in seen:
+                    seen.add(referrer)
+                    pending.append(referrer)
         return found
+
+    def _on_the_way(self, key: int, values: Sequence[Any]) -> Node:
+        template, _ = self._templates[key]
+        if type(template) is ModuleNode:
+            return _UnchangedModule(values[self.places[key]], template)
+        return self.node(key, values)
 
     def stand_in(self, key: int, value: Any) -> Node:
         """A node for one of the objects, that does not lead on."""
@@ -345,7 +358,7 @@ def _is_viewable(node: Node) -> bool:
     if type(node) is TensorNode:
         return not (node.needed and node.shared) and not _torch.is_functorch_wrapped_tensor(value)
     if type(node) is ModuleNode:
-        return not node.computed and value.__dict__.keys() >= MODULE_HOOKS
+        return not node.computed
     if type(node) is FunctionNode:
         module = sys.modules.get(value.__globals__.get("__name__"))
         is_of_module = module is not None and module.__dict__ is value.__globals__
