@@ -333,7 +333,8 @@ class FunctionNode(Node):
         return {self.cells[name] for name in self.state if name in self.cells}
 
     def share(self, assigned: Collection[int]) -> None:
-        self.state |= {name for name, cell in self.cells.items() if cell in assigned}
+        if assigned:
+            self.state |= {name for name, cell in self.cells.items() if cell in assigned}
         if self.cells.keys() - self.state:
             self.frozen = BOUND
 
@@ -484,7 +485,9 @@ class FunctionNode(Node):
     def assignable(self, value: Any) -> Content:
         code = value.__code__
         names = self.state
-        content = {}
+        content: Content = {}
+        if not names:
+            return content
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             if name in names:
                 with suppress(ValueError):

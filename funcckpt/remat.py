@@ -784,12 +784,12 @@ class _Call(Leaf):
         self, captured: Sequence[Tensor], used: Sequence[Tensor], written: Collection[int]
     ) -> None:
         """Which captured tensors are inputs, and in what way, now that f has run."""
-        found = {id(x) for x in self._closure.tensors}
-        by_rebuilding = found - {id(x) for x in self._closure.loose}
+        found = {*map(id, self._closure.tensors)}
+        by_rebuilding = found.difference(map(id, self._closure.loose))
         self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
-        unused = {id(x): x for x in captured}
+        unused = dict(zip(map(id, captured), captured, strict=True))
         for x in used:
             unused.pop(id(x), None)
         if self._originals:
@@ -896,7 +896,8 @@ class _Call(Leaf):
     ) -> list[Tensor]:
         """The captured tensors to which the graph of the outputs leads."""
         # An argument that is captured as well is an input twice.
-        known = {_edge(x): x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad}
+        tensors = [x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad]
+        known = dict(zip(_edges(tensors), tensors, strict=True))
         searched = False
         used: list[Tensor] = []
         for edge in _entering(outputs, known, first_node):
@@ -1110,6 +1111,14 @@ _LAST = (1 << 64) - 1
 
 def _edge(x: Tensor) -> _Edge:
     return (id(x), _LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[_Edge]:
+    functions = map(operator.attrgetter("grad_fn"), tensors)
+    return [
+        (id(x), _LEAF) if function is None else (function, x.output_nr)
+        for x, function in zip(tensors, functions, strict=True)
+    ]
 
 
 def _entering(outputs: Sequence[Tensor], known: Collection[_Edge], first_node: int) -> list[_Edge]:
