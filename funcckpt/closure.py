@@ -77,6 +77,7 @@ from .lookup import (
 from .nodes import (
     BOUND,
     HELD,
+    ITERATORS,
     LOOK_UP_ANYTHING,
     MAX_SNAPSHOT,
     BuiltinMethodNode,
@@ -86,6 +87,7 @@ from .nodes import (
     FixedNode,
     FrozenNode,
     FunctionNode,
+    IteratorNode,
     Mapped,
     MethodNode,
     ModuleNode,
@@ -796,6 +798,7 @@ class Closure:
             if not node.shared:
                 node.shared = True
                 pending.extend([nodes[child] for child in node.children.values()])
+                self.is_pure = self.is_pure and not isinstance(node, IteratorNode)
                 if isinstance(node, TensorNode) and node.needed:
                     self.loose.append(node.value)
 
@@ -817,8 +820,9 @@ class _Habits(NamedTuple):
 
 
 # The names that tell each.
+WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
 _SIGNS = (
-    ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_"),
+    WRITES_UNSEEN,
     ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed"),
     ("retain_grad",),
     ("register_hook",),
@@ -952,6 +956,8 @@ def _node_type(value: Any, kind: type) -> type[Node] | None:
         return DictNode
     if kind in (list, deque):
         return SequenceNode
+    if kind in ITERATORS:
+        return IteratorNode
     if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_fields")):
         return TupleNode
     if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
