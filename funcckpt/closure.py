@@ -59,6 +59,7 @@ from .fixed import (
     WeakNode,
 )
 from .lookup import (
+    ATOMS,
     GONE,
     Cached,
     count_as_own,
@@ -101,34 +102,11 @@ from .nodes import (
     is_tracked,
     may_be_statistics,
     version_of,
+    versions_of,
 )
+from .views import View, Views
 from .world import PythonStream
 
-# Values that hold no tensor, told by their type alone.
-_ATOMS = frozenset(
-    {
-        int,
-        float,
-        complex,
-        bool,
-        str,
-        bytes,
-        type(None),
-        type(Ellipsis),
-        type(NotImplemented),
-        slice,
-        range,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        torch.memory_format,
-        torch.layout,
-        types.WrapperDescriptorType,
-        types.MethodDescriptorType,
-        types.GetSetDescriptorType,
-        types.CodeType,
-    }
-)
 # Libraries that have random streams of their own.
 _RANDOM = ("random", "numpy", "numpy.random")
 _MAX_DEPTH = 128
@@ -157,9 +135,9 @@ class Closure:
     """
 
     def __init__(
-        self, root: Any, everything: bool = False, stand_in: Callable[[Tensor], Tensor] = lambda x: x
+        self, root: Any, everything: bool = False, stand_in: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        self._stand_in = stand_in
+        self._stand_in = stand_in or _itself
         self.tensors: list[Tensor] = []
         self.constants: list[Tensor] = []
         self.loose: list[Tensor] = []
@@ -186,9 +164,14 @@ class Closure:
         # What lies so deep that Python's stack would not reach it.
         self._deep: list[tuple[Node, Iterable[tuple[Any, Any]]]] = []
         self._root: int | None = None
+        # What is not among the nodes, as long as it is as it was in an earlier search; and the values there.
+        self._view: View | None = None
+        self._values: Sequence[Any] = ()
+        self._values_now: Sequence[Any] | None = None
         # A root that has no nodes; and its code, if it is a function that refers to nothing.
         self._opaque: Any = None
         self._code: types.CodeType | None = None
+        followed: _Plan | None = None
         if type(root) is types.FunctionType and refers_to_nothing(root):
             self._names = set(names_of(root.__code__))
             self._opaque, self._code = root, root.__code__
@@ -197,28 +180,28 @@ class Closure:
         else:
             key = code_of(root[0] if type(root) is tuple else root)  # with its arguments
             plans = _plans.get(key, ())
-            if not any(self._follow(plan, root) for plan in plans):
+            followed = next((plan for plan in plans if self._follow(plan, root)), None)
+            if followed is None:
                 self._search(root)
                 if (plan := self._plan()) is not None:
                     if len(_plans) >= _MAX_PLANS:
                         _plans.clear()
                     _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
-        # Whether f may write where no version counter sees it.
-        self.writes_unseen = not self._names.isdisjoint(WRITES_UNSEEN)
+        habits = _habits_of(self._names) if followed is None else followed.habits
+        self.writes_unseen = habits.writes_unseen
+        self.moves_streams = habits.moves_streams
+        self.retains_gradients = habits.retains_gradients
+        self.registers_hooks = habits.registers_hooks
+        self.normalizes = habits.normalizes
         if self.writes_unseen:
             self._take_snapshots()
         if self._nodes:
             self._share()
             _spread(self._nodes)
-        self.is_pure = self.is_pure and "id" not in self._names and not self._is_told_by_identity()
-        self._versions = [version_of(x) for x in self.constants]
-        # Whether f may draw random numbers and leave the streams where they were.
-        self.moves_streams = not self._names.isdisjoint(_MOVES_STREAMS)
-        # What f may ask of a tensor that it has been given, or has computed.
-        self.retains_gradients = "retain_grad" in self._names
-        self.registers_hooks = "register_hook" in self._names
-        # Whether f may update the statistics that it is given, and read them.
-        self.normalizes = not self._names.isdisjoint(_NORMALIZES)
+        self.is_pure = self.is_pure and not habits.tells_by_identity and not self._is_told_by_identity()
+        if followed is not None and self._view is None:
+            self._make_view(followed)
+        self._versions = versions_of(self.constants)
 
     @property
     def has_updated_buffers(self) -> bool:
@@ -246,7 +229,7 @@ class Closure:
                 kind = type(value)
                 if not _is_plain_name(name) or _is_transient(value):
                     return None
-                if kind in _ATOMS:
+                if kind in ATOMS:
                     continue
                 if (child := node.children.get(name)) is not None and child == id(value):
                     children.append((position, name, numbers[child]))
@@ -275,31 +258,160 @@ class Closure:
                     same,
                 )
             )
-        return _Plan(steps, self._names, self.is_pure, self.reaches_packages, self.has_rnn)
+        inner = self._reached_from_modules()
+        outer = [i for i, key in enumerate(self._nodes) if key not in inner]
+        entries = [(i, position, child) for i in outer for position, _, child in steps[i].children]
+        return _Plan(
+            steps,
+            self._names,
+            _habits_of(self._names),
+            self.is_pure,
+            self.reaches_packages,
+            self.has_rnn,
+            outer,
+            sorted([numbers[key] for key in inner]),
+            [entry for entry in entries if entry[2] not in outer],
+            Views(),
+        )
+
+    def _reached_from_modules(self) -> set[int]:
+        pending = [node.key for node in self._nodes.values() if type(node) is ModuleNode]
+        reached: set[int] = set()
+        while pending:
+            if (key := pending.pop()) not in reached:
+                reached.add(key)
+                pending.extend(self._nodes[key].children.values())
+        return reached
 
     def _follow(self, plan: _Plan, root: Any) -> bool:
-        """Look where another search has looked; False if it would look elsewhere now.
+        """Look where another search has looked; False if it would look elsewhere now."""
+        nodes: dict[int, Node] = {}
+        contents: dict[int, list[Any]] = {}
+        if not self._walk(plan, plan.outer, root, nodes, contents):
+            return False
+        found = None
+        if plan.inner and self._is_plain():
+            keys = tuple([id(contents[i][position]) for i, position, _ in plan.entries])
+            found = plan.views.find(keys or (id(root),))
+        if found is not None and any([node.key in found[0] for node in nodes.values()]):
+            found = None
+        if found is None and not self._walk(plan, plan.inner, root, nodes, contents):
+            return False
+        numbers = sorted(nodes) if plan.inner else nodes
+        self._nodes = {nodes[i].key: nodes[i] for i in numbers}
+        if len(self._nodes) < len(nodes):
+            return False
+        for i in numbers:
+            content = contents[i]
+            for position, name, child in plan.steps[i].children:
+                key = nodes[i].children[name] = id(content[position])
+                if child in nodes and nodes[child].key != key:
+                    return False
+        self._root = id(root)
+        self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
+        self.reaches_packages = plan.reaches_packages
+        for i in numbers:
+            node = nodes[i]
+            if type(node) is TensorNode:
+                self._take(node)
+            elif type(node.value) is Cached:
+                self._caches.append(node.value)
+        for i in numbers:
+            if isinstance(nodes[i], ModuleNode):
+                self._take_buffers_of(nodes[i])
+        if found is not None:
+            self._view, self._values, *tensors = found
+            for i, position, child in plan.entries:
+                stand_in = self._in_view(contents[i][position])
+                if plan.steps[child].parent == i:
+                    stand_in.parent = nodes[i].key
+            self._take_in_view(*tensors)
+        return True
 
-        What it did depends on the types of what it has met, on the names by which it is referred to, on
-        what is the same, and on the code of functions. All this is compared.
+    def _is_plain(self) -> bool:
+        """Whether no transform is active, and tensors have values, and stand for themselves."""
+        return (
+            self._stand_in is _itself
+            and _torch.peek_interpreter_stack() is None
+            and not _torch.has_dual_level()
+            and not _torch.takes_only_fake()
+        )
+
+    def _in_view(self, value: Any) -> Any:
+        assert self._view is not None
+        return self._nodes.setdefault(id(value), self._view.stand_in(id(value), value))
+
+    def _take_in_view(self, tracked: list[Tensor], others: list[Tensor]) -> None:
+        assert self._view is not None
+        self.tensors += tracked
+        self.constants += others
+        for x in others:
+            if may_be_statistics(x):
+                self._in_view(x).take_snapshot(of_buffer=False)
+        for i in self._view.updated:
+            if not (x := self._values[i]).requires_grad:
+                self._in_view(x).take_snapshot(of_buffer=True)
+
+    def _make_view(self, plan: _Plan) -> None:
+        if not plan.inner or self.writes_unseen or plan.habits.asks_for_state or not self._is_plain():
+            return
+        nodes = [*self._nodes.values()]
+        keys = tuple([nodes[child].key for _, _, child in plan.entries])
+        plan.views.make(keys or (nodes[0].key,), [nodes[i] for i in plan.inner])
+
+    def _leave_view(self) -> None:
+        """Let there be nodes for what is in the view, as it was in the search."""
+        view, self._view = self._view, None
+        if view is None:
+            return
+        nodes = view.nodes(self._values)
+        self._values = ()
+        for node in nodes.values():
+            self._file(node)
+        for key, node in self._nodes.items():
+            if key not in view or isinstance(node, TensorNode):
+                nodes[key] = node
+            elif node.parent is not None:
+                nodes[key].parent = node.parent
+        for x in self.constants:
+            nodes[id(x)].value, nodes[id(x)].needed = x, False
+        self._nodes = nodes
+        _spread(nodes)
+
+    def _file(self, node: Node) -> None:
+        """Note what to look at before a recomputation."""
+        if node.shared:
+            self._shared.append(node)
+        elif isinstance(node, _MUTABLE) and not node.needed:
+            self._mutable.append(node)
+
+    def _walk(
+        self,
+        plan: _Plan,
+        numbers: Sequence[int],
+        root: Any,
+        nodes: dict[int, Node],
+        contents: dict[int, list[Any]],
+    ) -> bool:
+        """Take some steps of a plan; False if they lead elsewhere now.
+
+        Where a search looks depends on the types of what it has met, on the names by which it is referred
+        to, on what is the same, and on the code of functions. All this is compared.
         """
-        nodes: list[Node] = []
-        contents: list[list[Any]] = []
         value: Any
-        for step in plan.steps:
-            parent = step.parent
-            if parent < 0:
+        for i in numbers:
+            step = plan.steps[i]
+            if step.parent < 0:
                 if type(root) is not step.kind:
                     return False
-                value, node = root, step.node(root, None, step.label)
+                value, parent = root, None
             else:
-                value = contents[parent][step.position]
-                node = step.node(value, nodes[parent].key, step.label)
-            nodes.append(node)
+                value, parent = contents[step.parent][step.position], nodes[step.parent].key
+            node = nodes[i] = step.node(value, parent, step.label)
             if step.node is TensorNode:
                 if self._is_left_over(value):
                     return False
-                contents.append([])
+                contents[i] = []
                 continue
             for slot, mark in step.marks:
                 setattr(node, slot, mark)
@@ -315,27 +427,7 @@ class Closure:
             for position, item in step.same:
                 if content[position] is not item:
                     return False
-            contents.append(content)
-        keys = [node.key for node in nodes]
-        self._nodes = dict(zip(keys, nodes, strict=True))
-        if len(self._nodes) < len(keys):
-            return False
-        for step, node, content in zip(plan.steps, nodes, contents, strict=True):
-            for position, name, child in step.children:
-                key = node.children[name] = keys[child]
-                if id(content[position]) != key:
-                    return False
-        self._root = keys[0]
-        self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
-        self.reaches_packages = plan.reaches_packages
-        for node in nodes:
-            if type(node) is TensorNode:
-                self._take(node)
-            elif type(node.value) is Cached:
-                self._caches.append(node.value)
-        for node in nodes:
-            if isinstance(node, ModuleNode):
-                self._take_buffers_of(node)
+            contents[i] = content
         return True
 
     def _is_told_by_identity(self) -> bool:
@@ -351,7 +443,7 @@ class Closure:
             [
                 any([isinstance(key, _COPIED) for key in node.items])
                 for node in unshared
-                if isinstance(node, DictNode) and not _ATOMS.issuperset(map(type, node.items))
+                if isinstance(node, DictNode) and not ATOMS.issuperset(map(type, node.items))
             ]
         )
 
@@ -375,12 +467,20 @@ class Closure:
         if changed:
             _spread(self._nodes)
         if self._root is not None:
-            return Rebuild(self._nodes, mapped, first=False).build(self._root)
+            return Rebuild(self._nodes_for(mapped), mapped, first=False).build(self._root)
         root, code = self._opaque, self._code
         if code is None or (root.__code__ is code and holds_nothing(root)):
             return root
         # It was given defaults, or other code.
         return types.FunctionType(code, root.__globals__)
+
+    def _nodes_for(self, mapped: Mapped) -> Mapping[int, Node]:
+        """What a rebuilding visits: of a view, which still holds, the ways to the tensors that are mapped."""
+        if self._view is None:
+            return self._nodes
+        values, self._values_now = self._values if self._values_now is None else self._values_now, None
+        first = [self._root or 0, *[key for key, node in self._nodes.items() if node.needed]]
+        return {**self._nodes, **self._view.leading_to([*mapped, *first], values)}
 
     def rebuilt_once(self, mapped: Mapped, name: str) -> AbstractContextManager[Any]:
         """The callable around other tensors for its first run, whose side effects are to be seen.
@@ -397,6 +497,7 @@ class Closure:
 
     @contextmanager
     def _rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
+        self._leave_view()
         rebuild = Rebuild(self._nodes, mapped, first=True)
         try:
             yield rebuild.build(self._root)
@@ -430,11 +531,13 @@ class Closure:
         MutationError
             f changed one of `constants` in place that cannot be put back for the recomputation.
         """
+        if self._view is not None and self._view.values() is None:
+            self._leave_view()
+        self._shared, self._mutable = [], []
         for i, x in enumerate(self.constants):
-            node = self._nodes[id(x)]
-            assert isinstance(node, TensorNode)
-            is_put_back = node.settle(self.writes_unseen)
-            if is_put_back and (node.is_buffer or may_be_statistics(x)):
+            node = self._nodes.get(id(x))
+            is_put_back = isinstance(node, TensorNode) and node.settle(self.writes_unseen)
+            if isinstance(node, TensorNode) and is_put_back and (node.is_buffer or may_be_statistics(x)):
                 self._versions[i] = None
             elif is_put_back or version_of(x) != self._versions[i]:
                 raise MutationError(
@@ -451,26 +554,31 @@ class Closure:
             if node.shared:
                 node.assigned = frozenset(node.changes())
                 self.is_pure = self.is_pure and not node.assigned
-                self._shared.append(node)
             elif isinstance(node, _MUTABLE):
                 node.assigned = node.changed_names()
                 if node.was_assigned():
                     self.is_pure = False
-                if not node.needed:
-                    self._mutable.append(node)
+            self._file(node)
+        if any([node.assigned for node in self._nodes.values()]) or self.has_updated_buffers:
+            self._leave_view()
 
     def check_unchanged(self, name: str) -> dict[int, MutationError]:
         """Before a recomputation: is what f captured still what it was?
 
         Returns what to say of changed tensors that the forward did not differentiate, nor maybe use.
         """
+        if self._view is not None and (values := self._view.values()) is None:
+            self._leave_view()
+        elif self._view is not None:
+            self._values_now = values
         errors = {}
-        for x, version in zip(self.constants, self._versions, strict=True):
-            if version is not None and version_of(x) != version:
+        now = versions_of(self.constants)
+        for x, version, version_now in zip(self.constants, self._versions, now, strict=True):
+            if version is not None and version_now != version:
                 error = MutationError(
                     f"{self.where(id(x))} ({describe(x)}), which remat({name}) captured, was changed in "
                     f"place between the forward and the recomputation: it is at version "
-                    f"{version_of(x)}, and was at {version}. Pass a copy of it, or change it after "
+                    f"{version_now}, and was at {version}. Pass a copy of it, or change it after "
                     "the backward."
                 )
                 if id(x) not in self._unused:
@@ -525,12 +633,11 @@ class Closure:
 
     def keep_as_constants(self, tensors: Mapping[int, Tensor]) -> None:
         """Hold tracked tensors that turned out to be no inputs, as they are."""
-        for key, x in tensors.items():
-            self._nodes[key].needed = False
-            self._nodes[key].value = x
-            self._unused.add(key)
-            self.constants.append(x)
-            self._versions.append(version_of(x))
+        for key in tensors.keys() & self._nodes.keys():
+            self._nodes[key].needed, self._nodes[key].value = False, tensors[key]
+        self._unused.update(tensors)
+        self.constants += tensors.values()
+        self._versions += versions_of(tensors.values())
 
     def seal(self) -> None:
         """Let go of the tensors that became inputs: from now on the graph owns them."""
@@ -539,9 +646,12 @@ class Closure:
         for node in self._nodes.values():
             if node.needed or node.shared:
                 node.seal(self._nodes)
+        if self._view is not None:
+            self._values = self._view.sealed(self._values)
 
     def where(self, key: int) -> str:
         """How f refers to the tensor with an id, in words."""
+        self._leave_view()
         node = self._nodes.get(key)
         return (node and self._path(node)) or "a captured tensor"
 
@@ -565,7 +675,7 @@ class Closure:
             now = [(name, value) for name, value in now if value is not items.get(name)]
             before = {id(x) for x in items.values()} if now else set()
             for name, value in now:
-                if id(value) in before or type(value) in _ATOMS or id(value) in self._nodes:
+                if id(value) in before or type(value) in ATOMS or id(value) in self._nodes:
                     continue
                 if node.is_of_library and not isinstance(value, Tensor):
                     continue
@@ -576,7 +686,7 @@ class Closure:
 
     def _visit(self, value: Any, parent: int | None, label: str, depth: int) -> int | None:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return None
         key = id(value)
         if key in self._nodes:
@@ -648,7 +758,7 @@ class Closure:
             self._deep.append((node, items))
             return
         for name, item in items:
-            if type(item) not in _ATOMS:
+            if type(item) not in ATOMS:
                 child = self._visit(item, node.key, node.label_of(name), depth + 1)
                 if child is not None:
                     node.children[name] = child
@@ -693,6 +803,43 @@ class Closure:
                     self.loose.append(node.value)
 
 
+class _Habits(NamedTuple):
+    """What code may do, judged by the names that it looks up."""
+
+    # Write where no version counter sees it.
+    writes_unseen: bool
+    # Draw random numbers, and leave the streams where they were.
+    moves_streams: bool
+    # Ask this of a tensor that it was given, or has computed.
+    retains_gradients: bool
+    registers_hooks: bool
+    # Update the statistics that it is given, and read them.
+    normalizes: bool
+    tells_by_identity: bool
+    asks_for_state: bool
+
+
+# The names that tell each.
+WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
+_SIGNS = (
+    WRITES_UNSEEN,
+    ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed"),
+    ("retain_grad",),
+    ("register_hook",),
+    ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var"),
+    ("id",),
+    ("state_dict", "load_state_dict"),
+)
+
+
+def _habits_of(names: set[str]) -> _Habits:
+    return _Habits(*[not names.isdisjoint(signs) for signs in _SIGNS])
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 class _Step(NamedTuple):
     """How a search has met one object, and by what it would know one in its place."""
 
@@ -717,9 +864,15 @@ class _Plan(NamedTuple):
 
     steps: list[_Step]
     names: set[str]
+    habits: _Habits
     is_pure: bool
     reaches_packages: bool
     has_rnn: bool
+    # The steps that are not reached from a module, those that are, and where the first lead to the others.
+    outer: list[int]
+    inner: list[int]
+    entries: list[tuple[int, int, int]]
+    views: Views
 
 
 # Plans of earlier searches, by the code or type of their root: some for each, and for so many of them.
@@ -744,7 +897,7 @@ def _is_transient(value: Any) -> bool:
 
 def _is_plain_name(name: Any) -> bool:
     """Whether a name holds nothing, and compares like a value."""
-    return all(map(_is_plain_name, name)) if type(name) is tuple else type(name) in _ATOMS
+    return all(map(_is_plain_name, name)) if type(name) is tuple else type(name) in ATOMS
 
 
 # Whether these are followed depends on which they are.
@@ -764,9 +917,6 @@ _COPIED = (Tensor, nn.Module)
 _UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
 _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
-_MOVES_STREAMS = ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed")
-WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
-_NORMALIZES = ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var")
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
 

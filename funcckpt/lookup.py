@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -51,6 +52,31 @@ class OfClass(Generic[T]):
         self._known.clear()
 
 
+# Values that hold no tensor, told by their type alone.
+ATOMS = frozenset(
+    {
+        int,
+        float,
+        complex,
+        bool,
+        str,
+        bytes,
+        type(None),
+        type(Ellipsis),
+        type(NotImplemented),
+        slice,
+        range,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.memory_format,
+        torch.layout,
+        types.WrapperDescriptorType,
+        types.MethodDescriptorType,
+        types.GetSetDescriptorType,
+        types.CodeType,
+    }
+)
 # Types written in C whose instances have nothing but attributes, and object itself.
 ALLOCATORS = (types.SimpleNamespace, object)
 Cached = type(functools.lru_cache(lambda: None))
@@ -182,6 +208,10 @@ def _slots(kind: type) -> tuple[str, ...]:
             if isinstance(member, types.MemberDescriptorType) and name != "__dict__"
         ]
     )
+
+
+def has_slots(kind: type) -> bool:
+    return len(_slots(kind)) > 0
 
 
 @functools.lru_cache(maxsize=4096)

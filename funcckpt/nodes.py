@@ -38,10 +38,10 @@ from .lookup import (
     names_of,
 )
 
-_PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _MODULE_STATE = frozenset(nn.Module().__dict__)
-_MODULE_HOOKS = frozenset([name for name in _MODULE_STATE - _PARTS.keys() if "_hooks" in name])
-_MODULE_FLAGS = _MODULE_STATE - _PARTS.keys() - _MODULE_HOOKS
+MODULE_HOOKS = frozenset([name for name in _MODULE_STATE - PARTS.keys() if "_hooks" in name])
+MODULE_FLAGS = _MODULE_STATE - PARTS.keys() - MODULE_HOOKS
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Elements up to which a buffer of a training module is copied before the forward, and up to which
 # the copy is kept without a sign that the buffer has changed: batch_norm gives none.
@@ -212,6 +212,14 @@ class Node:
         """What `allocate` needs of the original, without the items that are `needed`."""
         return type(self.value)
 
+    def copied(self) -> Node:
+        """Another node for the same object."""
+        node = object.__new__(type(self))
+        for kind in type(self).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                setattr(node, name, getattr(self, name))
+        return node
+
     def seal(self, nodes: Mapping[int, Node]) -> None:
         needed = {name for name, child in self.children.items() if nodes[child].needed}
         if not self.shared:
@@ -326,7 +334,8 @@ class FunctionNode(Node):
         return {self.cells[name] for name in self.state if name in self.cells}
 
     def share(self, assigned: Collection[int]) -> None:
-        self.state |= {name for name, cell in self.cells.items() if cell in assigned}
+        if assigned:
+            self.state |= {name for name, cell in self.cells.items() if cell in assigned}
         if self.cells.keys() - self.state:
             self.frozen = BOUND
 
@@ -405,8 +414,7 @@ class FunctionNode(Node):
 
     def _shares(self, name: str, rebuild: Rebuild) -> bool:
         """Whether a copy keeps the original's cell."""
-        child = self.children.get(("cell", name))
-        if child is not None and rebuild.nodes[child].is_rebuilt(rebuild):
+        if rebuild.replaces(self.children.get(("cell", name))):
             return False
         return rebuild.first or ("cell", name) not in self.items or name in self.state
 
@@ -415,8 +423,7 @@ class FunctionNode(Node):
         kind, variable = name
         if kind != "global":
             return False
-        child = self.children.get(name)
-        if child is not None and rebuild.nodes[child].is_rebuilt(rebuild):
+        if rebuild.replaces(self.children.get(name)):
             return True
         return not rebuild.first and self._was_reassigned(variable)
 
@@ -479,7 +486,9 @@ class FunctionNode(Node):
     def assignable(self, value: Any) -> Content:
         code = value.__code__
         names = self.state
-        content = {}
+        content: Content = {}
+        if not names:
+            return content
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             if name in names:
                 with suppress(ValueError):
@@ -728,7 +737,7 @@ class _Places(dict[str, tuple[str, str]]):
 
 
 _MANY_PLACES = 4096
-_PLACES = {part: _Places(part) for part in (*_PARTS, "")}
+_PLACES = {part: _Places(part) for part in (*PARTS, "")}
 
 
 class ModuleNode(NamedNode):
@@ -756,9 +765,9 @@ class ModuleNode(NamedNode):
                 for hook in hooks.values()
                 if type(hook).__module__.startswith("torch.nn.utils.")
             }
-        self.state = {name: state[name] for name in _MODULE_FLAGS if name in state}
+        self.state = {name: state[name] for name in MODULE_FLAGS if name in state}
         # Hooks may be registered and removed later: these are there now.
-        self.hooks = {name: state[name].copy() for name in _MODULE_HOOKS if state.get(name)}
+        self.hooks = {name: state[name].copy() for name in MODULE_HOOKS if state.get(name)}
 
     @property
     def is_named(self) -> bool:
@@ -767,7 +776,7 @@ class ModuleNode(NamedNode):
     def read(self, value: Any) -> Content:
         state = value.__dict__
         content: Content = {}
-        for part in _PARTS:
+        for part in PARTS:
             if items := state[part]:
                 content.update(zip(map(_PLACES[part].__getitem__, items), items.values(), strict=True))
         attributes = {name: state[name] for name in state if name not in _MODULE_STATE}
@@ -793,7 +802,7 @@ class ModuleNode(NamedNode):
         for name, item in self.state.items():
             if now.get(name) != item:
                 yield "", name
-        for name in _MODULE_HOOKS:
+        for name in MODULE_HOOKS:
             if (now.get(name) or None) != self.hooks.get(name):
                 yield "", name
 
@@ -801,12 +810,12 @@ class ModuleNode(NamedNode):
         part, attribute = name
         if attribute == "__class__":
             return ""
-        return f"{_PARTS.get(part, 'attribute')} {attribute!r}"
+        return f"{PARTS.get(part, 'attribute')} {attribute!r}"
 
     def allocate(self, rebuild: Rebuild) -> Any:
         new = object.__new__(self.type)
-        state = {**self.state, **{name: OrderedDict() for name in _MODULE_HOOKS}, **self.hooks}
-        for part in _PARTS:
+        state = {**self.state, **{name: OrderedDict() for name in MODULE_HOOKS}, **self.hooks}
+        for part in PARTS:
             state[part] = {}
         origin = self.origin()
         if origin is not None and not self._may_look_up_anything():
@@ -815,9 +824,9 @@ class ModuleNode(NamedNode):
                     state[name] = item  # as in other objects
         object.__setattr__(new, "__dict__", state)
         forward = self.children.get(("", "forward"))
-        if forward is not None and ("", "forward") not in self.items:
+        node = None if forward is None else rebuild.nodes.get(forward)
+        if node is not None and ("", "forward") not in self.items:
             # The class is shared; an instance may have a forward of its own.
-            node = rebuild.nodes[forward]
             if node.needed or node.frozen == HELD or getattr(self.type, "forward", None) is not node.value:
                 state["forward"] = types.MethodType(rebuild.build(forward), new)
         return new
@@ -917,7 +926,15 @@ class Rebuild:
     def item(self, node: Node, name: Any) -> Any:
         """What stands for the thing that `node` calls `name`."""
         child = node.children.get(name)
-        return node.items[name] if child is None else self.build(child)
+        if child in self.nodes:
+            return self.build(child)
+        item = node.items[name]
+        return item if child is None else self.mapped.get(child, item)
+
+    def replaces(self, key: int | None) -> bool:
+        """Whether another object stands for the one with an id, if there is one."""
+        node = None if key is None else self.nodes.get(key)
+        return node is not None and node.is_rebuilt(self)
 
     def cell(self, original: int) -> types.CellType:
         """The cell that stands for one, given by its id, in all functions of a rebuilding."""
@@ -972,6 +989,17 @@ def _is_parameter(x: Any) -> bool:
 def version_of(x: Tensor) -> int | None:
     """How often `x` was changed in place; inference tensors do not count."""
     return None if x.is_inference() else x._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    tensors = [*tensors]
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # inference tensors have none
+        return [*map(version_of, tensors)]
+
+
+_version = operator.attrgetter("_version")
 
 
 def _are_identical(now: Content, before: Content) -> bool:

@@ -38,7 +38,7 @@ from .errors import (
     describe,
 )
 from .flat import Arguments, Call, Outputs
-from .nodes import may_be_statistics, snapshot_of_statistics
+from .nodes import may_be_statistics, snapshot_of_statistics, versions_of
 from .program import Tensors
 
 P = ParamSpec("P")
@@ -425,22 +425,21 @@ class _Before:
 
     def __init__(self, captured: Sequence[Tensor], copies: bool) -> None:
         self._captured = captured
-        self._versions = _Call.versions(captured)
+        self._versions = versions_of(captured)
         self._copies = [_copy(x) for x in captured] if copies else []
-        self._hooks = [len(x._backward_hooks or ()) for x in captured]
-        self._gradients = [_gradient(x) for x in captured]
+        self._hooks = _counts_of_hooks(captured)
+        self._gradients = _gradients(captured)
         # Other threads may accumulate meanwhile.
         self.accumulation = _torch.accumulation(captured) if threading.active_count() > 1 else None
 
     def check(self, name: str, where: Callable[[Tensor], str]) -> None:
-        for x, before in zip(self._captured, self._hooks, strict=True):
-            if len(x._backward_hooks or ()) > before:
-                raise MutationError(
-                    f"remat({name}) registers a hook on {where(x)} ({describe(x)}), and would do so again in "
-                    "the recomputation. Register it outside."
-                )
-        for x, gradient in zip(self._captured, self._gradients, strict=True):
-            if _gradient(x) != gradient and (self.accumulation is None or id(x) in self.accumulation.seen):
+        for x in self._differing(self._hooks, _counts_of_hooks(self._captured)):
+            raise MutationError(
+                f"remat({name}) registers a hook on {where(x)} ({describe(x)}), and would do so again in "
+                "the recomputation. Register it outside."
+            )
+        for x in self._differing(self._gradients, _gradients(self._captured)):
+            if self.accumulation is None or id(x) in self.accumulation.seen:
                 raise MutationError(
                     f"remat({name}) calls backward(), which accumulates the gradient of {where(x)} "
                     f"({describe(x)}), and would do so again in the recomputation. Use torch.autograd.grad "
@@ -449,14 +448,14 @@ class _Before:
 
     def written(self) -> set[int]:
         """The ids of those that f has written to."""
-        now = _Call.versions(self._captured)
-        written = {
-            id(x)
-            for x, before, after in zip(self._captured, self._versions, now, strict=True)
-            if before != after
-        }
+        written = {id(x) for x in self._differing(self._versions, versions_of(self._captured))}
         copies = zip(self._captured, self._copies, strict=False)
         return written | {id(x) for x, copy in copies if copy is not None and not _same(x, copy)}
+
+    def _differing(self, before: list[Any], now: list[Any]) -> list[Tensor]:
+        if before == now:
+            return []
+        return [x for x, a, b in zip(self._captured, before, now, strict=True) if a != b]
 
 
 class _Call(Call):
@@ -481,7 +480,7 @@ class _Call(Call):
         others = None if arguments.is_flat else arguments.others
         self._arguments_are_plain = not others and not arguments.static
         root = f if self._arguments_are_plain else (f, others, arguments.static or None)
-        self._closure = Closure(root, stand_in=net.stand_in)
+        self._closure = Closure(root, stand_in=net.stand_in if net.is_replacing() else None)
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         # One tensor may stand for several by which f refers to it.
         self._originals: dict[int, list[int]] = {}
@@ -599,15 +598,18 @@ class _Call(Call):
         self, captured: Sequence[Tensor], used: Sequence[Tensor], written: Collection[int]
     ) -> None:
         """Which captured tensors are inputs, and in what way, now that f has run."""
-        found = {id(x) for x in self._closure.tensors}
-        by_rebuilding = found - {id(x) for x in self._closure.loose}
+        found = {*map(id, self._closure.tensors)}
+        by_rebuilding = found.difference(map(id, self._closure.loose))
         self._replaced = {key: x for x in used for key in self._keys(x) if key not in by_rebuilding}
         self._met = self._replaced.keys() - found
         self.replaces = bool(self._replaced)
-        inputs = {id(x) for x in used}
-        unused = [x for x in captured if id(x) not in inputs]
-        self._closure.keep_as_constants({key: x for x in unused for key in self._keys(x)})
-        for x in unused:
+        unused = dict(zip(map(id, captured), captured, strict=True))
+        for x in used:
+            unused.pop(id(x), None)
+        if self._originals:
+            unused = {key: x for x in unused.values() for key in self._keys(x)}
+        self._closure.keep_as_constants(unused)
+        for x in unused.values() if written else ():
             if id(x) in written:
                 raise MutationError(
                     f"remat({self._name}) changed {self._where_captured(x)} ({describe(x)}) in "
@@ -710,7 +712,8 @@ class _Call(Call):
     ) -> list[Tensor]:
         """The captured tensors to which the graph of the outputs leads."""
         # An argument that is captured as well is an input twice.
-        known = {_edge(x): x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad}
+        tensors = [x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad]
+        known = dict(zip(_edges(tensors), tensors, strict=True))
         searched = False
         used: list[Tensor] = []
         for edge in _entering(outputs, known, first_node):
@@ -922,6 +925,14 @@ def _edge(x: Tensor) -> _Edge:
     return (id(x), _LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)
 
 
+def _edges(tensors: Sequence[Tensor]) -> list[_Edge]:
+    functions = map(operator.attrgetter("grad_fn"), tensors)
+    return [
+        (id(x), _LEAF) if function is None else (function, x.output_nr)
+        for x, function in zip(tensors, functions, strict=True)
+    ]
+
+
 def _entering(outputs: Sequence[Tensor], known: Collection[_Edge], first_node: int) -> list[_Edge]:
     """The edges at which the graph of some tensors begins: known ones, leaves, and results of older nodes."""
     found = {_edge(y): None for y in outputs if y.requires_grad and y.grad_fn is None}
@@ -992,10 +1003,13 @@ def _dress(x: Tensor, attributes: dict[str, Any]) -> Tensor:
     return x
 
 
-def _gradient(x: Tensor) -> tuple[int, int] | None:
-    """What tells whether the `.grad` of a tensor was assigned or added to."""
-    gradient = x.grad if x.is_leaf else None
-    return None if gradient is None else (id(gradient), gradient._version)
+def _counts_of_hooks(tensors: Iterable[Tensor]) -> list[int]:
+    return [len(hooks) if (hooks := x._backward_hooks) else 0 for x in tensors]
+
+
+def _gradients(tensors: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+    """What tells whether the `.grad` of tensors was assigned or added to."""
+    return [(id(g), g._version) if x.is_leaf and (g := x.grad) is not None else None for x in tensors]
 
 
 def _copy(x: Tensor) -> Tensor | None:
