@@ -300,6 +300,7 @@ def _may_stay_batched(tensors: Sequence[Tensor], arity: int, level: int) -> bool
     """
     return (
         level < 2
+        and forward_ad._current_level < 0
         and (not level or any(map(_torch.is_batchedtensor, tensors[:arity])))
         and _is_out_of_sight(tensors, level)
     )

@@ -180,14 +180,20 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
     """The same, and which outputs depend on an input that requires grad, if that is known."""
-    if not _torch.is_recording():
-        with _torch.recording():
-            return run_recorded(program, inputs)
-    source = program.source
-    layers = source.take_layers()
+    layers = program.source.take_layers()
     if layers is None:
         with _torch.grad_mode(False):
             return recompute.run(program, inputs), None
+    if _torch.is_recording():
+        return _run_first(program, inputs, layers)
+    with _torch.recording():
+        return _run_first(program, inputs, layers)
+
+
+def _run_first(
+    program: Program, inputs: Sequence[Tensor], layers: list[_torch.Layer]
+) -> tuple[Tensors, tuple[bool, ...] | None]:
+    source = program.source
     recording = record = None
     versions, detached = source.versions(inputs), inputs
     if any(map(_torch.require_grad, inputs)):

@@ -302,10 +302,9 @@ class Vjp(_Derived):
         if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
             with torch.inference_mode(False):
                 return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
-        if not self.source.is_closed:
-            primals = _as_arguments(primals)
         with _torch.grad_mode(True):
-            return self._chosen(self.inner.run(*primals)), leaves
+            arguments = primals if self.source.is_closed else _as_arguments(primals)
+            return self._chosen(self.inner.run(*arguments)), leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source

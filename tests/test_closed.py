@@ -314,3 +314,15 @@ def test_cotangents_that_alone_are_batched():
         return vmap(grad(lambda w, x: (f(w) * x).sum()), (None, 0))(X, xs)
 
     assert_close(gradients(remat(tiny)), gradients(tiny))
+
+
+def test_plain_forward_mode_over_a_transform():
+    """A dual tensor is looked at by no level that functorch knows."""
+    forward_ad = torch.autograd.forward_ad
+
+    def tangents(f):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(X, X.cos())
+            return forward_ad.unpack_dual(grad(lambda x: f(x).sum())(dual))[:2]
+
+    assert_close(tangents(remat(tiny)), tangents(tiny))

@@ -1050,7 +1050,7 @@ def test_a_schedule_that_nests_too_deep(how, monkeypatch):
     monkeypatch.setattr(sys.modules["funcckpt.scan"], "_FRAMES_OF_A_REPETITION", 1)
     limit = sys.getrecursionlimit()
     try:
-        sys.setrecursionlimit(depth() + 200)
+        sys.setrecursionlimit(depth() + 150)
         with pytest.raises(OptionError, match=r"nests recomputations deeper .* sys.setrecursionlimit\("):
             run(lambda x: f(loop, x))
         sys.setrecursionlimit(depth() + 5000)
