@@ -27,26 +27,25 @@ from . import _torch, dispatch, net, world
 from .errors import MutationError
 from .remat import _Arguments, _Call, _Options, _Outputs
 
-__all__ = ["Unknown", "check_possible", "first_run", "known", "restart"]
+__all__ = ["Unknown", "first_run", "is_possible", "known", "restart"]
 
 
 class Unknown(Exception):
     """The history of these values has to be recorded as they are computed."""
 
 
-def check_possible(tensors: Sequence[Tensor]) -> None:
-    """Raise `Unknown` where values that are known cannot be given a history."""
+def is_possible(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors can be parted from their history, and values that are known be given one."""
     kinds = {layer.kind for layer in _torch.active_layers()}
-    if (
-        not kinds <= {"grad", "vmap"}
-        or _torch.has_dual_level()
-        or _torch.is_tracing()
-        or torch.compiler.is_compiling()
-        or torch.is_inference_mode_enabled()
-        or dispatch._implementation.get() != "direct"
-        or any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in tensors)
-    ):
-        raise Unknown
+    return (
+        kinds <= {"grad", "vmap"}
+        and not _torch.has_dual_level()
+        and not _torch.is_tracing()
+        and not torch.compiler.is_compiling()
+        and not torch.is_inference_mode_enabled()
+        and dispatch._implementation.get() == "direct"
+        and not any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in tensors)
+    )
 
 
 _OPTIONS = _Options(frozenset({0, 1, 2}), frozenset(), True, "default")
@@ -100,6 +99,8 @@ def known(
 
 def restart(tree: Any) -> Any:
     """The tensors of a tree without their history, requiring grad at the levels at which they did."""
+    if isinstance(tree, Tensor):
+        return _restart([tree])[0]
     leaves, structure = pytree.tree_flatten(tree)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     found = iter(_restart(tensors))

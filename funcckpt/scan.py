@@ -30,7 +30,7 @@ from .nodes import may_be_statistics
 from .offload import Stored, check_place, fetch, store
 from .policies import Budget, Policy, chooser_of
 from .program import is_differentiable
-from .remat import remat
+from .remat import _Checkpointed, remat
 from .schedules import (
     PLAIN,
     Online,
@@ -298,8 +298,8 @@ def while_loop(
     cond = _drawing_nothing(cond, before.streams, name)
     if checkpoint == "binomial" and policy is None:
         try:
-            online.check_possible(_tensors_of(init))
-            return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
+            if online.is_possible(_tensors_of(init)):
+                return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
         except online.Unknown:
             before.restore()
     steps = _count(cond, body, loop, init, max_steps, before)
@@ -380,15 +380,27 @@ def _run(
 _run.__qualname__ = "scan"
 
 
-def _as_part(policy: Policy | None) -> Callable[..., tuple[Any, Any]]:
-    return remat(_run, static_argnums=(0, 1, 2), policy=policy)
+def _values(
+    f: Callable[..., Any], body: _Body, schedule: Schedule, first: int, steps: int, carry: Any, xs: Any
+) -> tuple[Any, Any]:
+    """What `_run` returns, where its history is of no use: each step forgets those before it."""
+    if schedule == PLAIN or not online.is_possible(_tensors_of((carry, xs))):
+        return _run(f, body, schedule, first, steps, carry, xs)
+    return _record(f, body, first, steps, fetch(carry), xs, forgets=True)
+
+
+def _as_part(policy: Policy | None) -> _Checkpointed:
+    part: Any = remat(_run, static_argnums=(0, 1, 2), policy=policy)
+    f, name, options = part._made_of
+    # A policy has to see what the history keeps.
+    return _Checkpointed(f, name, options._replace(forward=_values)) if policy is None else part
 
 
 _part = _as_part(None)
 
 
 def _record(
-    f: Callable[..., Any], body: _Body, first: int, steps: int, carry: Any, xs: Any
+    f: Callable[..., Any], body: _Body, first: int, steps: int, carry: Any, xs: Any, forgets: bool = False
 ) -> tuple[Any, Any]:
     """Some steps, one after another."""
     slices = _unbind(xs, steps)
@@ -397,6 +409,8 @@ def _record(
     for i in reversed(order) if body.reverse else order:
         new, y = _step(f, body, first + i, carry, slices[i])
         _check_carry(carry, new, body.name, first + i)
+        if forgets:
+            new, y = online.restart(new), online.restart(y)
         carry = new
         ys.append(y)
         if body.progress[0]:
