@@ -48,9 +48,9 @@ from .schedules import (
 
 __all__ = ["fori_loop", "scan", "while_loop"]
 
-# Each repetition is a recomputation inside of a recomputation: so many Python frames, or twice as many
-# where transforms are nested.
-_FRAMES_OF_A_REPETITION = 60
+# Each repetition is a recomputation inside of a recomputation: at most so many Python frames, half of them
+# under grad alone.
+_FRAMES_OF_A_REPETITION = 35
 
 
 def scan(
@@ -384,7 +384,7 @@ def _values(
     f: Callable[..., Any], body: _Body, schedule: Schedule, first: int, steps: int, carry: Any, xs: Any
 ) -> tuple[Any, Any]:
     """What `_run` returns, where its history is of no use: each step forgets those before it."""
-    if schedule == PLAIN or not online.is_possible(_tensors_of((carry, xs))):
+    if schedule == PLAIN or not online.can_restart(_tensors_of((carry, xs))):
         return _run(f, body, schedule, first, steps, carry, xs)
     return _record(f, body, first, steps, fetch(carry), xs, forgets=True)
 

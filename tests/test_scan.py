@@ -3,7 +3,6 @@ carries counted exactly, and what is said of wrong input.
 """
 
 import doctest
-import functools
 import sys
 import types
 import weakref
@@ -340,6 +339,33 @@ def test_each_step_is_run_as_often_as_the_schedule_says(n, options, how):
     assert sines(run) == want
 
 
+@pytest.mark.parametrize("n", [1, 9, 40])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "recursive"}, {"checkpoints": 3}], ids=str)
+@pytest.mark.parametrize("how", ["grad", "vmap of grad", "hessian"])
+def test_no_step_is_a_checkpoint_whose_history_is_of_no_use(n, options, how, monkeypatch):
+    """A checkpoint is made where a carry is to be kept, and not in the forward of a checkpoint."""
+
+    def made_by(schedule, n):
+        return sum(1 + made_by(part.schedule, part.steps) for part in parts(schedule, n) if part.schedule)
+
+    made = []
+    module = sys.modules["funcckpt.remat"]
+    call = module._call
+    monkeypatch.setattr(module, "_call", lambda *args: made.append(args) or call(*args))
+
+    def f(x):
+        return scan(lambda x, _: (torch.sin(x), None), x, length=n, **options)[0]
+
+    x = torch.ones((), dtype=F64)
+    {
+        "grad": lambda: grad(f)(x),
+        "vmap of grad": lambda: vmap(grad(f))(x.expand(4)),
+        "hessian": lambda: hessian(f)(x),
+    }[how]()
+    schedule = choose(options.get("checkpoint", "binomial"), options.get("checkpoints"), None, n, "")
+    assert len(made) == made_by(schedule, n)
+
+
 class LiveCarries(TorchDispatchMode):
     """The most storages of integer carries alive at a time: those have no gradients."""
 
@@ -591,10 +617,7 @@ def until(loop, w, x, xs, **options):
 
 @pytest.mark.parametrize("options", WHILE, ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_while_loop_under_transforms(transform, options, request):
-    # One checkpoint nests as many recomputations as there are steps, under hessian some 950 frames.
-    request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
-    sys.setrecursionlimit(2000)
+def test_while_loop_under_transforms(transform, options):
     run = TRANSFORMS[transform]
     checkpointed = run(lambda *args: until(while_loop, *args, **options))
     assert_same(checkpointed, run(lambda *args: until(None, *args)))
