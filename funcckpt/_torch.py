@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -21,6 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
@@ -833,12 +834,23 @@ class accumulation:
         self.seen.add(id(x))
 
 
+def parametrizations_cached() -> int:
+    """How many blocks of `parametrize.cached` are open, which torch tells nobody."""
+    return int(parametrize._cache_enabled)
+
+
+def add_to_parametrizations_cached(blocks: int) -> None:
+    parametrize._cache_enabled += blocks
+
+
 # Part of what autograd says when something is written to a leaf or to a view of one, and functorch
 # when it is written to what comes from outside of a level.
 WRITES_TO_INPUT = (
     "leaf Variable that requires grad is being used in an in-place operation",
     "that would mutate a captured Tensor",
 )
+# Part of what functorch says when it meets an autograd.Function of the old style.
+NEEDS_SETUP_CONTEXT = "it must override the setup_context"
 
 
 # -- for the hook path -----------------------------------------------------------------------------
@@ -976,9 +988,13 @@ def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
         push_saved_tensors_hooks(*hooks)
 
 
-@contextmanager
-def without_dispatch_modes() -> Iterator[None]:
+def without_dispatch_modes() -> AbstractContextManager[None]:
     """What is done in the block, the modes that are active do not see."""
+    return _dispatch_modes_left() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+@contextmanager
+def _dispatch_modes_left() -> Iterator[None]:
     modes = _get_current_dispatch_mode_stack()
     for _ in modes:
         _pop_mode()

@@ -76,6 +76,7 @@ from .lookup import (
 from .nodes import (
     BOUND,
     HELD,
+    ITERATORS,
     LOOK_UP_ANYTHING,
     MAX_SNAPSHOT,
     BuiltinMethodNode,
@@ -85,6 +86,7 @@ from .nodes import (
     FixedNode,
     FrozenNode,
     FunctionNode,
+    IteratorNode,
     Mapped,
     MethodNode,
     ModuleNode,
@@ -202,7 +204,7 @@ class Closure:
                         _plans.clear()
                     _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
         # Whether f may write where no version counter sees it.
-        self.writes_unseen = not self._names.isdisjoint(_WRITES_UNSEEN)
+        self.writes_unseen = not self._names.isdisjoint(WRITES_UNSEEN)
         if self.writes_unseen:
             self._take_snapshots()
         if self._nodes:
@@ -686,6 +688,7 @@ class Closure:
             if not node.shared:
                 node.shared = True
                 pending.extend([nodes[child] for child in node.children.values()])
+                self.is_pure = self.is_pure and not isinstance(node, IteratorNode)
                 if isinstance(node, TensorNode) and node.needed:
                     self.loose.append(node.value)
 
@@ -762,7 +765,7 @@ _UNINITIALIZED = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # How an object, a module and a method of theirs refer to the class, which make no instances.
 _TYPE_OF = ("__class__", ("", "__class__"), ("cell", "__class__"))
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed")
-_WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
+WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
 _NORMALIZES = ("batch_norm", "native_batch_norm", "instance_norm", "running_mean", "running_var")
 _CALLED_BY_TORCH = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 
@@ -803,6 +806,8 @@ def _node_type(value: Any, kind: type) -> type[Node] | None:
         return DictNode
     if kind in (list, deque):
         return SequenceNode
+    if kind in ITERATORS:
+        return IteratorNode
     if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_fields")):
         return TupleNode
     if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):

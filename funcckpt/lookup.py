@@ -33,7 +33,7 @@ T = TypeVar("T")
 Content = dict[Any, Any]
 
 
-class _OfClass(Generic[T]):
+class OfClass(Generic[T]):
     """A function of a class, computed once for each, which it does not keep alive."""
 
     def __init__(self, function: Callable[[type], T]) -> None:
@@ -106,7 +106,7 @@ def _is_installed_beside_torch(module: Any) -> bool:
     return package in _DRAWS or (package not in _LIBRARIES and _is_installed(package))
 
 
-@_OfClass
+@OfClass
 def _has_code_of_package(kind: type) -> bool:
     return any([_is_installed_beside_torch(base.__module__) for base in kind.__mro__])
 
@@ -136,7 +136,7 @@ def moves_on(value: Any) -> bool:
     return isinstance(value, random.SystemRandom) or hasattr(type(value), "__next__")
 
 
-@_OfClass
+@OfClass
 def notices_copies(kind: type) -> bool:
     """Whether a class would close what a copy shares with the original, or remember each copy."""
     return hasattr(kind, "__del__") or any(
@@ -144,7 +144,7 @@ def notices_copies(kind: type) -> bool:
     )
 
 
-@_OfClass
+@OfClass
 def is_plain_python(kind: type) -> bool:
     """Whether an instance is fully described by its `__dict__` and slots."""
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by an extension
@@ -158,7 +158,7 @@ def is_plain_python(kind: type) -> bool:
     )
 
 
-@_OfClass
+@OfClass
 def is_own(kind: type) -> bool:
     """Whether no library has code for instances of a class."""
     return len(own_classes(kind)) == len([b for b in kind.__mro__ if b not in (object, nn.Module)])
@@ -172,7 +172,7 @@ def attributes_of(value: Any) -> Content:
     return content
 
 
-@_OfClass
+@OfClass
 def _slots(kind: type) -> tuple[str, ...]:
     return tuple(
         [

@@ -3,9 +3,10 @@
 A region keeps the inputs of f. What f finds elsewhere (the parameters and buffers of its module, variables
 of the enclosing function, globals) may be another when the backward runs: an optimizer has stepped it,
 `functional_call` has put the module's own back, a loop has gone on, or f itself has changed it. What can be
-put back is put back for the time of a recomputation: variables, contents of lists and dicts, attributes,
-buffers, and what `functional_call` had replaced. What cannot, a parameter or another tensor that was changed
-in place, is an error if it is used. What f itself has assigned is left as it is: a counter counts on.
+put back is put back for the time of a recomputation: variables, contents of lists, dicts and small arrays,
+attributes, buffers, code and defaults of functions, and what `functional_call` had replaced. What cannot, a
+parameter or another tensor that was changed in place, is an error if it is used. What f itself has assigned
+is left as it is: a counter counts on.
 
 The search goes where code of f leads directly: modules with all that is inside of them, closures,
 defaults, globals that the code names, partial arguments, methods, containers and plain objects. Leaves that
@@ -19,9 +20,10 @@ import operator
 import random
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy
@@ -30,13 +32,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _torch, world
+from ..closure import WRITES_UNSEEN
 from ..errors import CheckpointError, MutationError, describe
+from ..lookup import OfClass, attributes_of, global_names, is_library, is_plain_python, names_of
+from ..nodes import may_be_statistics
 
-# Buffers up to this size are copied before a forward that may change them.
+# Buffers of up to so many elements are copied before a forward that may change them, and arrays of numpy.
 _SMALL = 2**16
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
 _PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
-_NO_TENSORS = {*_CONSTANTS, dict, OrderedDict, set}
+_NO_TENSORS = {*_CONSTANTS, dict, OrderedDict, set, tuple, FunctionType, BuiltinFunctionType}
 _CONTAINERS = (list, tuple, dict)
 # Those whose contents are put back.
 _MUTABLE = {list, dict, OrderedDict, defaultdict}
@@ -58,9 +63,12 @@ class Held:
     """What `f` refers to, now."""
 
     __slots__ = (
+        "_arrays",
         "_attributes",
         "_cells",
         "_contents",
+        "_functions",
+        "_gradients",
         "_leaves",
         "_parameters",
         "_results",
@@ -75,14 +83,19 @@ class Held:
 
     def __init__(self, f: Any, others: Iterable[Any] = ()) -> None:
         # Tensors by where modules have them, and their versions.
-        self._parameters: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._parameters: list[tuple[dict[str, Any], dict[str, Tensor], list[int]]] = []
         self._attributes: list[tuple[dict[str, Any], str, Tensor, int]] = []
         # What batch_norm updates without a word to the version counter.
-        self._running: list[tuple[dict[str, Any], str]] = []
+        self._running: set[int] = set()
+        # Buffers that a forward may change, or has changed; and copies of what they were.
         self._small: list[tuple[dict[str, Any], str, Tensor, int]] = []
         # Other tensors.
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         self._leaves: list[tuple[weakref.ref[Tensor], int]] = []
+        # The gradients of leaves, when one is asked for inside of f.
+        self._gradients: list[tuple[Tensor, Any]] = []
+        self._arrays: list[_Array] = []
+        self._functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._contents: list[_Contents] = []
         # Where in those there are tensors with a graph.
@@ -95,14 +108,14 @@ class Held:
         for x in others:
             if type(x) not in _PLAIN and not isinstance(x, Tensor):
                 self._search(x, 0)
-        self._snapshots = _copies([x for _, _, x, _ in self._small]) if self._small else []
+        self._snapshots = copies([x for _, _, x, _ in self._small]) if self._small else []
 
-    def _take_contents(self, there: Any, whole: bool) -> None:
+    def _take_contents(self, there: Any) -> None:
         was = dict(there.items() if isinstance(there, dict) else enumerate(there))
         for key, x in was.items():
             if type(x) not in _CONSTANTS and isinstance(x, Tensor) and x.grad_fn is not None:
                 self._results.append((was, key))
-        self._contents.append(_Contents(there, was, whole))
+        self._contents.append(_Contents(there, was, len(was)))
 
     # -- the search ---------------------------------------------------------------------------------
 
@@ -126,19 +139,32 @@ class Held:
                 self._search(y, depth + 1)
         elif isinstance(x, _CONTAINERS):
             if kind in _MUTABLE:
-                self._take_contents(x, whole=True)
+                self._take_contents(x)
             for y in x.values() if isinstance(x, dict) else x:
                 self._search(y, depth + 1)
         elif kind is ContextVar:
             self._variables.append((x, x.get(_EMPTY)))
-        elif self._take_stream(x):
+        elif kind is numpy.ndarray:
+            if not x.dtype.hasobject:
+                self._arrays.append(_Array(x))
+        elif isinstance(x, type):
+            if names := _data_of(x):
+                self._take_attributes(
+                    _Attributes(x, {name: vars(x)[name] for name in names if name in vars(x)}), depth
+                )
+        elif self._take_stream(x) or not is_plain_python(kind):
             pass
-        elif depth < 2 and _is_plain_object(x):
-            if attributes := getattr(x, "__dict__", None):
-                self._take_contents(attributes, whole=False)
-                for y in attributes.values():
-                    if isinstance(y, (Tensor, nn.Module, FunctionType, *_CONTAINERS, *_STREAMS)):
-                        self._search(y, depth + 1)
+        elif depth < 2 or not is_library(kind.__module__):
+            there, attributes = getattr(x, "__dict__", None), attributes_of(x)
+            if there is None or len(there) < len(attributes):
+                there = _Attributes(x, attributes)
+            self._take_attributes(there, depth)
+            self._search(kind, depth)
+
+    def _take_attributes(self, there: dict[str, Any], depth: int) -> None:
+        self._take_contents(there)
+        for y in there.values():
+            self._search(y, depth + 1)
 
     def _take_module(self, module: nn.Module) -> None:
         modules = [module]
@@ -148,31 +174,36 @@ class Held:
                 for tensor in (*module.parameters(), *module.buffers()):
                     self._search(tensor, 0)
                 continue
-            for name, x in module._parameters.items():
-                if x is not None and (version := _version(x)) is not None:
-                    self._parameters.append((module._parameters, name, x, version))
+            if module._parameters:
+                self._take_parameters(module._parameters)
             if module._buffers:
                 self._take_buffers(module)
-            attributes: dict[str, Any] = {}
-            for name, x in module.__dict__.items():
-                kind = type(x)
-                if kind in _CONSTANTS:
-                    attributes[name] = x
-                elif kind is list:
-                    self._search(x, 1)
-                elif kind not in _NO_TENSORS and isinstance(x, Tensor):
-                    if x.grad_fn is not None:
-                        attributes[name] = x
-                        self._results.append((attributes, name))
-                    elif (version := _version(x)) is not None:
-                        self._attributes.append((module.__dict__, name, x, version))
-            self._contents.append(_Contents(module.__dict__, attributes, False))
+            attributes = module.__dict__.copy()
+            if not _NO_TENSORS.issuperset(map(type, attributes.values())):
+                for name, x in module.__dict__.items():
+                    if type(x) is list:
+                        self._search(x, 1)
+                    elif isinstance(x, Tensor):
+                        if x.grad_fn is not None:
+                            self._results.append((attributes, name))
+                        elif (version := _version(x)) is not None:
+                            self._attributes.append((module.__dict__, name, x, version))
+            self._contents.append(_Contents(module.__dict__, attributes, len(attributes)))
             if module._modules:
-                self._contents.append(_Contents(module._modules, module._modules.copy(), True))
+                self._contents.append(
+                    _Contents(module._modules, module._modules.copy(), len(module._modules))
+                )
             for part in module._modules.values():
                 if part is not None and id(part) not in self._seen:
                     self._seen.add(id(part))
                     modules.append(part)
+
+    def _take_parameters(self, there: dict[str, Any]) -> None:
+        try:
+            self._parameters.append((there, there.copy(), [x._version for x in there.values()]))
+        except (AttributeError, RuntimeError, ValueError):  # None, or one that has no version
+            was = {name: x for name, x in there.items() if x is not None and _version(x) is not None}
+            self._parameters.append((there, was, [x._version for x in was.values()]))
 
     def _take_buffers(self, module: nn.Module) -> None:
         buffers = module._buffers
@@ -181,14 +212,14 @@ class Held:
             if x is None or (version := _version(x)) is None:
                 continue
             if runs:
-                self._running.append((buffers, name))
-            if module.training and x.layout is torch.strided and x.numel() <= _SMALL:
+                self._running.add(id(x))
+            changes = module.training and x.layout is torch.strided
+            if changes and (runs or x.numel() <= _SMALL or _writes_unseen(type(module))):
                 self._small.append((buffers, name, x, version))
             else:
                 self._attributes.append((buffers, name, x, version))
 
     def _take_function(self, f: FunctionType, depth: int) -> None:
-        names = _names(f.__code__)
         for cell in f.__closure__ or ():
             try:
                 value = cell.cell_contents
@@ -196,36 +227,39 @@ class Held:
                 continue
             self._cells.append((cell, value))
             if type(value) is ModuleType:
-                self._take_stream(value, names)
+                self._take_stream(value, f)
             else:
                 self._search(value, depth + 1)
         there = f.__globals__
         if there.get("__name__", "").startswith(_LIBRARIES):
             return
+        self._functions.append((f, _parts(f)))
         for value in f.__defaults__ or ():
             self._search(value, depth + 1)
         if f.__kwdefaults__:
             for value in f.__kwdefaults__.values():
                 self._search(value, depth + 1)
         variables: dict[str, Any] = {}
-        for name in names:
+        for name in global_names(f.__code__):
             value = there.get(name)
-            if value is None or isinstance(value, type):
+            if value is None:
                 continue
-            if isinstance(value, FunctionType):
+            if isinstance(value, type):
+                self._search(value, depth + 1)
+            elif isinstance(value, FunctionType):
                 if value.__globals__ is there:
                     self._search(value, depth + 1)
-            elif not self._take_stream(value, names) and not isinstance(value, ModuleType):
+            elif not self._take_stream(value, f) and not isinstance(value, ModuleType):
                 variables[name] = value
                 if type(value) not in _CONTAINERS or len(value) <= _LONGEST:
                     self._search(value, depth + 1)
         if variables:
-            self._contents.append(_Contents(there, variables, False))
+            self._contents.append(_Contents(there, variables, None))
 
-    def _take_stream(self, x: Any, names: Iterable[str] = ()) -> bool:
-        """Whether it is a random stream, or draws from one."""
+    def _take_stream(self, x: Any, f: FunctionType | None = None) -> bool:
+        """Whether it is a random stream, or draws from one where f uses it."""
         if isinstance(x, ModuleType):
-            if x is numpy and "random" in names:
+            if x is numpy and f is not None and "random" in names_of(f.__code__):
                 x = numpy.random
             stream: world.Stream | None = world.OF_THE_PROCESS.get(x)
             if stream is not None:
@@ -240,22 +274,43 @@ class Held:
             self.streams.append(stream)
         return True
 
+    def _all_parameters(self) -> list[Tensor]:
+        return [x for _, was, _ in self._parameters for x in was.values()]
+
+    def statistics(self, given: Iterable[Any]) -> list[Tensor]:
+        """What f may hand to batch_norm, beside what modules hold."""
+        return [
+            x
+            for x in (*[ref() for ref, _ in self._tensors], *given)
+            if isinstance(x, Tensor) and x.dim() == 1 and may_be_statistics(x)
+        ]
+
     # -- after the forward --------------------------------------------------------------------------
 
     def is_statistics(self, x: Tensor) -> bool:
         """Whether `x` belongs to a batch_norm that was found."""
-        return any(there[name] is x for there, name in self._running)
+        return id(x) in self._running
 
-    def forward_is_done(self, out: Any, first: int) -> None:
+    def gradient_begins(self, given: Any) -> None:
+        """Inside of f, someone asks for a gradient: of `backward`, leaves would have it twice."""
+        if not self._gradients:
+            leaves = self._all_parameters()
+            leaves += [x for ref, _ in self._tensors if (x := ref()) is not None]
+            leaves += [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+            self._gradients = [(x, _gradient(x)) for x in leaves if x.is_leaf]
+
+    def forward_is_done(self, name: str, out: Any, first: int) -> None:
         """Look at what f has changed itself, and at the leaves in the graph of what it has returned."""
-        small, self._small = self._small, []
-        snapshots, self._snapshots = self._snapshots, []
-        for record, copy in zip(small, snapshots, strict=True):
-            if _has_changed(*record):
-                self._small.append(record)
-                self._snapshots.append(copy)
-            else:
-                self._attributes.append(record)
+        for x, gradient in self._gradients:
+            if _gradient(x) != gradient:
+                raise MutationError(
+                    f"{name}: the function calls backward(), which accumulates the gradient of a tensor that "
+                    f"it has from outside ({describe(x)}), and would do so again in the recomputation. Use "
+                    "torch.autograd.grad inside of it."
+                )
+        self._gradients = []
+        if self._small:
+            self._forget_unchanged()
         # A counter in f counts on.
         if self._cells:
             self._cells = [(c, x) for c, x in self._cells if isinstance(x, Tensor) or _contents(c) is x]
@@ -268,12 +323,24 @@ class Held:
         if self._variables:
             self._variables = [(v, x) for v, x in self._variables if v.get(_EMPTY) is x]
         if leaves:
-            known = {id(x) for _, _, x, _ in self._parameters}
+            known = set(map(id, self._all_parameters()))
             self._leaves = [
                 (weakref.ref(x), version)
                 for x in leaves
                 if id(x) not in known and (version := _version(x)) is not None
             ]
+
+    def _forget_unchanged(self) -> None:
+        small, self._small = self._small, []
+        snapshots, self._snapshots = self._snapshots, []
+        with _torch.without_dispatch_modes(), _torch.plain():
+            for record, copy in zip(small, snapshots, strict=True):
+                there, key, x, version = record
+                if there.get(key) is x and x._version == version and is_still(x, copy):
+                    self._attributes.append(record)
+                else:
+                    self._small.append(record)
+                    self._snapshots.append(copy)
 
     def undo(self, name: str) -> None:
         """After a forward that is to be started anew: put back what it has changed."""
@@ -289,7 +356,12 @@ class Held:
         for variable, value in self._variables:
             if value is not _EMPTY:
                 variable.set(value)
-        for there, key, x, version in (*self._parameters, *self._attributes):
+        for there, was, versions in self._parameters:
+            there.update(was)
+            for (key, x), version in zip(was.items(), versions, strict=True):
+                if x._version != version:
+                    raise _started_anew(name, f"{key!r} ({describe(x)})")
+        for there, key, x, version in self._attributes:
             there[key] = x
             if x._version != version:
                 raise _started_anew(name, f"{key!r} ({describe(x)})")
@@ -318,6 +390,13 @@ class _Here:
         held = self._held
         watched: dict[int, Callable[[], Exception]] = {}
         try:
+            for function, parts in held._functions:
+                if not all(map(operator.is_, present := _parts(function), parts)):
+                    self._undo.append(functools.partial(_set_parts, function, present))
+                    _set_parts(function, parts)
+            for array in held._arrays:
+                if (undo := array.put_back(self._name, self._check)) is not None:
+                    self._undo.append(undo)
             for cell, value in held._cells:
                 if _contents(cell) is not value:
                     self._undo.append(functools.partial(setattr, cell, "cell_contents", _contents(cell)))
@@ -328,24 +407,22 @@ class _Here:
             for variable, value in held._variables:
                 if variable.get(_EMPTY) is not value and value is not _EMPTY:
                     self._undo.append(functools.partial(variable.reset, variable.set(value)))
-            for there, name, x, version in held._parameters:
-                now = there.get(name)
-                if now is x:
-                    if x._version != version:
-                        watched[id(x)] = functools.partial(_changed, self._name, name, x)
-                elif _layout(now) == _layout(x):
-                    # fully_shard exchanges sharded and whole parameters as it sees fit.
-                    self._put(there, name, x)
+            for there, was, versions in held._parameters:
+                for (name, x), version in zip(was.items(), versions, strict=True):
+                    now = there.get(name)
+                    if now is x:
+                        if x._version != version:
+                            watched[id(x)] = functools.partial(_changed, self._name, name, x)
+                    elif _layout(now) == _layout(x):
+                        # fully_shard exchanges sharded and whole parameters as it sees fit.
+                        self._put(there, name, x)
             for there, name, x, version in held._attributes:
                 if there.get(name) is not x:
                     self._put(there, name, x)
                 if x._version != version:
                     watched[id(x)] = functools.partial(_changed, self._name, name, x)
-            for (there, name, _, _), value in zip(held._small, held._snapshots, strict=True):
-                self._put_copy(there, name, value)
-            for there, name in held._running:
-                if isinstance(there.get(name), Tensor):
-                    self._put_copy(there, name, there[name])
+            if held._small:
+                self._put_copies()
             for ref, version in (*held._tensors, *held._leaves):
                 if (tensor := ref()) is not None and tensor._version != version:
                     watched[id(tensor)] = functools.partial(_changed, self._name, "", tensor)
@@ -370,10 +447,10 @@ class _Here:
             self._undo.append(functools.partial(there.pop, name, None))
         there[name] = x
 
-    def _put_copy(self, there: dict[str, Any], name: str, x: Tensor) -> None:
-        (x,) = _copies([x])
-        self.copies.add(x.untyped_storage()._cdata)
-        self._put(there, name, x)
+    def _put_copies(self) -> None:
+        for (there, name, _, _), x in zip(self._held._small, copies(self._held._snapshots), strict=True):
+            self.copies.add(x.untyped_storage()._cdata)
+            self._put(there, name, x)
 
 
 class _Weak(weakref.ref[Tensor]):
@@ -408,15 +485,19 @@ class _Contents(NamedTuple):
 
     there: Any
     was: dict[Any, Any]
-    # Whether there was nothing else.
-    whole: bool
+    # How many there were in all, of which these are some; None where others come and go.
+    size: int | None
 
     def _is_here(self) -> bool:
         """Quickly; for results of something, which are held by a weak reference, not."""
         there, was = self.there, self.was
-        if self.whole and len(there) != len(was):
+        if self.size is not None and len(there) != self.size:
             return False
-        now = map(there.get, was) if isinstance(there, dict) else self._now()
+        now: Iterable[Any] = there
+        if isinstance(there, dict):
+            now = there.values() if self.size == len(was) else map(there.get, was)
+        elif self.size is None:
+            now = self._now()
         return all(map(operator.is_, now, was.values()))
 
     def _now(self) -> list[Any]:
@@ -434,15 +515,14 @@ class _Contents(NamedTuple):
             for (key, x), now in zip(self.was.items(), self._now(), strict=True)
             if now is x or isinstance(x, (Tensor, _Weak))
         }
-        whole = self.whole and len(kept) == len(self.was) == len(self.there)
-        return _Contents(self.there, kept, whole)
+        return _Contents(self.there, kept, None if self.size is None else len(self.there))
 
     def put_back(self, name: str) -> Callable[[], None] | None:
         """Returns what undoes it, if there was anything to do."""
         if self._is_here():
             return None
         there, was, now = self.there, self.was, self._now()
-        if self.whole and (len(there) != len(was) or any([x is _EMPTY for x in now])):
+        if len(was) == self.size and (len(there) != len(was) or any([x is _EMPTY for x in now])):
             return self._put_all_back(name)
         changed = [
             (key, _value(x, name), y)
@@ -451,6 +531,9 @@ class _Contents(NamedTuple):
         ]
         for key, x, _ in changed:
             there[key] = x
+        later = []
+        if self.size is not None and isinstance(there, dict):  # which keeps them in the order of arrival
+            later = [(key, there.pop(key)) for key in [*there][self.size :] if key not in was]
 
         def undo() -> None:
             for key, _, y in changed:
@@ -458,8 +541,10 @@ class _Contents(NamedTuple):
                     there.pop(key, None)
                 else:
                     there[key] = y
+            for key, y in later:
+                there[key] = y
 
-        return undo if changed else None
+        return undo if changed or later else None
 
     def _put_all_back(self, name: str) -> Callable[[], None]:
         """In their order, which may be that of the layers of a module."""
@@ -532,29 +617,92 @@ def _started_anew(name: str, what: str) -> MutationError:
     )
 
 
-_HEAP_TYPE = 1 << 9  # a class made in Python
+class _Attributes(dict[str, Any]):
+    """Those of a class, or of an object with slots, as if they stood in a dict."""
+
+    def __init__(self, of: Any, now: dict[str, Any]) -> None:
+        super().__init__(now)
+        self._of = of
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self._of, name, default)
+
+    def values(self) -> Any:
+        return [getattr(self._of, name, _EMPTY) for name in self]
+
+    def __setitem__(self, name: str, x: Any) -> None:
+        setattr(self._of, name, x)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        with suppress(AttributeError):
+            delattr(self._of, name)
 
 
-def _is_plain_object(x: Any) -> bool:
-    kind = type(x)
-    return bool(kind.__flags__ & _HEAP_TYPE or kind is SimpleNamespace) and not isinstance(
-        x, (type, ModuleType)
-    )
+class _Array:
+    """One of numpy's, which has no version, and what was in it: all, or so much of one that is large."""
+
+    def __init__(self, x: numpy.ndarray[Any, Any]) -> None:
+        self._x = x
+        self._was = self._now()
+
+    def _now(self) -> bytes:
+        x = self._x
+        return x.tobytes() if x.size <= _SMALL else bytes(x.flat[:: x.size // _SMALL].data)
+
+    def put_back(self, name: str, check: bool) -> Callable[[], None] | None:
+        x, now = self._x, self._now()
+        if now == self._was:
+            return None
+        if x.size > _SMALL or not x.flags.writeable:
+            if check:
+                raise changed(name, f"an array of numpy, {x.dtype}{list(x.shape)}")
+            return None
+        x[...] = numpy.frombuffer(self._was, x.dtype).reshape(x.shape)
+
+        def undo() -> None:
+            x[...] = numpy.frombuffer(now, x.dtype).reshape(x.shape)
+
+        return undo
 
 
-_names_of: weakref.WeakKeyDictionary[CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+def _parts(f: FunctionType) -> tuple[Any, ...]:
+    return f.__code__, f.__defaults__, f.__kwdefaults__
 
 
-def _names(code: CodeType) -> tuple[str, ...]:
-    """The names that a function and those inside of it may look up in its globals."""
-    names = _names_of.get(code)
-    if names is None:
-        found = dict.fromkeys(code.co_names)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                found.update(dict.fromkeys(_names(constant)))
-        names = _names_of[code] = tuple(found)
-    return names
+def _set_parts(f: FunctionType, parts: tuple[Any, ...]) -> None:
+    f.__code__, f.__defaults__, f.__kwdefaults__ = parts
+
+
+@OfClass
+def _data_of(kind: type) -> tuple[str, ...]:
+    """The names of a class of the user's that are not its functions."""
+    if is_library(kind.__module__) or issubclass(kind, (Tensor, nn.Module)):
+        return ()
+    data = (*_CONSTANTS, Tensor, *_CONTAINERS, numpy.ndarray)
+    return tuple([name for name, x in vars(kind).items() if name[:2] != "__" and isinstance(x, data)])
+
+
+@OfClass
+def _writes_unseen(kind: type) -> bool:
+    """Whether the forward of a module may write to buffers past their version counters."""
+    names, functions = {"forward"}, [getattr(kind, "forward", None)]
+    while functions:
+        f = functions.pop()
+        if isinstance(f, FunctionType) and not f.__module__.startswith(_LIBRARIES):
+            more = names_of(f.__code__) - names
+            names |= more
+            functions += [getattr(kind, name, None) or f.__globals__.get(name) for name in more]
+    return not names.isdisjoint(WRITES_UNSEEN)
+
+
+def _gradient(x: Tensor) -> Any:
+    """What tells whether the gradient of a leaf was assigned, or added to."""
+    return None if x.grad is None else (id(x.grad), x.grad._version)
+
+
+def is_still(x: Tensor, copy: Tensor) -> bool:
+    """Whether `x` is what it was; no, where to look would be to wait for a device."""
+    return type(x) in _PLAIN and x.device.type == "cpu" and torch.equal(x, copy)
 
 
 def _layout(x: Any) -> Any:
@@ -580,38 +728,10 @@ def _version(x: Tensor) -> int | None:
         return None
 
 
-def _has_changed(buffers: dict[str, Any], name: str, x: Tensor, version: int) -> bool:
-    """Whether a forward has updated a buffer, other than those that batch_norm updates."""
-    if buffers.get("running_mean") is not None:
-        return False
-    return buffers.get(name) is not x or x._version != version
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, made by few operators, and none that a mode which is active would see."""
-    modes = _torch._get_current_dispatch_mode_stack()
-    for _ in modes:
-        _torch._pop_mode()
-    try:
-        with torch.no_grad(), _torch.plain():
-            if len(tensors) == 1:
-                return [tensors[0].clone()]
-            groups: dict[Any, list[int]] = defaultdict(list)
-            for i, x in enumerate(tensors):
-                groups[x.dtype, x.device, x.dim() > 0].append(i)
-            copies = list(tensors)
-            for (_, _, has_dimensions), group in groups.items():
-                some = [tensors[i] for i in group]
-                if has_dimensions:
-                    parts = torch.cat([x.reshape(-1) for x in some]).split([x.numel() for x in some])
-                else:
-                    parts = torch.stack(some).unbind()
-                for i, part in zip(group, parts, strict=True):
-                    copies[i] = part.view(tensors[i].shape)
-            return copies
-    finally:
-        for mode in modes:
-            _torch._push_mode(mode)
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Made by operators that no mode and no graph sees."""
+    with _torch.without_dispatch_modes(), _torch.plain():
+        return [x.detach().clone() for x in tensors]
 
 
 def _edges(out: Any, first: int) -> tuple[list[Tensor], set[Any]]:

@@ -45,7 +45,7 @@ from .. import _torch, world
 from ..errors import CheckpointError, MutationError, describe
 from ..nodes import may_be_statistics
 from . import redirect
-from .held import Held, Watch, another, changed
+from .held import Held, Watch, another, changed, copies, is_still
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -114,6 +114,7 @@ class Region:
         # Whoever keeps the inputs may hand out copies, whose versions mean nothing.
         self._under_hooks = _torch.top_saved_tensors_hooks() is not None
         self._world = world.World()
+        self._torch_function = _torch._get_torch_function_state()
         self._redirected = redirect.is_active()
         self._replaced = _replaced() if check else []
         self._held = Held(f, leaves)
@@ -121,8 +122,12 @@ class Region:
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[Look] = []
-        self._statistics: list[weakref.ref[Tensor]] = []
+        # What looks like the statistics of a batch_norm that was not found, and was, by its id.
+        self._statistics: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        for x in self._held.statistics(leaves):
+            self._take_statistics(x)
         self._complete = False
+        self._given: Any = None
         # The recomputation that was run for each backward.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
@@ -139,6 +144,7 @@ class Region:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = _torch.next_sequence_number()
+        self._given = args, kwargs
         with saved_tensors_hooks(self._pack, self._unpack):
             if self._contexts is None:
                 out = self._f(*args, **kwargs)
@@ -159,8 +165,19 @@ class Region:
             )
         # Others are not touched: another thread may be drawing from them.
         self._states = world.moved(self._states)
-        self._held.forward_is_done(out, first_node)
+        self._held.forward_is_done(self._name, out, first_node)
+        self._given = None
+        if self._statistics:
+            self._forget_unchanged()
         return out
+
+    def _forget_unchanged(self) -> None:
+        with _torch.without_dispatch_modes(), torch.no_grad():
+            self._statistics = {
+                key: (ref, copy)
+                for key, (ref, copy) in self._statistics.items()
+                if (x := ref()) is not None and not is_still(x, copy)
+            }
 
     def undo(self) -> None:
         """After an exception: as if the forward had not begun."""
@@ -172,18 +189,26 @@ class Region:
         self._slots.append(weakref.ref(slot))
         if self._check:
             self._looks.append(_look(x))
+        if x.dim() == 1 and not x.requires_grad and may_be_statistics(x):
+            self._take_statistics(x)
+        return slot
+
+    def _take_statistics(self, x: Tensor) -> None:
+        """Autograd saves the arguments of batch_norm before it has updated them."""
+        known = self._statistics.get(id(x))
         if (
-            may_be_statistics(x)
+            (known is None or known[0]() is not x)
             and not x._is_view()
             and not x.is_inference()
             and not self._held.is_statistics(x)
         ):
-            self._statistics.append(weakref.ref(x))
-        return slot
+            self._statistics[id(x)] = weakref.ref(x), copies([x])[0]
 
     def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
         key = _torch.backward_id()
         alone = type(key) is object  # outside of a backward
+        if not self._complete:
+            self._held.gradient_begins(self._given)
         try:
             with self._lock:
                 if alone:
@@ -251,12 +276,13 @@ class Region:
         if self._structure is not None:
             args, kwargs = _with_leaves(self._structure, iter(leaves))
         del leaves
-        statistics = [x for ref in self._statistics if (x := ref()) is not None]
+        statistics = [(x, was) for ref, was in self._statistics.values() if (x := ref()) is not None]
         with (
             self._held.here(self._name, self._check) as held,
             self._watching_replaced(held.copies),
             _Unchanged(statistics) if statistics else nullcontext(),
             self._world.replayed(),
+            _torch.torch_function_as(self._torch_function),
             nullcontext() if self._redirected == redirect.is_active() else redirect.active(self._redirected),
             world.streams_at(self._states),
             # Random numbers are those of the forward, of which a vmap of the backward has no say.
@@ -306,32 +332,33 @@ def _forgetting(region: Region, key: int) -> Callable[[], None]:
 
 class _Unchanged(TorchFunctionMode):
     """Puts back what batch_norm updates, without a word to the version counter: its running statistics,
-    and the number of batches, which no autograd node saves.
+    which start from what they were, and the number of batches, which no autograd node saves.
     """
 
-    def __init__(self, statistics: Sequence[Tensor]) -> None:
+    def __init__(self, statistics: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self._before = [(x, _copy(x)) for x in statistics]
+        self._before = [
+            (x, now) for (x, _), now in zip(statistics, copies([x for x, _ in statistics]), strict=True)
+        ]
+        for x, was in statistics:
+            _assign(x, was)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
-            self._before.append((args[0], _copy(args[0])))
+            self._before.append((args[0], *copies(args[:1])))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        with torch.no_grad():
-            for x, value in reversed(self._before):
-                with _torch.version_kept(x):
-                    x.copy_(value)
+        for x, value in reversed(self._before):
+            _assign(x, value)
 
 
-def _copy(x: Tensor) -> Tensor:
-    """A copy, which is no operator of the function for the dispatch modes that are active in it."""
-    with _torch.without_dispatch_modes(), torch.no_grad():
-        return x.clone()
+def _assign(x: Tensor, value: Tensor) -> None:
+    with torch.no_grad(), _torch.version_kept(x):
+        x.copy_(value)
 
 
 # A module that is called with other tensors than its own: their names, and which they are.
@@ -493,8 +520,13 @@ def _version(x: Tensor) -> int:
 
 def _look(x: Tensor) -> Look:
     parameter = _parameter(x)
-    ref = None if parameter is None else weakref.ref(parameter)
-    return Look(x.shape, x.dtype, x.device, _version(x), ref)
+    return Look(
+        x.shape,
+        x.dtype,
+        x.device,
+        0 if x.is_inference() else x._version,
+        None if parameter is None else weakref.ref(parameter),
+    )
 
 
 def _parameter(x: Tensor) -> Tensor | None:

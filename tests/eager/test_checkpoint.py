@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+import types
 import weakref
 
 import pytest
@@ -982,26 +983,19 @@ USES = [
 def test_functional_call_with_what_is_not_saved(kind, use):
     m = Shifted()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    plain = Plain()
-    plain.p, plain.b = x[0] * 3, x[0].detach() * 3
-    expected = torch.autograd.grad(use(plain, x).sin().sum(), x)
-    y = torch.func.functional_call(m, {"p": x[0] * 3, "b": plain.b}, (x, use)).sum()
+    replaced = types.SimpleNamespace(p=x[0] * 3, b=x[0].detach() * 3)
+    expected = torch.autograd.grad(use(replaced, x).sin().sum(), x)
+    y = torch.func.functional_call(m, {"p": x[0] * 3, "b": replaced.b}, (x, use)).sum()
     assert_same(torch.autograd.grad(y, x), expected)
-
-
-class Plain:
-    """Of which nothing is known."""
-
-    __slots__ = ("b", "m", "p")
 
 
 @pytest.mark.parametrize(("kind", "use"), USES)
 def test_functional_call_of_a_module_that_is_not_found(kind, use):
-    m, hidden = Shifted(), Plain()
-    hidden.m = m
+    m = Shifted()
+    hidden = weakref.ref(m)
 
     def unknown(_, x):
-        return use(hidden.m, x).sin()
+        return use(hidden(), x).sin()
 
     m.forward = lambda x: funcckpt.checkpoint(functools.partial(unknown, None), x)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

@@ -85,18 +85,22 @@ def test_a_bias_that_was_stepped():
         y.sum().backward()
 
 
-class Hidden:
-    """A way on which no search goes."""
+class Hidden(OSError):
+    """On which no search goes."""
 
-    __slots__ = ("p",)
+    def __init__(self, x):
+        self.x = x
+
+    def __call__(self):
+        return self.x
 
 
 def test_a_leaf_is_found_on_any_way():
-    hidden, x = Hidden(), leaf(2, 3)
-    hidden.p = nn.Parameter(torch.zeros(3, dtype=D))
-    y = checkpoint(lambda x: (x + hidden.p).tanh().exp(), x)
+    p, x = nn.Parameter(torch.zeros(3, dtype=D)), leaf(2, 3)
+    hidden = Hidden(p)
+    y = checkpoint(lambda x: (x + hidden()).tanh().exp(), x)
     with torch.no_grad():
-        hidden.p.add_(1)
+        p.add_(1)
     with pytest.raises(MutationError, match=r"float64\[3\]"):
         y.sum().backward()
 
@@ -246,6 +250,73 @@ def a_context_variable(x, call):
     return y
 
 
+def code_of_a_function(x, call):
+    def f(x, scale=2.0, *, shift=0.5):
+        return (x * scale + shift).sin()
+
+    y = call(f, x)
+    f.__code__, f.__defaults__, f.__kwdefaults__ = (lambda x, scale, *, shift: x * scale).__code__, (5.0,), {}
+    return y
+
+
+def defaults_of_a_helper(x, call):
+    def scaled(x, scale=2.0):
+        return x * scale
+
+    y = call(lambda x: scaled(x).sin(), x)
+    scaled.__defaults__ = (5.0,)
+    return y
+
+
+def an_attribute_that_came_later(x, call):
+    class Scaled(nn.Module):
+        scale = 2.0
+
+        def forward(self, x):
+            return (x * self.scale).sin()
+
+    model, other = Scaled(), Plain()
+    y = call(model, x)
+    y = call(lambda x: (x * getattr(other, "scale", 3.0)).sin(), y)
+    model.scale = other.scale = 5.0
+    return y
+
+
+def an_attribute_of_a_class(x, call):
+    class Options:
+        scale = 2.0
+
+    y = call(lambda x: (x * Options.scale).sin(), x)
+    y = call(lambda x, options: (x * options.scale).sin(), y, Options())
+    Options.scale = 5.0
+    return y
+
+
+class Slots:
+    __slots__ = ("inner", "scale")
+
+
+def attributes_in_slots(x, call):
+    options = Slots()
+    options.scale = 2.0
+    options.inner = Plain()
+    options.inner.shift = 0.5
+
+    def scaled(x):
+        return x * options.scale + options.inner.shift
+
+    y = call(lambda x: scaled(x).sin(), x)
+    options.scale, options.inner.shift = 5.0, 7.0
+    return y
+
+
+def an_array_of_numpy(x, call):
+    scales, table = np.full(4, 2.0), np.full((2, 4), 0.5)
+    y = call(lambda x, t: (x * torch.from_numpy(scales) + float(t.sum())).sin(), x, table)
+    scales[:], table[:, 1] = 5.0, 7.0
+    return y
+
+
 def random_numbers_of_python(x, call):
     for _ in range(4):
         x = call(lambda x: (x * random.random()).sin(), x)
@@ -280,6 +351,12 @@ def a_generator_of_ones_own(x, call):
         a_state_that_f_replaces,
         globals_that_are_objects,
         a_context_variable,
+        code_of_a_function,
+        defaults_of_a_helper,
+        an_attribute_that_came_later,
+        an_attribute_of_a_class,
+        attributes_in_slots,
+        an_array_of_numpy,
         random_numbers_of_python,
         random_numbers_of_numpy,
         a_generator_of_ones_own,
@@ -296,6 +373,14 @@ def test_what_changes_before_the_backward(change):
         return y.detach(), grads, torch.rand(2), random.random(), np.random.rand()
 
     assert_same(run(checkpoint), run(plain))
+
+
+def test_a_large_array_of_numpy_that_changed():
+    x, table = leaf(3), np.full((1000, 1000), 2.0)
+    y = checkpoint(lambda x: (x * float(table[0, 0])).sin(), x)
+    table += 1
+    with pytest.raises(MutationError, match=r"array of numpy, float64\[1000, 1000\]"):
+        y.sum().backward()
 
 
 def test_what_others_do_meanwhile_stays():
@@ -436,6 +521,82 @@ def test_statistics_are_updated_once(norm, depth, needs_grad):
     assert_same(run(checkpoint), run(plain))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_statistics_that_f_reads(when, nested):
+    def run(call):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(3, dtype=D), leaf(8, 3)
+
+        def f(x):
+            if when == "after":
+                return norm(x) * norm.running_var.exp() * float(norm.num_batches_tracked)
+            scale = norm.running_var + norm.num_batches_tracked
+            return norm(x) * scale
+
+        g = (lambda x: call(f, x).sin()) if nested else f
+        y = call(g, call(g, x))
+        y.sin().sum().backward()
+        return [x.grad, *norm.buffers()]
+
+    assert_same(run(checkpoint), run(plain))
+
+
+def normed(x, mean, var):
+    return F.batch_norm(x, mean, var, training=True)
+
+
+STATISTICS = {
+    "arguments": lambda call, x, mean, var: call(lambda x, m, v: normed(x, m, v) * v.exp(), x, mean, var),
+    "variables": lambda call, x, mean, var: call(lambda x: normed(x, mean, var) * var.exp(), x),
+    "hidden": lambda call, x, mean, var: call(
+        lambda x, m=weakref.ref(mean), v=weakref.ref(var): normed(x, m(), v()) * v().exp(), x
+    ),
+    "no graph": lambda call, x, mean, var: call(
+        lambda x: (x * normed(x.detach(), mean, var)).sin() * var.exp(), x
+    ),
+}
+
+
+@pytest.mark.parametrize("way", STATISTICS)
+def test_statistics_that_are_no_buffers(way):
+    def run(call):
+        torch.manual_seed(0)
+        x, mean, var = leaf(8, 3), torch.zeros(3, dtype=D), torch.ones(3, dtype=D)
+        y = STATISTICS[way](call, STATISTICS[way](call, x, mean, var), mean, var)
+        y.sin().sum().backward()
+        return [x.grad, mean, var]
+
+    assert_same(run(checkpoint), run(plain))
+
+
+class Codebook(nn.Module):
+    """Updates a buffer past its version counter, as those of VQ-VAEs do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("codes", torch.ones(size, 3, dtype=D))
+
+    def forward(self, x):
+        y = x @ self.codes[:3].clone()
+        self.update(x.detach())
+        return (y * self.codes[0].clone()).sin()
+
+    def update(self, x):
+        self.codes.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+@pytest.mark.parametrize("size", [3, 50_000])
+def test_buffers_that_f_updates_unseen(size):
+    def run(call):
+        torch.manual_seed(0)
+        model, x = Codebook(size), leaf(5, 3)
+        y = call(model, call(model, x))
+        return [*torch.autograd.grad(y.sum(), x), model.codes]
+
+    assert_same(run(checkpoint), run(plain))
+
+
 def test_statistics_of_a_norm_under_no_grad():
     def run(call):
         torch.manual_seed(0)
@@ -484,6 +645,55 @@ def test_what_cannot_be_put_back_before_f_is_started_anew():
         checkpoint(f, x)
 
 
+# -- what a recomputation would do a second time ------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["parameter", "variable", "argument"])
+def test_a_backward_inside(what):
+    linear, w = nn.Linear(3, 3, dtype=D), leaf(3)
+
+    def f(x):
+        part = {"parameter": lambda: linear(x.detach()), "variable": lambda: w.exp(), "argument": x.exp}[
+            what
+        ]()
+        part.sin().sum().backward()
+        return x.sin()
+
+    with pytest.raises(MutationError, match=r"calls backward\(\).*torch\.autograd\.grad"):
+        checkpoint(f, leaf(2, 3))
+
+
+def test_a_backward_inside_of_what_f_has_made():
+    def f(x):
+        inner = x.detach().requires_grad_()
+        (inner.sin() ** 2).sum().backward()
+        return x.sin() * inner.grad
+
+    x = leaf(2, 3)
+    assert_same(torch.autograd.grad(checkpoint(f, x).sum(), x), torch.autograd.grad(f(x).sum(), x))
+
+
+class Halved(torch.Tensor):
+    """Says itself what `linear` does with it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        args = (args[0], args[1] * 0.5, *args[2:]) if func is F.linear else args
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_below_its_own_backward():
+    """Where it has no say any more."""
+
+    def run(call):
+        torch.manual_seed(0)
+        w, x = nn.Parameter(torch.randn(3, 3, dtype=D).as_subclass(Halved)), leaf(2, 3)
+        call(lambda x: F.linear(x, w).sin(), x).sum().backward()
+        return [x.grad.as_subclass(torch.Tensor), w.grad.as_subclass(torch.Tensor)]
+
+    assert_same(run(checkpoint), run(plain))
+
+
 # -- made by f itself -----------------------------------------------------------------------------------
 
 
@@ -518,10 +728,9 @@ def test_a_parameter_that_was_assigned_anew():
     wrt = [x, *linear.parameters()]
     linear.weight, linear.bias = nn.Parameter(torch.eye(3, dtype=D)), nn.Parameter(torch.ones(3, dtype=D))
     assert_same(torch.autograd.grad(y.sum(), wrt), expected)
-    hidden = Hidden()
-    hidden.p = nn.Parameter(torch.eye(3, dtype=D))
-    y = checkpoint(lambda x: (x @ hidden.p).sin(), x)
-    hidden.p = nn.Parameter(torch.ones(3, 3, dtype=D))
+    hidden = Hidden(nn.Parameter(torch.eye(3, dtype=D)))
+    y = checkpoint(lambda x: (x @ hidden()).sin(), x)
+    hidden.x = nn.Parameter(torch.ones(3, 3, dtype=D))
     with pytest.raises(CheckpointError, match="another parameter"):
         y.sum().backward()
 
