@@ -383,10 +383,10 @@ _run.__qualname__ = "scan"
 def _values(
     f: Callable[..., Any], body: _Body, schedule: Schedule, first: int, steps: int, carry: Any, xs: Any
 ) -> tuple[Any, Any]:
-    """What `_run` returns, where its history is of no use: each step forgets those before it."""
+    """What `_run` returns, where its history is of no use: no carry is kept, and no step a checkpoint."""
     if schedule == PLAIN or not online.can_restart(_tensors_of((carry, xs))):
         return _run(f, body, schedule, first, steps, carry, xs)
-    return _record(f, body, first, steps, fetch(carry), xs, forgets=True)
+    return _record(f, body, first, steps, fetch(carry), xs, schedule.unit)
 
 
 def _as_part(policy: Policy | None) -> _Checkpointed:
@@ -400,17 +400,18 @@ _part = _as_part(None)
 
 
 def _record(
-    f: Callable[..., Any], body: _Body, first: int, steps: int, carry: Any, xs: Any, forgets: bool = False
+    f: Callable[..., Any], body: _Body, first: int, steps: int, carry: Any, xs: Any, unit: int = 0
 ) -> tuple[Any, Any]:
-    """Some steps, one after another."""
+    """Some steps, one after another. Each `unit` of them, if there is one, forgets those before it."""
     slices = _unbind(xs, steps)
     order = range(steps)
     ys = []
-    for i in reversed(order) if body.reverse else order:
+    for done, i in enumerate(reversed(order) if body.reverse else order, 1):
         new, y = _step(f, body, first + i, carry, slices[i])
         _check_carry(carry, new, body.name, first + i)
-        if forgets:
-            new, y = online.restart(new), online.restart(y)
+        if unit:
+            y = online.restart(y)
+            new = new if done % unit else online.restart(new)
         carry = new
         ys.append(y)
         if body.progress[0]:
