@@ -5,8 +5,8 @@
 Two problems (``pip install ".[meta,plot]"``): the regression of sinusoids of Finn et al. (2017), and telling
 zeros from ones in scikit-learn's digits. The meta-parameters are the initial weights of a network and the learning
 rate; an inner step is gradient descent. Compared are the unrolled loop under `torch.func.grad`; each inner step
-under `torch.utils.checkpoint`, in plain eager; `scan` with √n segments, its default, and ten carries; and some of
-them with `inner_grad` (mixed mode) for `torch.func.grad`. All is in float64. ``results/maml.png`` shows the bytes.
+under `torch.utils.checkpoint`, in plain eager; `scan` with √n segments and its default; and with `inner_grad` (mixed
+mode) for `torch.func.grad`. All is in float64. ``results/maml.png`` shows the bytes.
 """
 
 import json
@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 
 from funcckpt import inner_grad, scan
 
-STEPS = [5, 20, 100, 500]
+STEPS = [5, 50, 500]
+# With larger ones the gradient through hundreds of steps is chaotic, and no two ways agree.
+RATES = {"sinusoid": 0.005, "digits": 0.02}
 F64 = torch.float64
 Parameters = dict[str, torch.Tensor]
 Task = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -108,9 +110,7 @@ METHODS = {
     "plain eager, torch.utils.checkpoint": (in_plain_eager(torch_checkpoint), "#656d76", "x:"),
     "scan, √n": (functional(grad, scanned(checkpoint="sqrt")), "#8250df", "^-"),
     "scan": (functional(grad, scanned()), "#1a7f37", "v-"),
-    "scan, ten carries": (functional(grad, scanned(checkpoints=10)), "#0969da", "s-"),
     "inner_grad": (functional(inner_grad, unrolled), "#bc4c00", "o--"),
-    "inner_grad, scan, √n": (functional(inner_grad, scanned(checkpoint="sqrt")), "#8250df", "^--"),
     "inner_grad, scan": (functional(inner_grad, scanned()), "#1a7f37", "v--"),
 }
 
@@ -118,7 +118,7 @@ METHODS = {
 def maml(problem: Callable[[], Problem], steps: int) -> Callable[[bool], Methods]:
     def methods(toy: bool) -> Methods:
         p, task, loss = problem()
-        meta = {"p": p, "rate": torch.tensor(0.02, dtype=F64)}
+        meta = {"p": p, "rate": torch.tensor(RATES[problem.__name__], dtype=F64)}
         return {
             name: lambda method=method: of_torch(method, meta, task, loss, steps)
             for name, (method, _, _) in METHODS.items()
