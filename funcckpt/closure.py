@@ -343,6 +343,7 @@ class Closure:
 
     def _take_in_view(self, tracked: list[Tensor], others: list[Tensor]) -> None:
         assert self._view is not None
+        self._caches += [self._values[i] for i in self._view.caches]
         self.tensors += tracked
         self.constants += others
         for x in others:
@@ -367,6 +368,8 @@ class Closure:
         nodes = view.nodes(self._values)
         self._values = ()
         for node in nodes.values():
+            if isinstance(node, FunctionNode):
+                node.leave_state(node.items)  # as long as there was a view, nothing was assigned
             self._file(node)
         for key, node in self._nodes.items():
             if key not in view or isinstance(node, TensorNode):
@@ -380,6 +383,8 @@ class Closure:
 
     def _file(self, node: Node) -> None:
         """Note what to look at before a recomputation."""
+        if isinstance(node, FunctionNode) and node.state:
+            self._functions.append(node)
         if node.shared:
             self._shared.append(node)
         elif isinstance(node, _MUTABLE) and not node.needed:
@@ -533,7 +538,7 @@ class Closure:
         """
         if self._view is not None and self._view.values() is None:
             self._leave_view()
-        self._shared, self._mutable = [], []
+        self._functions, self._shared, self._mutable = [], [], []
         for i, x in enumerate(self.constants):
             node = self._nodes.get(id(x))
             is_put_back = isinstance(node, TensorNode) and node.settle(self.writes_unseen)
@@ -548,9 +553,6 @@ class Closure:
                 )
         # What f has assigned itself is its state. The rest has to be the same in the recomputation.
         for node in self._nodes.values():
-            if isinstance(node, FunctionNode) and node.state:
-                node.leave_state()
-                self._functions.append(node)
             if node.shared:
                 node.assigned = frozenset(node.changes())
                 self.is_pure = self.is_pure and not node.assigned
@@ -558,6 +560,8 @@ class Closure:
                 node.assigned = node.changed_names()
                 if node.was_assigned():
                     self.is_pure = False
+            if isinstance(node, FunctionNode) and node.state:
+                node.leave_state(node.assignable(node.value))
             self._file(node)
         if any([node.assigned for node in self._nodes.values()]) or self.has_updated_buffers:
             self._leave_view()

@@ -342,12 +342,12 @@ class FunctionNode(Node):
     def identity(self) -> Any:
         return self.value.__code__, is_of_library(self.value)
 
-    def leave_state(self) -> None:
-        now = self.assignable(self.value)
+    def leave_state(self, now: Content) -> None:
+        """After the first run, which has left what it refers to as it is `now`."""
         self.left = {
             name: item
             for name, item in self.items.items()
-            if name in now and now[name] is item and not isinstance(item, Tensor)
+            if name[1] in self.state and now.get(name, GONE) is item and not isinstance(item, Tensor)
         }
 
     def reassigned(self) -> Iterator[Any]:
@@ -511,13 +511,13 @@ class FunctionNode(Node):
         return _function(function, function.__globals__, cells)
 
 
-_DETAILS = (
+_DETAILS = [
     "__qualname__",
     "__module__",
     "__doc__",
-    "__type_params__",
     "__annotate__" if sys.version_info >= (3, 14) else "__annotations__",
-)
+    *(["__type_params__"] if sys.version_info >= (3, 12) else []),
+]
 
 
 def _function(
@@ -526,8 +526,7 @@ def _function(
     """A function like another one, around other variables."""
     new = types.FunctionType(like.__code__, namespace, like.__name__, None, cells)
     for name in _DETAILS:
-        if hasattr(like, name):
-            setattr(new, name, getattr(like, name))
+        setattr(new, name, getattr(like, name))
     return new
 
 

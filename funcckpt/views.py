@@ -21,7 +21,15 @@ from typing import Any
 from torch import Tensor
 
 from . import _torch
-from .fixed import ClassNode, DescriptorNode, MemberNode, PythonModuleNode
+from .fixed import (
+    ClassNode,
+    ContainerNode,
+    DescriptorNode,
+    MappingNode,
+    MemberNode,
+    PythonModuleNode,
+    SetNode,
+)
 from .lookup import (
     ATOMS,
     GONE,
@@ -53,7 +61,7 @@ _MIN_TRIES, _MAX_VIEWS = 8, 1024
 # Objects that are found by their places; any others by weak references, or held.
 _PLACED = (
     *(DictNode, SequenceNode, TupleNode, MethodNode, PartialNode, ObjectNode),
-    *(DescriptorNode, MemberNode),
+    *(SetNode, MappingNode, ContainerNode, DescriptorNode, MemberNode),
 )
 _HELD = (ClassNode, PythonModuleNode)
 # Hooks that a call runs, if there are any; what else is written of a hook is nothing without them. No view is
@@ -205,6 +213,7 @@ class View:
         self._tracked = [node.needed for node in tensors]
         updated = {id(x) for node in modules for x in node.updated_buffers()}
         self.updated = [self.places[node.key] for node in tensors if node.key in updated]
+        self.caches = [self.places[node.key] for node in nodes if isinstance(node.value, Cached)]
         if self.tensors(values) is None:
             raise NoView
         # The values that calls may hold: those that nodes refer to, and that lead to no tracked tensor.
@@ -359,13 +368,13 @@ def _is_viewable(node: Node) -> bool:
         return not (node.needed and node.shared) and not _torch.is_functorch_wrapped_tensor(value)
     if type(node) is ModuleNode:
         return not node.computed
-    if type(node) is FunctionNode:
+    if isinstance(node, FunctionNode):
         module = sys.modules.get(value.__globals__.get("__name__"))
         is_of_module = module is not None and module.__dict__ is value.__globals__
-        return not node.state and (is_of_module or is_of_library(value))
+        return not node.assigned_cells() and (is_of_module or is_of_library(value))
     if type(node) is ObjectNode:
         return not has_slots(type(value))
-    return type(node) in (*_PLACED, *_HELD) and not isinstance(value, Cached)
+    return type(node) in (*_PLACED, *_HELD)
 
 
 def _attributes_of(node: ModuleNode) -> Callable[[Content], Iterable[Any]]:
@@ -384,10 +393,12 @@ def _look_ups_of(node: Node) -> Iterator[Callable[[], Iterable[Any]]]:
         yield functools.partial(getattr, value, "__mro__")
     elif isinstance(node, PythonModuleNode):
         yield functools.partial(map, value.__dict__.get, tuple(node.looked_up), repeat(GONE))
-    elif not is_of_library(value):
-        names = global_names(value.__code__)
+    elif isinstance(node, FunctionNode):
+        names = [*node.state]
+        if not is_of_library(value):
+            names += global_names(value.__code__)
+            yield functools.partial(map, sys.modules.get, imported(value.__code__), repeat(GONE))
         yield functools.partial(map, value.__globals__.get, names, repeat(GONE))
-        yield functools.partial(map, sys.modules.get, tuple(imported(value.__code__)), repeat(GONE))
 
 
 def _is_atomic(value: Any) -> bool:
@@ -402,11 +413,14 @@ def _content(node: Node, value: Any) -> list[Any]:
         return [
             kind,
             *[base.__dict__.get("__call__") for base in kind.__mro__],
-            *(d := vars(value)),
+            *(d := getattr(value, "__dict__", {})),
             *d.values(),
         ]
     items = node.read(value)
-    return [kind, *items, *items.values()]
+    if isinstance(node, SetNode):  # its names are made anew
+        return [kind, *value]
+    names = chain.from_iterable(items) if isinstance(node, ContainerNode) else items
+    return [kind, *names, *items.values()]
 
 
 def _bare(node: Node) -> Node:
@@ -424,7 +438,7 @@ def _watched(nodes: Iterable[Node], end: Callable[[Any], None]) -> Iterator[Any]
     """References that make sure that no id is another object's: to what holds nothing, and weak ones."""
     placed = {node.key for node in nodes if type(node) in _PLACED and not _is_atomic(node.value)}
     for node in nodes:
-        yield from vars(node.value) if type(node) is ObjectNode else node.items
+        yield from getattr(node.value, "__dict__", ()) if type(node) is ObjectNode else node.items
         if isinstance(node, FunctionNode):
             yield node.value.__code__
         for value in (*node.items.values(), *[value for _, value in node.extra()]):

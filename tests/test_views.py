@@ -18,6 +18,19 @@ from funcckpt import EscapeError, MutationError, closure, remat
 from funcckpt.closure import Closure
 
 FACTORS = {"scale": 2.0}
+SHIFT = 1.0
+
+
+def shift(amount):
+    global SHIFT
+    if amount > 100:
+        SHIFT = amount
+    return SHIFT
+
+
+@functools.lru_cache
+def offset():
+    return 0.5
 
 
 def scaled(x):
@@ -35,7 +48,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = self.linear(self.norm(x)) * self.gain * self.factor * self.mask
-        return x + self.act(scaled(x)) + sum(self.shifts) + self.options["bias"]
+        return x + self.act(scaled(x)) + sum(self.shifts) + self.options["bias"] + shift(self.gain) + offset()
 
 
 class Storing(Block):
@@ -136,6 +149,10 @@ def with_class(model, monkeypatch):
     model.blocks[1].act.__class__ = Other
 
 
+def with_state(model, monkeypatch):
+    monkeypatch.setitem(globals(), "SHIFT", 3.0)
+
+
 CHANGES = {
     "an attribute": lambda model, _: setattr(model.blocks[1], "gain", 3.0),
     "an attribute over that of the class": lambda model, _: setattr(model.blocks[1], "factor", 3.0),
@@ -169,6 +186,7 @@ CHANGES = {
     "a method of torch": with_method_of_library,
     "a global": with_global,
     "an item of a global": with_item_of_global,
+    "a global that a function assigns": with_state,
     "a default": with_defaults,
     "code": with_code,
 }
@@ -233,6 +251,14 @@ def test_what_cannot_be_put_back_is_refused(monkeypatch):
         gradients(model)
     with pytest.raises(MutationError, match="factor"):
         gradients(model, lambda model: with_class_attribute(model, monkeypatch))
+
+
+def test_a_variable_that_a_function_assigns_is_refused(monkeypatch):
+    model = Model()
+    for _ in range(3):
+        gradients(model)
+    with pytest.raises(MutationError, match="SHIFT"):
+        gradients(model, lambda model: with_state(model, monkeypatch))
 
 
 def test_a_tensor_stored_after_some_calls_is_found():
