@@ -200,6 +200,9 @@ class _Options(NamedTuple):
     determinism_check: str
     policy: Any = None
     chooser: policies.Chooser | None = None
+    # What gives the values of f under transforms, where nothing is recorded: f again, unless there is a
+    # cheaper way to them.
+    forward: Callable[..., Any] | None = None
 
     @property
     def are_common(self) -> bool:
@@ -763,8 +766,9 @@ class _Call(Call):
             _dress(x, attributes)
         replacing = self._replacing(mapped)
         with self._closure.rebuilt_once(mapped, self._name) as rebuilt:
+            f, others, static = self._parts(rebuilt)
             outputs = self._run_first(
-                self._parts(rebuilt),
+                (self._options.forward or f, others, static),
                 inputs[: self._arguments.arity],
                 inputs,
                 self._closure.caches_kept_clean(),
