@@ -21,32 +21,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from . import _torch, dispatch, net, world
 from .errors import MutationError
 from .remat import _Arguments, _Call, _Options, _Outputs
 
-__all__ = ["Unknown", "check_possible", "first_run", "known", "restart"]
+__all__ = ["Unknown", "can_restart", "first_run", "is_possible", "known", "restart"]
 
 
 class Unknown(Exception):
     """The history of these values has to be recorded as they are computed."""
 
 
-def check_possible(tensors: Sequence[Tensor]) -> None:
-    """Raise `Unknown` where values that are known cannot be given a history."""
-    kinds = {layer.kind for layer in _torch.active_layers()}
-    if (
-        not kinds <= {"grad", "vmap"}
-        or _torch.has_dual_level()
-        or _torch.is_tracing()
-        or torch.compiler.is_compiling()
-        or torch.is_inference_mode_enabled()
-        or dispatch._implementation.get() != "direct"
-        or any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in tensors)
-    ):
-        raise Unknown
+def can_restart(tensors: Sequence[Tensor]) -> bool:
+    """Whether `restart` knows all levels that are active."""
+    return (
+        {layer.kind for layer in _torch.active_layers()} <= {"grad", "vmap", "jvp"}
+        and _torch.in_dual_level() == _torch.has_dual_level()
+        and not _torch.is_tracing()
+        and not torch.compiler.is_compiling()
+        and not torch.is_inference_mode_enabled()
+        and dispatch._implementation.get() == "direct"
+        and not any(_torch.is_legacy_batchedtensor(_torch.below_wrappers(x)) for x in tensors)
+    )
+
+
+def is_possible(tensors: Sequence[Tensor]) -> bool:
+    """Whether values that are known can be given a history."""
+    return not _torch.has_dual_level() and can_restart(tensors)
 
 
 _OPTIONS = _Options(frozenset({0, 1, 2}), frozenset(), True, "default")
@@ -100,6 +104,8 @@ def known(
 
 def restart(tree: Any) -> Any:
     """The tensors of a tree without their history, requiring grad at the levels at which they did."""
+    if isinstance(tree, Tensor):
+        return _restart([tree])[0]
     leaves, structure = pytree.tree_flatten(tree)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     found = iter(_restart(tensors))
@@ -109,10 +115,23 @@ def restart(tree: Any) -> Any:
 def _restart(tensors: Sequence[Tensor]) -> list[Tensor]:
     tensors = [_torch.alive(x) for x in tensors]
     interpreter = _torch.peek_interpreter_stack()
+    kind = None if interpreter is None else _torch.kind_of(interpreter)
+    if kind in (None, "jvp") and _torch.has_dual_level():
+        primals, tangents, along = dispatch._split_duals(tensors)
+        if along:
+            found = _restart_below(interpreter, kind, [*primals, *tangents])
+            for i, tangent in zip(along, found[len(primals) :], strict=True):
+                found[i] = forward_ad.make_dual(found[i], tangent, level=0)
+            return found[: len(primals)]
+    return _restart_below(interpreter, kind, tensors)
+
+
+def _restart_below(interpreter: Any, kind: str | None, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same for tensors without a tangent at the innermost level."""
     if interpreter is None:
         return [x.detach().requires_grad_(x.requires_grad) for x in tensors]
     level = interpreter.level()
-    if _torch.kind_of(interpreter) == "vmap":
+    if kind == "vmap":
         values_and_dims = [_torch._unwrap_batched(x, level) for x in tensors]
         with _torch.lower(interpreter):
             values = _restart([x for x, _ in values_and_dims])

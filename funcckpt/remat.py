@@ -198,6 +198,9 @@ class _Options(NamedTuple):
     determinism_check: str
     policy: Any = None
     chooser: policies.Chooser | None = None
+    # What gives the values of f under transforms, where nothing is recorded: f again, unless there is a
+    # cheaper way to them.
+    forward: Callable[..., Any] | None = None
 
 
 def _title(f: Callable[..., Any] | None) -> str:
@@ -689,7 +692,7 @@ class _Call(Leaf):
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
-        # Where the first run has left them, if it has drawn from them.
+        # Where the first run has left them, if it was seen to draw from them.
         self._ends: list[int] = []
         self._world: world.World | None = None
         self._drawn: drawing.Drawn | None = None
@@ -954,8 +957,9 @@ class _Call(Leaf):
             _dress(x, attributes)
         replacing = self._replacing(mapped)
         with self._closure.rebuilt_once(mapped, self._name) as rebuilt:
+            f, others, static = self._parts(rebuilt)
             outputs = self._run_first(
-                self._parts(rebuilt),
+                (self._options.forward or f, others, static),
                 inputs[: self._arguments.arity],
                 inputs,
                 self._closure.caches_kept_clean(),
@@ -1009,7 +1013,7 @@ class _Call(Leaf):
         try:
             with _within(contexts):
                 out = f(*args, **kwargs)
-                if draws and self._drawn is None:
+                if draws and self._drawn is None and self._ends:
                     self._check_streams()
         except RuntimeError as error:
             if replacing is not None and _torch.NEEDS_SETUP_CONTEXT in str(error):

@@ -3,14 +3,14 @@
 A loop is cut into parts by a schedule (`schedules`), and each part is a `remat` of the loop over its
 steps, cut again by the same schedule. That is all: reverse sweep, forward mode, batching, random
 numbers and captured tensors are those of `remat`, and when the cuts are Griewank and Walther's, nested
-`remat` keeps the carries and runs the steps that their algorithm `revolve` does.
+`remat` keeps the carries and runs the steps that their algorithm `revolve` does. Only the forward of a part,
+whose history nobody will ask for, is the plain loop, with its history cut where the schedule cuts.
 
 Underneath are plain Python loops, so the body may branch on values where no `vmap` is around it.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import operator
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _torch, online, world
+from .alike import check_carry, check_y, in_words, looks
 from .closure import Closure
 from .errors import CheckpointError, InputError, MutationError, OptionError, describe
 from .meter import Meter
@@ -30,7 +31,8 @@ from .nodes import may_be_statistics
 from .offload import Stored, check_place, fetch, store
 from .policies import Budget, Policy, chooser_of
 from .program import is_differentiable
-from .remat import remat
+from .progress import advance, close_bar, open_bar
+from .remat import _Checkpointed, remat
 from .schedules import (
     PLAIN,
     Online,
@@ -48,9 +50,9 @@ from .schedules import (
 
 __all__ = ["fori_loop", "scan", "while_loop"]
 
-# Each repetition is a recomputation inside of a recomputation: so many Python frames, or twice as many
-# where transforms are nested.
-_FRAMES_OF_A_REPETITION = 60
+# Each repetition is a recomputation inside of a recomputation: at most so many Python frames, half of them
+# under grad alone.
+_FRAMES_OF_A_REPETITION = 35
 
 
 def scan(
@@ -298,8 +300,8 @@ def while_loop(
     cond = _drawing_nothing(cond, before.streams, name)
     if checkpoint == "binomial" and policy is None:
         try:
-            online.check_possible(_tensors_of(init))
-            return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
+            if online.is_possible(_tensors_of(init)):
+                return _while_online(cond, body, loop, init, max_steps, checkpoints, progress, before.streams)
         except online.Unknown:
             before.restore()
     steps = _count(cond, body, loop, init, max_steps, before)
@@ -380,27 +382,42 @@ def _run(
 _run.__qualname__ = "scan"
 
 
-def _as_part(policy: Policy | None) -> Callable[..., tuple[Any, Any]]:
-    return remat(_run, static_argnums=(0, 1, 2), policy=policy)
+def _values(
+    f: Callable[..., Any], body: _Body, schedule: Schedule, first: int, steps: int, carry: Any, xs: Any
+) -> tuple[Any, Any]:
+    """What `_run` returns, where its history is of no use: no carry is kept, and no step a checkpoint."""
+    if schedule == PLAIN or not online.can_restart(_tensors_of((carry, xs))):
+        return _run(f, body, schedule, first, steps, carry, xs)
+    return _record(f, body, first, steps, fetch(carry), xs, schedule.unit)
+
+
+def _as_part(policy: Policy | None) -> _Checkpointed:
+    part: Any = remat(_run, static_argnums=(0, 1, 2), policy=policy)
+    f, name, options = part._made_of
+    # A policy has to see what the history keeps.
+    return _Checkpointed(f, name, options._replace(forward=_values)) if policy is None else part
 
 
 _part = _as_part(None)
 
 
 def _record(
-    f: Callable[..., Any], body: _Body, first: int, steps: int, carry: Any, xs: Any
+    f: Callable[..., Any], body: _Body, first: int, steps: int, carry: Any, xs: Any, unit: int = 0
 ) -> tuple[Any, Any]:
-    """Some steps, one after another."""
+    """Some steps, one after another. Each `unit` of them, if there is one, forgets those before it."""
     slices = _unbind(xs, steps)
     order = range(steps)
     ys = []
-    for i in reversed(order) if body.reverse else order:
+    for done, i in enumerate(reversed(order) if body.reverse else order, 1):
         new, y = _step(f, body, first + i, carry, slices[i])
-        _check_carry(carry, new, body.name, first + i)
+        check_carry(carry, new, body.name, first + i)
+        if unit:
+            y = online.restart(y)
+            new = new if done % unit else online.restart(new)
         carry = new
         ys.append(y)
         if body.progress[0]:
-            _advance(*body.progress, body.name)
+            advance(*body.progress, body.name)
     return carry, _stack(ys[::-1] if body.reverse else ys, body.name, first)
 
 
@@ -430,12 +447,12 @@ def _while(
     max_steps: int | None,
     progress: bool = False,
 ) -> Any:
-    loop = loop._replace(progress=(_open_bar(progress, loop.name), 0))
+    loop = loop._replace(progress=(open_bar(progress, loop.name), 0))
     for step in _going_on(max_steps):
         if not _holds(cond, carry, loop.name, step):
             break
         carry, _ = _record(body, loop, step, 1, carry, None)
-    _close_bar(loop.progress[0])
+    close_bar(loop.progress[0])
     return carry
 
 
@@ -466,7 +483,7 @@ def _while_online(
     limit = None if checkpoints is None else beta(checkpoints, _most_repetitions())
     # By default some steps at a time are one of the schedule.
     unit_at = unit_for if checkpoints is None else lambda steps: 1
-    loop = loop._replace(progress=(_open_bar(progress, loop.name), 0))
+    loop = loop._replace(progress=(open_bar(progress, loop.name), 0))
     held: dict[int, _Held] = {}
     carry, steps, units, random, ended = init, 0, 0, False, False
     while not ended and steps != max_steps and _holds(cond, carry, loop.name, steps):
@@ -487,7 +504,7 @@ def _while_online(
         carry = online.restart(carry)
         random |= has_drawn
         steps, units, ended = steps + done, units + 1, done < most
-    _close_bar(loop.progress[0])
+    close_bar(loop.progress[0])
     if steps == 0:
         return init
 
@@ -607,7 +624,7 @@ def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
                 "for those that are done, and reduce over the samples by hand instead of with vmap."
             )
     elif holds is None or not hasattr(holds, "__bool__"):
-        raise InputError(f"{name}: cond returned {_in_words(holds)} at step {step}, not a truth value.")
+        raise InputError(f"{name}: cond returned {in_words(holds)} at step {step}, not a truth value.")
     return bool(holds)
 
 
@@ -639,7 +656,7 @@ def _stack(ys: list[Any], name: str, first: int) -> Any:
     if all(y is None for y in ys):
         return None
     for i, y in enumerate(ys):
-        _check_y(ys[0], y, name, first, first + i)
+        check_y(ys[0], y, name, first, first + i)
 
     def stack(path: Any, *leaves: Any) -> Tensor | None:
         where = f"y{pytree.keystr(path)}"
@@ -653,11 +670,11 @@ def _concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
     if len(stacks) == 1 or all(ys is None for ys in stacks):
         return stacks[0]
     for start, ys in zip(starts, stacks, strict=True):
-        if _looks(ys) != _looks(stacks[0]):
+        if looks(ys) != looks(stacks[0]):
             one, other = (
                 pytree.tree_map(lambda y: None if y is None else y[0], stack) for stack in (stacks[0], ys)
             )
-            _check_y(one, other, name, starts[0], start)
+            check_y(one, other, name, starts[0], start)
     return pytree.tree_map(lambda *leaves: None if leaves[0] is None else torch.cat(leaves), *stacks)
 
 
@@ -666,7 +683,7 @@ def _no_ys(f: Callable[..., Any], name: str, init: Any, xs: Any) -> Any:
     streams = world.states(world.random_streams(()))
     with torch.no_grad():
         carry, y = _step(f, _Body("scan", name, False, (0, 0), None), 0, init, x)
-        _check_carry(init, carry, name, 0)
+        check_carry(init, carry, name, 0)
         ys = _stack([y], name, 0)
     world.set_streams(streams)
     return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
@@ -691,7 +708,7 @@ def _as_tensor(x: Any, where: str, name: str) -> Any:
     try:
         return None if x is None else torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{name}: {where} is {_in_words(x)}, and no tensor can be made of it.") from error
+        raise InputError(f"{name}: {where} is {in_words(x)}, and no tensor can be made of it.") from error
 
 
 def _whole(x: Any, option: str, name: str) -> int:
@@ -862,117 +879,6 @@ def _measure_step(f: Callable[..., Any], body: _Body, first: int, init: Any, xs:
     return saved, meter.peak_bytes, stays
 
 
-def _check_carry(before: Any, after: Any, name: str, step: int) -> None:
-    if _is_alike(before, after) or (found := _difference(before, after, "carry")) is None:
-        return
-    path, a, b = found
-    cast = " Cast or broadcast the first carry to what f makes." if isinstance(b, Tensor) else ""
-    raise InputError(
-        f"{name}: step {step} returned {path} as {_in_words(b)}, and was given {_in_words(a)}.{cast}"
-    )
-
-
-def _check_y(one: Any, other: Any, name: str, step: int, other_step: int) -> None:
-    if _is_alike(one, other) or (found := _difference(one, other, "y")) is None:
-        return
-    path, a, b = found
-    raise InputError(
-        f"{name}: step {other_step} returned {path} as {_in_words(b)}, and step {step} as {_in_words(a)}."
-    )
-
-
-def _difference(before: Any, after: Any, path: str) -> tuple[str, Any, Any] | None:
-    """The first place where two trees look different, and what they have there."""
-    old, structure = _children(before)
-    new, new_structure = _children(after)
-    # The order of the keys of a dict means nothing.
-    is_same_dict = type(before) is type(after) is dict and old.keys() == new.keys()
-    if structure != new_structure and not is_same_dict:
-        return path, before, after
-    if structure.is_leaf():
-        return None if _look(before) == _look(after) else (path, before, after)
-    for key, child in old.items():
-        if (found := _difference(child, new[key], path + key)) is not None:
-            return found
-    return None
-
-
-def _children(tree: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
-    children, structure = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    return {pytree.keystr(path): x for path, x in children}, structure
-
-
-def _is_alike(a: Any, b: Any) -> bool:
-    """Whether a carry surely looks like another one: for most, without taking trees apart."""
-    kind = type(a)
-    if kind is not type(b):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and _look(a) == _look(b)
-    if kind is tuple or kind is list:
-        return len(a) == len(b) and all(map(_is_alike, a, b))
-    if kind is dict:
-        return list(a) == list(b) and all(map(_is_alike, a.values(), b.values()))
-    return _look(a) == _look(b) if isinstance(a, Tensor) else kind in (int, float, bool, type(None))
-
-
-def _look(x: Any) -> Any:
-    return (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else type(x)
-
-
-def _looks(stack: Any) -> Any:
-    """The looks of the ys in a stack."""
-    leaves, structure = pytree.tree_flatten(stack)
-    return structure, [None if y is None else (y.dtype, y.shape[1:], y.device) for y in leaves]
-
-
-def _in_words(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"{describe(x)} on {x.device}"
-    if x is None:
-        return "None"
-    structure = _children(x)[1]
-    what = f"a {type(x).__name__}"
-    if structure.is_leaf():
-        return what
-    return f"{what} of {list(x)}" if isinstance(x, dict) else f"{what} of {structure.num_children}"
-
-
-# -- progress ---------------------------------------------------------------------------------------
-
-# The bars that are shown. A part knows its bar by number: an object would be searched for tensors.
-_bars: dict[int, Any] = {}
-_numbers = itertools.count(1)
-
-
 def _progress(progress: bool, name: str, schedule: Schedule, steps: int) -> tuple[int, int]:
     """The number of the bar, and how many steps the backward will run; zeros if there is none."""
-    return _open_bar(progress, name, steps), evaluations(schedule, steps) - steps
-
-
-def _open_bar(progress: bool, name: str, total: int | None = None) -> int:
-    if not progress:
-        return 0
-    number = next(_numbers)
-    _bars[number] = _bar(total, name)
-    return number
-
-
-def _close_bar(number: int) -> None:
-    if (bar := _bars.pop(number, None)) is not None:
-        bar.close()
-
-
-def _advance(number: int, again: int, name: str) -> None:
-    bar = _bars.get(number)
-    if bar is None:  # The forward is over.
-        bar = _bars[number] = _bar(again, f"{name}, backward")
-    bar.update()
-    if bar.total is not None and bar.n >= bar.total:
-        _close_bar(number)
-
-
-def _bar(total: int | None, name: str) -> Any:
-    try:
-        tqdm = importlib.import_module("tqdm.auto").tqdm
-    except ImportError as error:
-        raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
-    return tqdm(total=total, desc=name)
+    return open_bar(progress, name, steps), evaluations(schedule, steps) - steps

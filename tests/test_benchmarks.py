@@ -13,7 +13,10 @@ sys.path.append(str(BENCHMARKS))
 import common  # noqa: E402
 import readme  # noqa: E402
 
-SCRIPTS = ["chunks", "depth", "functorch_grad", "per_sample", "power_iteration", "sampler"]
+SCRIPTS = [
+    *("bilevel", "chunks", "depth", "functorch_grad", "langevin", "maml"),
+    *("per_sample", "power_iteration", "sampler"),
+]
 
 
 def problems(script):

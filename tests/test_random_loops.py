@@ -2,8 +2,10 @@
 
 The carry of a random loop is mixed, swapped, passed through, doubled, detached, made anew; its ys are of
 all kinds; its schedule is any. Loops follow each other and nest, in `remat` and around it.
+FUNCCKPT_RANDOM_LOOPS says how many (default 120), and FUNCCKPT_RANDOM_START the first seed.
 """
 
+import os
 import random
 
 import pytest
@@ -17,7 +19,8 @@ from torch.utils import _pytree as pytree
 from funcckpt import fori_loop, inner_grad, remat, scan, while_loop
 
 F64 = torch.float64
-LOOPS = 80
+COUNT = int(os.environ.get("FUNCCKPT_RANDOM_LOOPS", "120")) // 3
+START = int(os.environ.get("FUNCCKPT_RANDOM_START", "0"))
 
 # What becomes of a part of the carry: (it, the next one, what the one before it became, x, w, k) -> new.
 CHANGES = {
@@ -103,7 +106,7 @@ MORE = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("seed", range(LOOPS))
+@pytest.mark.parametrize("seed", range(START, START + 2 * COUNT))
 def test_random_loop(seed):
     f = random_loop(seed)
     for name in random.Random(1000 + seed).sample(list(MORE), 3):
@@ -195,7 +198,7 @@ LINK_OPTIONS = [
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(START, START + COUNT))
 def test_random_chain_of_loops(seed):
     draw = random.Random(seed)
     chain = [(draw.choice(list(LINKS)), draw.choice(LINK_OPTIONS)) for _ in range(draw.randint(1, 3))]

@@ -3,7 +3,6 @@ carries counted exactly, and what is said of wrong input.
 """
 
 import doctest
-import functools
 import sys
 import types
 import weakref
@@ -340,6 +339,33 @@ def test_each_step_is_run_as_often_as_the_schedule_says(n, options, how):
     assert sines(run) == want
 
 
+@pytest.mark.parametrize("n", [1, 9, 40])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "recursive"}, {"checkpoints": 3}], ids=str)
+@pytest.mark.parametrize("how", ["grad", "vmap of grad", "hessian"])
+def test_no_step_is_a_checkpoint_whose_history_is_of_no_use(n, options, how, monkeypatch):
+    """A checkpoint is made where a carry is to be kept, and not in the forward of a checkpoint."""
+
+    def made_by(schedule, n):
+        return sum(1 + made_by(part.schedule, part.steps) for part in parts(schedule, n) if part.schedule)
+
+    made = []
+    module = sys.modules["funcckpt.remat"]
+    call = module._call
+    monkeypatch.setattr(module, "_call", lambda *args: made.append(args) or call(*args))
+
+    def f(x):
+        return scan(lambda x, _: (torch.sin(x), None), x, length=n, **options)[0]
+
+    x = torch.ones((), dtype=F64)
+    {
+        "grad": lambda: grad(f)(x),
+        "vmap of grad": lambda: vmap(grad(f))(x.expand(4)),
+        "hessian": lambda: hessian(f)(x),
+    }[how]()
+    schedule = choose(options.get("checkpoint", "binomial"), options.get("checkpoints"), None, n, "")
+    assert len(made) == made_by(schedule, n)
+
+
 class LiveCarries(TorchDispatchMode):
     """The most storages of integer carries alive at a time: those have no gradients."""
 
@@ -591,10 +617,7 @@ def until(loop, w, x, xs, **options):
 
 @pytest.mark.parametrize("options", WHILE, ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_while_loop_under_transforms(transform, options, request):
-    # One checkpoint nests as many recomputations as there are steps, under hessian some 950 frames.
-    request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
-    sys.setrecursionlimit(2000)
+def test_while_loop_under_transforms(transform, options):
     run = TRANSFORMS[transform]
     checkpointed = run(lambda *args: until(while_loop, *args, **options))
     assert_same(checkpointed, run(lambda *args: until(None, *args)))
@@ -834,22 +857,39 @@ def test_a_buffer_that_the_body_counts_in_and_uses(loop):
 unseen = []
 
 
-@pytest.mark.parametrize("how", ["grad", "backward"])
-def test_while_loop_that_captures_what_no_search_finds(how):
-    def f(x, loop=True):
+@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("how", ["grad", "backward", "vmap of grad", "hessian", "jvp"])
+def test_a_loop_that_captures_what_no_search_finds(how, loop):
+    """In one step alone, so that all others forget it."""
+
+    def f(x, loop=loop):
         unseen[:] = [x]
-        # By a name that no search sees.
-        body = lambda c: (c[0] + 1, torch.sin(c[1]) * sys.modules[__name__].__dict__["un" + "seen"][0])
+
+        def body(c):
+            # By a name that no search sees.
+            w = sys.modules[__name__].__dict__["un" + "seen"][0] if c[0] == 4 else 1.0
+            return c[0] + 1, torch.sin(c[1]) * w
+
         c = (0, torch.ones(D, dtype=F64))
-        if not loop:
+        if loop == "while":
+            c = while_loop(lambda c: c[0] < 9, body, c, checkpoints=3)
+        elif loop == "scan":
+            c, _ = scan(lambda c, _: (body(c), None), c, length=9, checkpoints=3)
+        else:
             for _ in range(9):
                 c = body(c)
-            return c[1].sum()
-        return while_loop(lambda c: c[0] < 9, body, c, checkpoints=3)[1].sum()
+        return c[1].sum()
 
-    want = grad(lambda x: f(x, False))(X)
+    run = {
+        "grad": lambda f: grad(f)(X),
+        "backward": lambda f: torch.autograd.grad(f(x := X.clone().requires_grad_()), x)[0],
+        "vmap of grad": lambda f: vmap(grad(f))(torch.stack([X, 2 * X])),
+        "hessian": lambda f: hessian(f)(X),
+        "jvp": lambda f: jvp(f, (X,), (X,)),
+    }[how]
+    want = run(lambda x: f(x, None))
     try:
-        got = grad(f)(X) if how == "grad" else torch.autograd.grad(f(x := X.clone().requires_grad_()), x)[0]
+        got = run(f)
     except (ClosureError, EscapeError) as error:
         assert "as an argument" in str(error) or "return it" in str(error)
     else:
@@ -1087,7 +1127,8 @@ def test_a_body_that_writes_to_its_carry():
         grad(lambda x: scan(lambda c, _: (c.mul_(2), None), x * 1, length=9, checkpoint="every")[0].sum())(X)
 
 
-def test_progress(monkeypatch):
+@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+def test_progress(loop, monkeypatch):
     bars = []
 
     class Bar:
@@ -1104,16 +1145,14 @@ def test_progress(monkeypatch):
     module = types.ModuleType("tqdm.auto")
     module.tqdm = Bar
     monkeypatch.setitem(sys.modules, "tqdm.auto", module)
-
-    def f(x):
-        return scan(lambda x, _: (torch.sin(x), None), x, length=20, checkpoints=3, progress=True)[0]
-
-    grad(f)(torch.tensor(1.0))
-    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [
-        (20, 20, True),
-        (advances(20, 3), advances(20, 3), True),
-    ]
-    assert bars[0].desc.startswith("scan(") and bars[1].desc.endswith("backward")
+    x = torch.tensor(1.0)
+    grad(lambda x: LOOPS[loop](x, 20, checkpoints=3, progress=True))(x)
+    # Four sines in a step, and four in its backward, which are derivatives of cosines.
+    again = sines(lambda: grad(lambda x: LOOPS[loop](x, 20, checkpoints=3))(x)) // 4 - 2 * 20
+    assert again == advances(20, 3) or loop == "while"
+    forward = None if loop == "while" else 20  # how long it is shows at its end
+    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(forward, 20, True), (again, again, True)]
+    assert bars[0].desc.startswith(f"{loop}") and bars[1].desc.endswith("backward")
 
 
 def test_the_examples():

@@ -1,23 +1,21 @@
-"""Jacobians and Hessian-vector products through a sampler: memory and time against the plain loop.
+"""What do Jacobians and Hessian-vector products through a sampler take, against its number of steps?
 
-    python tests/benchmarks/langevin.py [--steps 100 400] [--width 32]
+    python tests/benchmarks/langevin.py
 
-Langevin steps down a learned energy draw noise in each step. Measured are `jacrev` (pytorch#141845: a
-Jacobian through a long loop keeps all of its steps), `jacfwd` for two parameters, and a product with the
-Hessian, forward over reverse. Bytes are those of `funcckpt.meter`; time is that of one run, as a ratio to
-the plain loop. Results are compared with those of the plain loop, in float64.
+Langevin steps down a learned energy draw noise in each step. Measured are `jacrev`; `jacfwd` for two parameters,
+which keeps nothing; and a product with the Hessian, forward over reverse; of the plain loop, and of `scan` with √n
+segments and with its default. All is in float64.
 """
 
-import argparse
-import time
-
 import torch
+from common import Methods, main, of_torch
 from torch.func import grad, jacfwd, jacrev, jvp
 
 from funcckpt import scan
-from funcckpt.meter import measure
 
+STEPS, WIDTH = [100, 400], 32
 F64 = torch.float64
+LOOPS = {"plain loop": None, "scan, √n": {"checkpoint": "sqrt"}, "scan": {}}
 
 
 def sampled(options: dict | None, x: torch.Tensor, w: torch.Tensor, rates: torch.Tensor, steps: int):
@@ -25,6 +23,7 @@ def sampled(options: dict | None, x: torch.Tensor, w: torch.Tensor, rates: torch
         energy = lambda x: torch.log(torch.cosh(w @ x)).sum() + (x**2).sum() / 2
         return x - rates[0] * grad(energy)(x) + rates[1] * torch.randn_like(x), None
 
+    torch.manual_seed(1)
     if options is None:
         for _ in range(steps):
             x, _ = step(x, None)
@@ -32,39 +31,29 @@ def sampled(options: dict | None, x: torch.Tensor, w: torch.Tensor, rates: torch
     return scan(step, x, length=steps, **options)[0]
 
 
-def derivatives(x, w, rates, steps):
-    return {
-        "jacrev": lambda o: jacrev(lambda x: sampled(o, x, w, rates, steps))(x),
-        "jacfwd": lambda o: jacfwd(lambda r: sampled(o, x, w, r, steps), randomness="same")(rates),
-        "hvp": lambda o: jvp(grad(lambda x: sampled(o, x, w, rates, steps).sum()), (x,), (x,))[1],
-    }
+DERIVATIVES = {
+    "jacrev": lambda o, x, w, r, n: jacrev(lambda x: sampled(o, x, w, r, n))(x),
+    "jacfwd": lambda o, x, w, r, n: jacfwd(lambda r: sampled(o, x, w, r, n), randomness="same")(r),
+    "hvp": lambda o, x, w, r, n: jvp(grad(lambda x: sampled(o, x, w, r, n).sum()), (x,), (x,))[1],
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, nargs="+", default=[100, 400])
-    parser.add_argument("--width", type=int, default=32)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    g = torch.Generator().manual_seed(0)
-    w = torch.randn(arguments.width, arguments.width, generator=g, dtype=F64) / arguments.width**0.5
-    x, rates = torch.ones(arguments.width, dtype=F64), torch.tensor([0.05, 0.1], dtype=F64)
-    loops = {"plain": None, "sqrt": {"checkpoint": "sqrt"}, "binomial": {}}
-    print(f"{'':>10}{'steps':>8}" + "".join(f"{name + ' KiB':>16}{'time':>8}" for name in loops))
-    for steps in arguments.steps:
-        for name, derivative in derivatives(x, w, rates, steps).items():
-            line, plain = f"{name:>10}{steps:>8}", None
-            for options in loops.values():
-                start = time.perf_counter()
-                torch.manual_seed(1)
-                result = derivative(options)
-                seconds = time.perf_counter() - start
-                plain = plain or (result, seconds)
-                peak = measure(derivative, options).peak_bytes
-                line += f"{peak / 1024:>16.0f}{seconds / plain[1]:>8.2f}"
-                torch.testing.assert_close(result, plain[0])
-            print(line, flush=True)
+def langevin(derivative: str, steps: int):
+    def problem(toy: bool) -> Methods:
+        width = WIDTH // 4 if toy else WIDTH
+        w = torch.randn(width, width, generator=torch.Generator().manual_seed(0), dtype=F64) / width**0.5
+        given = torch.ones(width, dtype=F64), w, torch.tensor([0.05, 0.1], dtype=F64)
+        return {
+            name: lambda options=options: of_torch(
+                DERIVATIVES[derivative], options, *given, steps // 10 if toy else steps
+            )
+            for name, options in LOOPS.items()
+        }
 
+    return problem
+
+
+PROBLEMS = {f"{name}, {n} steps": langevin(name, n) for n in STEPS for name in DERIVATIVES}
 
 if __name__ == "__main__":
-    main()
+    main(__file__, PROBLEMS, rounds=1)

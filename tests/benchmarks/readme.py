@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,10 @@ def mebibytes(n: int) -> str:
     return f"{n / 2**20:,.1f}" if n < 100 * 2**20 else f"{n / 2**20:,.0f}"
 
 
-def per_sample() -> list[str]:
-    rows = load("per_sample")["rows"]
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
+def grid(name: str, problems: Sequence[str] = ()) -> list[str]:
+    """A line for each method, and a column for each problem: for all if none are named."""
+    rows = load(name)["rows"]
+    problems = problems or list(dict.fromkeys(row["problem"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     found = {(row["method"], row["problem"]): row for row in rows}
 
@@ -55,7 +57,7 @@ def per_sample() -> list[str]:
         ["MiB · FLOPs · time", *problems],
         [[method, *[cell(method, problem) for problem in problems]] for method in methods],
     )
-    return lines + sources("per_sample")
+    return lines + sources(name)
 
 
 def peaks(name: str, problem: str) -> dict[str, str]:
@@ -138,8 +140,13 @@ def chunks() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "per_sample": per_sample, "issues": issues, "depth": depth, "chunks": chunks,
-}  # fmt: skip
+    "per_sample": partial(grid, "per_sample"),
+    "issues": issues,
+    "depth": depth,
+    "chunks": chunks,
+    "bilevel": partial(grid, "bilevel"),
+    "maml": partial(grid, "maml", ["sinusoid, 500 steps", "digits, 500 steps"]),
+}
 
 
 def with_tables(text: str) -> str:
