@@ -37,6 +37,10 @@ def scaled(x):
     return x * FACTORS["scale"]
 
 
+class Rates(dict):
+    """A container of a class of its own."""
+
+
 class Block(nn.Module):
     factor = 1.5
 
@@ -45,8 +49,11 @@ class Block(nn.Module):
         self.norm, self.linear, self.act = nn.LayerNorm(3), nn.Linear(3, 3), nn.Dropout(0.0)
         self.register_buffer("mask", torch.ones(2, 3))
         self.gain, self.shifts, self.options = 2.0, [0.5, 0.25], {"bias": 1.0}
+        self.kinds, self.rates, self.mark = {"a"}, Rates(up=1.0), object()
 
     def forward(self, x):
+        assert self.mark is not None
+        x = x * len(self.kinds) * self.rates["up"]
         x = self.linear(self.norm(x)) * self.gain * self.factor * self.mask
         return x + self.act(scaled(x)) + sum(self.shifts) + self.options["bias"] + shift(self.gain) + offset()
 
@@ -162,6 +169,8 @@ CHANGES = {
     ),
     "a flag": lambda model, _: model.blocks[1].act.eval(),
     "an item of a list": lambda model, _: model.blocks[1].shifts.__setitem__(0, 1.0),
+    "an item of a set": lambda model, _: model.blocks[1].kinds.add("b"),
+    "an item of a container": lambda model, _: model.blocks[1].rates.update(up=2.0),
     "a longer list": lambda model, _: model.blocks[1].shifts.append(1.0),
     "an item of a dict": lambda model, _: model.blocks[1].options.update(bias=2.0),
     "a parameter": lambda model, _: setattr(model.blocks[1].linear, "bias", nn.Parameter(torch.ones(3))),
@@ -245,12 +254,20 @@ def test_an_item_of_a_global_is_put_back(monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
-def test_what_cannot_be_put_back_is_refused(monkeypatch):
+REFUSED = {
+    "factor": with_class_attribute,
+    "kinds": CHANGES["an item of a set"],
+    "rates": CHANGES["an item of a container"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_put_back_is_refused(name, monkeypatch):
     model = Model()
     for _ in range(3):
         gradients(model)
-    with pytest.raises(MutationError, match="factor"):
-        gradients(model, lambda model: with_class_attribute(model, monkeypatch))
+    with pytest.raises(MutationError, match=name):
+        gradients(model, lambda model: REFUSED[name](model, monkeypatch))
 
 
 def test_a_variable_that_a_function_assigns_is_refused(monkeypatch):
