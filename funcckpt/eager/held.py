@@ -60,6 +60,7 @@ class Held:
     """What `f` refers to, now."""
 
     __slots__ = (
+        "_again_as_before",
         "_attributes",
         "_cells",
         "_contents",
@@ -75,7 +76,8 @@ class Held:
         "streams",
     )
 
-    def __init__(self, f: Any, others: Iterable[Any] = ()) -> None:
+    def __init__(self, f: Any, others: Iterable[Any] = (), again_as_before: bool = False) -> None:
+        self._again_as_before = again_as_before
         # Tensors by where modules have them, and their versions.
         self._parameters: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._attributes: list[tuple[dict[str, Any], str, Tensor, int]] = []
@@ -263,7 +265,10 @@ class Held:
             if was[key].grad_fn not in sources:
                 was[key] = _Weak(was[key])
         self._results.clear()
-        self._contents = [contents.after_forward() for contents in self._contents]
+        self._contents = [
+            contents if self._again_as_before and not contents.whole else contents.after_forward()
+            for contents in self._contents
+        ]
         if self._variables:
             self._variables = [(v, x) for v, x in self._variables if v.get(_EMPTY) is x]
         if leaves:

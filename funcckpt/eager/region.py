@@ -96,6 +96,7 @@ class Region:
         early_stop: bool,
         contexts: Contexts | None,
         log: Callable[[], str] | None,
+        again_as_before: bool = False,
     ) -> None:
         self._f = f
         self._check = check
@@ -116,7 +117,7 @@ class Region:
         self._world = world.World()
         self._redirected = redirect.is_active()
         self._replaced = _replaced() if check else []
-        self._held = Held(f, leaves)
+        self._held = Held(f, leaves, again_as_before)
         self._streams = world.random_streams(self._held.streams) if preserve_rng_state else []
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []

@@ -23,13 +23,7 @@ from funcckpt.eager import scope as scope_module
 from funcckpt.errors import FuncckptError, MutationError, TransformError
 from funcckpt.meter import Meter
 
-from .implementations import both
-
-D = torch.float64
-
-
-def leaf(*shape):
-    return torch.randn(*shape, dtype=D, requires_grad=True)
+from .implementations import D, Ops, both, leaf
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +33,6 @@ def nothing_left():
     assert not scope_module._here.frames
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert not scope_module._entries
-
-
-class Ops(TorchDispatchMode):
-    """The names of the operators that are run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def dead(*xs):
@@ -417,7 +399,11 @@ def test_order_of_allocation_and_release_and_the_peak():
         assert (meter.live_bytes, meter.peak_bytes) == (n + 8, 5 * n + 8)  # x * y and the loss; all five
         meter.peak_bytes = 0
         loss.backward()
-        gradients = "+mul +mul -sin -mul", "+tanh_backward -tanh -mul +add -mul -tanh_backward", "+mul -exp -add"
+        gradients = (
+            "+mul +mul -sin -mul",
+            "+tanh_backward -tanh -mul +add -mul -tanh_backward",
+            "+mul -exp -add",
+        )
         rest = "+add -mul -mul +cos +mul -cos -add"
         # (The first two products are the gradients of z and of x * y.)
         assert timeline.take() == " ".join(["+sin +exp +tanh +mul +mul -mul", *gradients, rest])
