@@ -63,6 +63,7 @@ class Held:
     """What `f` refers to, now."""
 
     __slots__ = (
+        "_again_as_before",
         "_arrays",
         "_attributes",
         "_cells",
@@ -81,7 +82,8 @@ class Held:
         "streams",
     )
 
-    def __init__(self, f: Any, others: Iterable[Any] = ()) -> None:
+    def __init__(self, f: Any, others: Iterable[Any] = (), again_as_before: bool = False) -> None:
+        self._again_as_before = again_as_before
         # Tensors by where modules have them, and their versions.
         self._parameters: list[tuple[dict[str, Any], dict[str, Tensor], list[int]]] = []
         self._attributes: list[tuple[dict[str, Any], str, Tensor, int]] = []
@@ -110,12 +112,12 @@ class Held:
                 self._search(x, 0)
         self._snapshots = copies([x for _, _, x, _ in self._small]) if self._small else []
 
-    def _take_contents(self, there: Any) -> None:
+    def _take_contents(self, there: Any, in_order: bool) -> None:
         was = dict(there.items() if isinstance(there, dict) else enumerate(there))
         for key, x in was.items():
             if type(x) not in _CONSTANTS and isinstance(x, Tensor) and x.grad_fn is not None:
                 self._results.append((was, key))
-        self._contents.append(_Contents(there, was, len(was)))
+        self._contents.append(_Contents(there, was, len(was), in_order))
 
     # -- the search ---------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class Held:
                 self._search(y, depth + 1)
         elif isinstance(x, _CONTAINERS):
             if kind in _MUTABLE:
-                self._take_contents(x)
+                self._take_contents(x, in_order=True)
             for y in x.values() if isinstance(x, dict) else x:
                 self._search(y, depth + 1)
         elif kind is ContextVar:
@@ -162,7 +164,7 @@ class Held:
             self._search(kind, depth)
 
     def _take_attributes(self, there: dict[str, Any], depth: int) -> None:
-        self._take_contents(there)
+        self._take_contents(there, in_order=False)
         for y in there.values():
             self._search(y, depth + 1)
 
@@ -191,7 +193,7 @@ class Held:
             self._contents.append(_Contents(module.__dict__, attributes, len(attributes)))
             if module._modules:
                 self._contents.append(
-                    _Contents(module._modules, module._modules.copy(), len(module._modules))
+                    _Contents(module._modules, module._modules.copy(), len(module._modules), True)
                 )
             for part in module._modules.values():
                 if part is not None and id(part) not in self._seen:
@@ -282,7 +284,7 @@ class Held:
         return [
             x
             for x in (*[ref() for ref, _ in self._tensors], *given)
-            if isinstance(x, Tensor) and x.dim() == 1 and may_be_statistics(x)
+            if type(x) is Tensor and x.dim() == 1 and may_be_statistics(x)
         ]
 
     # -- after the forward --------------------------------------------------------------------------
@@ -319,7 +321,7 @@ class Held:
             if was[key].grad_fn not in sources:
                 was[key] = _Weak(was[key])
         self._results.clear()
-        self._contents = [contents.after_forward() for contents in self._contents]
+        self._contents = [contents.after_forward(self._again_as_before) for contents in self._contents]
         if self._variables:
             self._variables = [(v, x) for v, x in self._variables if v.get(_EMPTY) is x]
         if leaves:
@@ -487,6 +489,8 @@ class _Contents(NamedTuple):
     was: dict[Any, Any]
     # How many there were in all, of which these are some; None where others come and go.
     size: int | None
+    # Whether their order counts, as that of attributes does not.
+    in_order: bool = False
 
     def _is_here(self) -> bool:
         """Quickly; for results of something, which are held by a weak reference, not."""
@@ -506,24 +510,28 @@ class _Contents(NamedTuple):
             return [there.get(key, _EMPTY) for key in self.was]
         return [there[i] if i < len(there) else _EMPTY for i in self.was]
 
-    def after_forward(self) -> _Contents:
+    def after_forward(self, attributes_as_before: bool) -> _Contents:
         """Without what f has assigned itself, but for tensors."""
         if self._is_here():
             return self
+        if attributes_as_before and not self.in_order:
+            return self._replace(size=None if self.size is None else len(self.there))
         kept = {
             key: x
             for (key, x), now in zip(self.was.items(), self._now(), strict=True)
             if now is x or isinstance(x, (Tensor, _Weak))
         }
-        return _Contents(self.there, kept, None if self.size is None else len(self.there))
+        return self._replace(was=kept, size=None if self.size is None else len(self.there))
 
     def put_back(self, name: str) -> Callable[[], None] | None:
         """Returns what undoes it, if there was anything to do."""
         if self._is_here():
             return None
         there, was, now = self.there, self.was, self._now()
-        if len(was) == self.size and (len(there) != len(was) or any([x is _EMPTY for x in now])):
-            return self._put_all_back(name)
+        if self.in_order and len(was) == self.size:
+            keys = there if isinstance(there, dict) else range(len(there))
+            if len(there) != len(was) or any(map(operator.is_not, keys, was)):
+                return self._put_all_back(name)
         changed = [
             (key, _value(x, name), y)
             for (key, x), y in zip(was.items(), now, strict=True)

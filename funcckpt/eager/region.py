@@ -96,6 +96,7 @@ class Region:
         early_stop: bool,
         contexts: Contexts | None,
         log: Callable[[], str] | None,
+        again_as_before: bool = False,
     ) -> None:
         self._f = f
         self._check = check
@@ -117,7 +118,7 @@ class Region:
         self._torch_function = _torch._get_torch_function_state()
         self._redirected = redirect.is_active()
         self._replaced = _replaced() if check else []
-        self._held = Held(f, leaves)
+        self._held = Held(f, leaves, again_as_before)
         self._streams = world.random_streams(self._held.streams) if preserve_rng_state else []
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []
@@ -189,7 +190,7 @@ class Region:
         self._slots.append(weakref.ref(slot))
         if self._check:
             self._looks.append(_look(x))
-        if x.dim() == 1 and not x.requires_grad and may_be_statistics(x):
+        if x.dim() == 1 and type(x) is Tensor and may_be_statistics(x):
             self._take_statistics(x)
         return slot
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import threading
 import types
 import weakref
@@ -21,13 +22,7 @@ from torch.utils.checkpoint import (
 import funcckpt
 from funcckpt.errors import MutationError, OptionError
 
-from .implementations import both, gradients
-
-D = torch.float64
-
-
-def leaf(*shape):
-    return torch.randn(*shape, dtype=D, requires_grad=True)
+from .implementations import D, both, gradients, leaf, plain, theirs
 
 
 def chain(x, w):
@@ -786,6 +781,43 @@ def test_reentrant_is_accepted_where_the_result_is_the_same():
     assert_same(gradients(chain, x, w, checkpoint=funcckpt.checkpoint, use_reentrant=None), ours)
     frozen = nn.Linear(3, 3).requires_grad_(False)
     assert not funcckpt.checkpoint(frozen, torch.ones(1, 3), use_reentrant=True).requires_grad
+
+
+def _grad(call, x):
+    return torch.autograd.grad(call(torch.sin, x).sum(), x)
+
+
+def _twice(call, x):
+    y = call(lambda x: x + 1, x).sum()
+    y.backward()
+    y.backward()
+    return x.grad
+
+
+def _detached(call, x):
+    (call(torch.detach, x).sum() + x.sum()).backward()
+    return x.grad
+
+
+# What torch's own tests ask of use_reentrant=True and of nothing else: that it fails. Ours does as without.
+REFUSED = {
+    "incompatible with .grad()": _grad,
+    "Trying to backward through the graph a second time": _twice,
+    "none of output has requires_grad=True": _detached,
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_torchs_reentrant_variant_refuses(words):
+    def run(call):
+        return REFUSED[words](functools.partial(call, use_reentrant=True), leaf(3))
+
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        run(theirs)
+    torch.manual_seed(0)
+    expected = run(plain)
+    torch.manual_seed(0)
+    assert_same(run(funcckpt.checkpoint), expected)
 
 
 def test_reentrant_is_refused_where_torch_would_give_no_gradient():
