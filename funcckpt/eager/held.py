@@ -135,6 +135,11 @@ class Held:
         for x in others:
             if type(x) not in _PLAIN and not isinstance(x, Tensor):
                 self._search(x, 0)
+        if self.may_count:
+            counts = [x for _, x in self._cells]
+            for contents in self._contents:
+                counts += contents.was.values() if contents.in_order else ()
+            self.may_count = int in map(type, counts)
         self._snapshots = copies([x for _, _, x, _ in self._small]) if self._small else []
 
     def _take_contents(self, there: Any, in_order: bool) -> None:
@@ -628,9 +633,11 @@ def _added_to(code: CodeType) -> frozenset[str]:
     for instruction in dis.get_instructions(code):
         adds |= instruction.opname == "INPLACE_ADD" or instruction.argrepr == "+="
         if adds and instruction.opname.startswith("STORE_"):
-            named = instruction.opname in ("STORE_ATTR", "STORE_GLOBAL")
-            names.add(instruction.argval if named else "")
-            adds = False
+            kind, name, adds = instruction.opname, instruction.argval, False
+            if kind in ("STORE_ATTR", "STORE_GLOBAL"):
+                names.add(name)
+            elif kind == "STORE_SUBSCR" or (kind == "STORE_DEREF" and name in code.co_freevars):
+                names.add("")
     return frozenset(names).union(*[_added_to(c) for c in code.co_consts if isinstance(c, CodeType)])
 
 
