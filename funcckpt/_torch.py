@@ -21,6 +21,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 try:
     # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
@@ -833,12 +834,23 @@ class accumulation:
         self.seen.add(id(x))
 
 
+def parametrizations_cached() -> int:
+    """How many blocks of `parametrize.cached` are open, which torch tells nobody."""
+    return int(parametrize._cache_enabled)
+
+
+def add_to_parametrizations_cached(blocks: int) -> None:
+    parametrize._cache_enabled += blocks
+
+
 # Part of what autograd says when something is written to a leaf or to a view of one, and functorch
 # when it is written to what comes from outside of a level.
 WRITES_TO_INPUT = (
     "leaf Variable that requires grad is being used in an in-place operation",
     "that would mutate a captured Tensor",
 )
+# Part of what functorch says when it meets an autograd.Function of the old style.
+NEEDS_SETUP_CONTEXT = "it must override the setup_context"
 
 
 # -- for the hook path -----------------------------------------------------------------------------

@@ -76,6 +76,7 @@ from .lookup import (
 from .nodes import (
     BOUND,
     HELD,
+    ITERATORS,
     LOOK_UP_ANYTHING,
     MAX_SNAPSHOT,
     BuiltinMethodNode,
@@ -85,6 +86,7 @@ from .nodes import (
     FixedNode,
     FrozenNode,
     FunctionNode,
+    IteratorNode,
     Mapped,
     MethodNode,
     ModuleNode,
@@ -686,6 +688,7 @@ class Closure:
             if not node.shared:
                 node.shared = True
                 pending.extend([nodes[child] for child in node.children.values()])
+                self.is_pure = self.is_pure and not isinstance(node, IteratorNode)
                 if isinstance(node, TensorNode) and node.needed:
                     self.loose.append(node.value)
 
@@ -803,6 +806,8 @@ def _node_type(value: Any, kind: type) -> type[Node] | None:
         return DictNode
     if kind in (list, deque):
         return SequenceNode
+    if kind in ITERATORS:
+        return IteratorNode
     if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_fields")):
         return TupleNode
     if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):

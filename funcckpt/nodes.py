@@ -6,6 +6,7 @@ for some.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import operator
@@ -604,6 +605,24 @@ class TupleNode(FrozenNode):
     def allocate(self, rebuild: Rebuild) -> Any:
         # A named tuple may have a __new__ of its own, which was called when the original was made.
         return tuple.__new__(self.kind(), [rebuild.item(self, i) for i in self.items])
+
+
+class IteratorNode(Node):
+    """An iterator over a container: a recomputation finds it where it was at the call."""
+
+    __slots__ = ("start",)
+
+    def __init__(self, value: Any, parent: int | None, label: str) -> None:
+        super().__init__(value, parent, label)
+        self.frozen = HELD
+        self.start = copy.copy(value)
+
+    def allocate(self, rebuild: Rebuild) -> Any:
+        return copy.copy(self.start)
+
+
+_CONTAINERS: tuple[Any, ...] = ([], (), {}, {}.values(), {}.items(), set(), "", b"", range(0), range(1 << 70))
+ITERATORS = frozenset([type(iter(container)) for container in _CONTAINERS])
 
 
 class CollectionNode(Node):

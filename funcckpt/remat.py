@@ -690,6 +690,8 @@ class _Call(Leaf):
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
+        # Where the first run has left them, if it was seen to draw from them.
+        self._ends: list[int] = []
         self._world: world.World | None = None
         self._drawn: drawing.Drawn | None = None
         self._outputs: _Outputs | None = None
@@ -853,7 +855,7 @@ class _Call(Leaf):
             self._drawn = drawing.Drawn(self._name)
         cache = world.cleared_autocast_cache() if self._world.casts else None
         try:
-            with _within((*contexts, cache, self._drawn)):
+            with _within((*contexts, cache, self._drawn, world.parametrizations_anew())):
                 out = f(*args, **kwargs)
         except RuntimeError as error:
             if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
@@ -861,7 +863,9 @@ class _Call(Leaf):
             raise
         self.random = world.have_moved(self._states) or (self._drawn is not None and self._drawn.seen)
         self.random |= self._closure.moves_streams
-        if not self.random:
+        if self.random:
+            self._ends = world.marks(self._streams)
+        else:
             self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
         for i, node in snapshots:
@@ -997,9 +1001,17 @@ class _Call(Leaf):
             world.streams_at(self._states or []) if draws else None,
             _torch.without_vmap_mode() if draws else None,
             None if self._drawn is None else self._drawn.replayed(),
+            world.parametrizations_anew(),
         )
-        with _within(contexts):
-            out = f(*args, **kwargs)
+        try:
+            with _within(contexts):
+                out = f(*args, **kwargs)
+                if draws and self._drawn is None and self._ends:
+                    self._check_streams()
+        except RuntimeError as error:
+            if replacing is not None and _torch.NEEDS_SETUP_CONTEXT in str(error):
+                raise self._needs_a_level() from error
+            raise
         if replacing is not None and self._met - replacing.met:
             label = describe(self._replaced[min(self._met - replacing.met)])
             raise MutationError(
@@ -1011,6 +1023,27 @@ class _Call(Leaf):
         if self._options.determinism_check != "none":
             self._compare(again)
         return again.as_in(self._outputs)
+
+    def _check_streams(self) -> None:
+        if self._options.determinism_check != "none" and world.ended_elsewhere(
+            self._states or [], self._ends
+        ):
+            raise CheckpointError(
+                f"remat({self._name}) has not drawn the random numbers of the forward in the recomputation. "
+                "Maybe another thread draws from the same stream: give each thread a torch.Generator of its "
+                'own. If f may draw others, pass determinism_check="none".'
+            )
+
+    def _needs_a_level(self) -> ClosureError:
+        """A mode sees what an autograd.Function is given at functorch levels only."""
+        label = " and ".join(
+            [f"{self._closure.where(key)} ({describe(x)})" for key, x in self._replaced.items()]
+        )
+        return ClosureError(
+            f"remat({self._name}) finds {label} in what cannot be copied, so that it is recomputed under a "
+            "functorch level, and calls an autograd.Function without setup_context, which no level allows. "
+            "Pass the tensor as an argument, or give the Function a setup_context."
+        )
 
     def _parts(self, rebuilt: Any) -> _Parts:
         """f and its arguments that are no tensors, out of what the closure has rebuilt."""

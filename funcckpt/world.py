@@ -10,7 +10,7 @@ import functools
 import pickle
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -145,6 +145,42 @@ def cleared_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+class _ParametrizationsAnew:
+    """Parametrized weights are computed anew inside of a checkpoint, also under `parametrize.cached`.
+
+    One that was cached belongs to the inside or to the outside of a checkpoint, like a cast; and it is known
+    by the id of its module, of which a recomputation makes copies. The cache is that of the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs = self._enabled = 0
+
+    def is_needed(self) -> bool:
+        return self._runs > 0 or _torch.parametrizations_cached() > 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._runs:
+                self._enabled = _torch.parametrizations_cached()
+                _torch.add_to_parametrizations_cached(-self._enabled)
+            self._runs += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._runs -= 1
+            if not self._runs:
+                _torch.add_to_parametrizations_cached(self._enabled)
+
+
+_parametrizations_anew = _ParametrizationsAnew()
+
+
+def parametrizations_anew() -> AbstractContextManager[None] | None:
+    """Parametrized weights are computed in the block, and not found in a cache, if there is one."""
+    return _parametrizations_anew if _parametrizations_anew.is_needed() else None
+
+
 # From which Python and numpy draw for whoever asks: the objects behind the functions of their modules.
 OF_THE_PROCESS = {module: PythonStream(vars(module)["random"].__self__) for module in (random, np.random)}
 
@@ -187,6 +223,22 @@ def have_moved(before: States) -> bool:
     return bool(moved(before))
 
 
+def marks(streams: Iterable[Stream]) -> list[int]:
+    """What tells where streams are, in less room than a state."""
+    return [hash(_bytes(stream.get_state())) for stream in streams]
+
+
+def ended_elsewhere(before: States, ends: Sequence[int]) -> bool:
+    """Whether a run that has drawn from streams has left one of them where another run has not."""
+    streams = [stream for stream, _ in before]
+    return any(
+        [
+            now != end and now != hash(_bytes(start))
+            for (_, start), now, end in zip(before, marks(streams), ends, strict=True)
+        ]
+    )
+
+
 def set_streams(recorded: States) -> None:
     for stream, state in recorded:
         stream.set_state(state)
@@ -222,7 +274,9 @@ def streams_at(recorded: States) -> Iterator[None]:
 
 
 def _same_bytes(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor):
-        return bool(a == b)
+    return _bytes(a) == _bytes(b)
+
+
+def _bytes(state: Any) -> bytes:
     # Read from memory: an operator would be seen by the modes and transforms that are active.
-    return ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
+    return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, Tensor) else state

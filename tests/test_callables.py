@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import EscapeError, MutationError, remat
+from funcckpt import ClosureError, EscapeError, MutationError, remat
 
 EVERY = list(OBSERVATIONS)
 
@@ -333,6 +333,65 @@ class Once(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, ct):
         return ct * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("inside", ["forward", "forward and backward"])
+def test_cached_parametrizations(inside):
+    """A recurrent cell, as torch's documentation of `parametrize.cached` has it."""
+    cell = nn.RNNCell(3, 3, dtype=F64)
+    runs = []
+
+    class Sine(nn.Module):
+        def forward(self, w):
+            runs.append(None)
+            return w.sin()
+
+    parametrize.register_parametrization(cell, "weight_hh", Sine())
+    xs = [tensor(2, 3, seed=i) for i in range(4)]
+
+    def loss(f):
+        h = tensor(2, 3, seed=9)
+        for x in xs:
+            h = f(x, h)
+        return h.sum()
+
+    def run(wrap):
+        f = wrap(cell)
+        bare = wrap(lambda p, x, h: functional_call(cell, p, (x, h)))
+        with parametrize.cached():  # torch takes what it has cached for other parameters, too
+            func = grad(lambda p: loss(lambda x, h: bare(p, x, h)))(dict(cell.named_parameters()))
+        with parametrize.cached():
+            y = loss(f)
+            if inside == "forward and backward":
+                eager = torch.autograd.grad(y, list(cell.parameters()))
+        if inside == "forward":
+            eager = torch.autograd.grad(y, list(cell.parameters()))
+        return eager, func, parametrize._cache_enabled
+
+    want = run(plain)
+    runs.clear()
+    assert_same(run(remat), want)
+    assert len(runs) == 2 * 2 * len(xs), "once in each forward, and once in each recomputation"
+    with parametrize.cached(), pytest.raises(ZeroDivisionError):
+        remat(lambda x: cell(x, x) / (1 // 0))(xs[0])
+    assert parametrize._cache_enabled == 0
+
+
+class AttributeDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_legacy_function_beside_a_tensor_in_what_cannot_be_copied():
+    """Such a tensor is found under a functorch level, which takes no Function of the old style."""
+    found = AttributeDict(w=torch.randn(3, requires_grad=True))
+    x = torch.randn(3, requires_grad=True)
+    y = remat(lambda x: Legacy.apply(x.sin(), x)[0] * found.w)(x)
+    with pytest.raises(
+        ClosureError, match=r"'w' of closure variable 'found'.*Pass the tensor as an argument"
+    ):
+        y.sum().backward()
+    y = remat(lambda x, w: Legacy.apply(x.sin(), x)[0] * w)(x, found.w)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), found.w)[0], (x.sin() * x).detach())
 
 
 @pytest.mark.parametrize("transform", EVERY)

@@ -38,6 +38,16 @@ def test_functorch_is_touched_in_one_module_only(path):
         assert not list(private_imports(path))
 
 
+def test_blocks_of_cached_parametrizations_are_counted():
+    parametrize = torch.nn.utils.parametrize
+    with parametrize.cached(), parametrize.cached():
+        assert _torch.parametrizations_cached() == 2
+        _torch.add_to_parametrizations_cached(-2)
+        assert _torch.parametrizations_cached() == 0
+        _torch.add_to_parametrizations_cached(2)
+    assert _torch.parametrizations_cached() == 0
+
+
 def test_layers_are_read_and_left_as_they_were():
     def f(x):
         before = _torch.current_level()

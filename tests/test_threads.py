@@ -10,7 +10,7 @@ from oracles import F64, assert_same, plain, state, tensor, total, weight
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
-from funcckpt import remat
+from funcckpt import CheckpointError, remat
 
 THREADS = 8
 ROUNDS = 5
@@ -208,6 +208,34 @@ def test_random_streams_of_their_own():
 
     want = [job(plain, i) for i in range(THREADS)]
     assert_same(together(*[lambda i=i: job(remat, i) for i in range(THREADS)]), want)
+
+
+def test_a_thread_that_draws_meanwhile_is_noticed():
+    """From the stream of the process: the recomputation cannot have the same numbers."""
+
+    def other():
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+
+    def forward(interrupted):
+        runs = []
+
+        def f(x):
+            y = x.sin() * torch.randn(3, dtype=F64)
+            runs.append(None)
+            if len(runs) == interrupted:
+                other()
+            return y + x.sin() * torch.randn(3, dtype=F64)
+
+        x = torch.zeros(3, dtype=F64, requires_grad=True)  # the outputs do not tell
+        return remat(f)(x).sum()
+
+    forward(None).backward()
+    for interrupted in (1, 2):
+        y = forward(interrupted)
+        with pytest.raises(CheckpointError, match="another thread"):
+            y.backward()
 
 
 class Slow(nn.Module):
