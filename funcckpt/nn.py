@@ -8,43 +8,33 @@ once. (`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
 In plain eager code the work is done by saved-tensor hooks, under transforms by `remat`: `checkpoint`
 chooses. When the backward recomputes, the module has the parameters and buffers of the forward, which
 `functional_call` may have put in and taken out again, and is as it was then: running vectors start from the
-same value, and `eval()` makes no difference (`eager.held`); nor do counters and other constants that are
-attributes, which is looked after here. If a parameter was changed in place, that is an error.
+same value, and `eval()` makes no difference, nor do counters and other constants that are attributes
+(`eager.held`). If a parameter was changed in place, that is an error.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import functools
-import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
-from . import _torch, compiled
-from .eager.checkpoint import call_under_compiled_transform, checkpoint
-from .eager.region import Contexts
+from . import compiled
+from .eager.checkpoint import Options, call, call_under_compiled_transform
 from .errors import InputError, OptionError
 
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
 
-_OPTIONS = frozenset(
-    name
-    for name, p in inspect.signature(checkpoint).parameters.items()
-    if p.kind is p.KEYWORD_ONLY and name != "use_reentrant"
-)
+_OPTIONS = frozenset(Options._fields) - {"use_reentrant", "again_as_before"}
 # Where the options of a module stand, in its __dict__ and in its class.
 _KEY = "_funcckpt_options"
-_CONSTANTS = (bool, int, float, complex, str, type(None))
 
 
 class Remat(nn.Module):
@@ -201,72 +191,10 @@ def _recomputed(
     if torch.compiler.is_dynamo_compiling():
         if compiled.differentiates():
             name = type(next(iter(modules))).__name__
-            return call_under_compiled_transform(f, name, args, kwargs, **options)
+            return call_under_compiled_transform(f, name, args, kwargs, Options(**options))
         # Dynamo knows this one, and AOTAutograd what it does.
         return torch_checkpoint(f, *args, use_reentrant=False, **options, **kwargs)
-    if _runs_by_hooks(options):
-        held = _Held(modules)
-        context_fn = functools.partial(_contexts, options.get("context_fn", noop_context_fn), held)
-        return checkpoint(**{**options, "context_fn": context_fn})(f)(*args, **kwargs)
-    return checkpoint(**options)(f)(*args, **kwargs)
-
-
-def _runs_by_hooks(options: dict[str, Any]) -> bool:
-    """Whether `checkpoint` will recompute with whatever the modules hold by then.
-
-    Not with debug=True, which goes without contexts.
-    """
-    if _torch.is_tracing_plain():
-        return False
-    debug = _torch.checkpoint_debug_enabled()
-    if options.get("debug", False) if debug is None else debug:
-        return False
-    return _torch.maybe_current_level() is None and not _torch.in_dual_level()
-
-
-def _contexts(context_fn: Callable[[], Contexts], held: _Held) -> Contexts:
-    forward, recompute = context_fn()
-    held.inner = recompute
-    return forward, held
-
-
-class _Held:
-    """A context in which attributes of modules that are constants, like counters, are as they are now."""
-
-    inner: AbstractContextManager[Any]
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._now = [
-            (part.__dict__, name, x)
-            for part in dict.fromkeys(part for module in modules for part in module.modules())
-            for name, x in part.__dict__.items()
-            if type(x) in _CONSTANTS
-        ]
-        self._undo: list[Callable[[], object]] = []
-
-    def __enter__(self) -> None:
-        try:
-            self._restore()
-            self.inner.__enter__()
-        except BaseException:
-            self._put_back()
-            raise
-
-    def __exit__(self, *error: Any) -> bool | None:
-        try:
-            return self.inner.__exit__(*error)
-        finally:
-            self._put_back()
-
-    def _restore(self) -> None:
-        for place, name, x in self._now:
-            if place.get(name, x) is not x:
-                self._undo.append(functools.partial(place.__setitem__, name, place[name]))
-                place[name] = x
-
-    def _put_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+    return call(f, args, kwargs, Options(**options, again_as_before=True))
 
 
 # -- whole models ---------------------------------------------------------------------------------

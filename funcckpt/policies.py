@@ -380,13 +380,18 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
         return function
     if not isinstance(policy, (list, tuple, set, frozenset)):
         raise InputError(
-            f"{title}: a policy is a function (ctx, op, *args, **kwargs), or a list of operators, not "
-            f"{type(policy).__name__}."
+            f"{title}: a policy is either a function or a list of ops, not {type(policy).__name__}: write "
+            "policy(ctx, op, *args, **kwargs), or [torch.ops.aten.mm.default]."
         )
     for op in policy:
         if not isinstance(op, _torch.OPERATORS):
-            hint = f": write {op}.default, or another of its overloads" if hasattr(op, "default") else ""
-            raise OptionError(f"{title}: {op} is no operator overload{hint}.")
+            # In torch's words, by which programs tell this error.
+            hint = (
+                f" Please update the OpOverloadPacket to a specific OpOverload, such as {op}.default."
+                if hasattr(op, "default")
+                else ""
+            )
+            raise OptionError(f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}.{hint}")
     saved = frozenset(policy)
     return lambda ctx, op, *args, **kwargs: op in saved
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -35,6 +35,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _CHECKS = ("default", "none")
+
+
+class Options(NamedTuple):
+    """Those of :func:`checkpoint`, which says what they mean."""
+
+    use_reentrant: bool | None = False
+    preserve_rng_state: bool = True
+    context_fn: Callable[[], Contexts] = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
+    # Attributes that f assigns itself are as before in the recomputation, too. (Else a counter counts on, as
+    # with torch's checkpoint.)
+    again_as_before: bool = False
 
 
 @overload
@@ -148,7 +163,7 @@ def checkpoint(
     >>> f(torch.ones(2), debug=3)
     tensor([3., 3.])
     """
-    options = (
+    options = Options(
         use_reentrant,
         preserve_rng_state,
         context_fn,
@@ -166,15 +181,15 @@ def checkpoint(
         return lambda f: _decorated(f, options)
     if not args and not kwargs and not _can_be_called(function):
         return _decorated(function, options)
-    return _call(function, args, kwargs, *options)
+    return call(function, args, kwargs, options)
 
 
-def _decorated(f: Callable[..., Any], options: tuple[Any, ...]) -> Callable[..., Any]:
+def _decorated(f: Callable[..., Any], options: Options) -> Callable[..., Any]:
     if not callable(f):
         raise InputError(f"checkpoint(**options) decorates a callable, not {type(f).__name__}.")
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return _call(f, args, kwargs, *options)
+        return call(f, args, kwargs, options)
 
     # A module's __dict__ is its state, not an annotation.
     if isinstance(f, nn.Module):
@@ -193,70 +208,53 @@ def _can_be_called(f: Any) -> bool:
     return True
 
 
-def _call(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    use_reentrant: bool | None,
-    preserve_rng_state: bool,
-    context_fn: Callable[[], Contexts],
-    determinism_check: str,
-    debug: bool,
-    early_stop: bool,
-    respect_saved_tensors_hooks: bool | None,
-) -> Any:
-    if determinism_check not in _CHECKS:
+def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """A call of :func:`checkpoint`."""
+    if options.determinism_check not in _CHECKS:
         raise OptionError(
-            f"{title(f)}: determinism_check should be one of {list(_CHECKS)}, but got {determinism_check!r}."
+            f"{title(f)}: determinism_check should be one of {list(_CHECKS)}, but got "
+            f"{options.determinism_check!r}."
         )
-    if use_reentrant:
-        _check_reentrant(f, kwargs, context_fn, debug)
+    if options.use_reentrant:
+        _check_reentrant(f, kwargs, options)
     if torch.compiler.is_compiling() or _torch.is_tracing_plain():
         # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
         # read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
         if dynamo and compiled.differentiates():  # which torch's does without recomputation, or refuses
             name = getattr(f, "__name__", None) or type(f).__name__
-            return call_under_compiled_transform(
-                f, name, args, kwargs, preserve_rng_state, determinism_check, context_fn
-            )
-        given: dict[str, Any] = {} if context_fn is noop_context_fn else {"context_fn": context_fn}
+            return call_under_compiled_transform(f, name, args, kwargs, options)
+        given: dict[str, Any] = {}
+        if options.context_fn is not noop_context_fn:
+            given["context_fn"] = options.context_fn
         return (torch_checkpoint.checkpoint if dynamo else _torch.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
             *args,
             use_reentrant=False,
-            preserve_rng_state=preserve_rng_state,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
+            preserve_rng_state=options.preserve_rng_state,
+            determinism_check=options.determinism_check,
+            debug=options.debug,
+            early_stop=options.early_stop,
             **given,
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
     enabled = _torch.checkpoint_debug_enabled()
     if enabled is not None:
-        debug = enabled
-    if debug and context_fn is not noop_context_fn:
+        options = options._replace(debug=enabled)
+    if options.debug and options.context_fn is not noop_context_fn:
         raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
-    known = context_fn is noop_context_fn and _is_known(f, args, kwargs)
+    known = options.context_fn is noop_context_fn and _is_known(f, args, kwargs)
     if known or _torch.maybe_current_level() is not None or _torch.in_dual_level():
-        return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
-    run = functools.partial(
-        _by_hooks,
-        f,
-        args,
-        kwargs,
-        use_reentrant=use_reentrant,
-        preserve_rng_state=preserve_rng_state,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        debug=debug,
-        early_stop=early_stop,
-        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
-    )
+        return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
-        return ask(f, title(f), lambda: f(*args, **kwargs), lambda **changes: run(**_contexts(**changes)))
-    return run()
+        return ask(
+            f,
+            title(f),
+            lambda: f(*args, **kwargs),
+            lambda **changes: _by_hooks(f, args, kwargs, options._replace(**_contexts(**changes))),
+        )
+    return _by_hooks(f, args, kwargs, options)
 
 
 # -- the hook path ------------------------------------------------------------------------------
@@ -271,36 +269,25 @@ def _contexts(**changes: Any) -> dict[str, Any]:
     return changes
 
 
-def _by_hooks(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    use_reentrant: bool | None,
-    preserve_rng_state: bool,
-    context_fn: Callable[[], Contexts],
-    determinism_check: str,
-    debug: bool,
-    early_stop: bool,
-    respect_saved_tensors_hooks: bool | None,
-) -> Any:
+def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     stop = _torch.checkpoint_early_stop()
     contexts: Any = None
     log = None
-    if debug:
+    if options.debug:
         contexts, log = logged()
-    elif context_fn is not noop_context_fn:
-        contexts = context_fn()
-        _look_after_hooks(f, contexts[0], bool(respect_saved_tensors_hooks))
+    elif options.context_fn is not noop_context_fn:
+        contexts = options.context_fn()
+        _look_after_hooks(f, contexts[0], bool(options.respect_saved_tensors_hooks))
     region = Region(
         f,
         args,
         kwargs,
-        preserve_rng_state=preserve_rng_state,
-        check=determinism_check != "none",
-        early_stop=early_stop if stop is None else stop,
+        preserve_rng_state=options.preserve_rng_state,
+        check=options.determinism_check != "none",
+        early_stop=options.early_stop if stop is None else stop,
         contexts=contexts,
         log=log,
+        again_as_before=options.again_as_before,
     )
     try:
         out = _torch.without_dynamo(region.run)(args, kwargs)
@@ -310,23 +297,23 @@ def _by_hooks(
             raise
         region.undo()
     else:
-        if use_reentrant:
+        if options.use_reentrant:
             _check_reentrant_result(f, args, out)
         return out
     _remember(f, args, kwargs)
-    return _functional(f, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug)
+    return _functional(f, args, kwargs, options)
 
 
 # -- use_reentrant=True -------------------------------------------------------------------------
 
 
-def _check_reentrant(f: Any, kwargs: dict[str, Any], context_fn: Any, debug: bool) -> None:
+def _check_reentrant(f: Any, kwargs: dict[str, Any], options: Options) -> None:
     if kwargs:
         raise OptionError(
             f"{title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
             "torch takes none: pass use_reentrant=False."
         )
-    if context_fn is not noop_context_fn or debug:
+    if options.context_fn is not noop_context_fn or options.debug:
         raise OptionError(
             f"{title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
         )
@@ -411,40 +398,34 @@ def call_under_compiled_transform(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    preserve_rng_state: bool = True,
-    determinism_check: str = "default",
-    context_fn: Callable[[], Contexts] = noop_context_fn,
-    **_: Any,
+    options: Options,
 ) -> Any:
     """The call under a transform, in code that Dynamo traces."""
-    if context_fn is not noop_context_fn:
+    if options.context_fn is not noop_context_fn:
         compiled.refuse(f"checkpoint({name}): under torch.func transforms, context_fn")
-    return call_compiled(f, name, args, kwargs, preserve_rng_state, determinism_check)
+    return call_compiled(f, name, args, kwargs, options.preserve_rng_state, options.determinism_check)
 
 
 def _functional(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    preserve_rng_state: bool,
-    context_fn: Callable[[], Contexts],
-    determinism_check: str,
-    debug: bool,
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     g = f
     policy = None
     if redirect.is_active():
         g = _redirected(f)
-    if debug:
+    if options.debug:
         g = _debugged(g)
-    elif context_fn is not noop_context_fn:
-        contexts = context_fn()
+    elif options.context_fn is not noop_context_fn:
+        contexts = options.context_fn()
         if isinstance(contexts[0], Forward) and isinstance(contexts[1], Recompute):
             policy = contexts[0].policy
         else:
             g = _in_contexts(g, *contexts)
     return remat(
-        g, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, policy=policy
+        g,
+        preserve_rng_state=options.preserve_rng_state,
+        determinism_check=options.determinism_check,
+        policy=policy,
     )(*args, **kwargs)
 
 

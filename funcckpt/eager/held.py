@@ -5,8 +5,12 @@ of the enclosing function, globals) may be another when the backward runs: an op
 `functional_call` has put the module's own back, a loop has gone on, or f itself has changed it. What can be
 put back is put back for the time of a recomputation: variables, contents of lists, dicts and small arrays,
 attributes, buffers, code and defaults of functions, and what `functional_call` had replaced. What cannot, a
-parameter or another tensor that was changed in place, is an error if it is used. What f itself has assigned
-is left as it is: a counter counts on.
+parameter or another tensor that was changed in place, is an error if it is used.
+
+So f finds what it has itself assigned in the forward as it was before. What it does to that in the
+recomputation is undone, but for what a caller looks at: counters count on, and lists grow. Numbers in lists
+and closure variables to which f adds are not put back at all: by those, programs tell the forward from the
+recomputation, and torch's checkpoint lets them. There, what is saved is compared by value.
 
 The search goes where code of f leads directly: modules with all that is inside of them, closures,
 defaults, globals that the code names, partial arguments, methods, containers and plain objects. Leaves that
@@ -15,15 +19,26 @@ require grad are found wherever they come from, in the graph of what f has retur
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import operator
 import random
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
-from types import BuiltinFunctionType, BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy
@@ -34,7 +49,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch, world
 from ..closure import WRITES_UNSEEN
 from ..errors import CheckpointError, MutationError, describe
-from ..lookup import OfClass, attributes_of, global_names, is_library, is_plain_python, names_of
+from ..lookup import OfClass, attributes_of, global_names, is_library, is_plain_python, names_of, own_classes
 from ..nodes import may_be_statistics
 
 # Buffers of up to so many elements are copied before a forward that may change them, and arrays of numpy.
@@ -44,7 +59,7 @@ _PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
 _NO_TENSORS = {*_CONSTANTS, dict, OrderedDict, set, tuple, FunctionType, BuiltinFunctionType}
 _CONTAINERS = (list, tuple, dict)
 # Those whose contents are put back.
-_MUTABLE = {list, dict, OrderedDict, defaultdict}
+_MUTABLE = {list, dict, OrderedDict, defaultdict, Counter}
 _DEEPEST = 4
 _STREAMS = (
     torch.Generator,
@@ -63,12 +78,16 @@ class Held:
     """What `f` refers to, now."""
 
     __slots__ = (
+        "_again_as_before",
         "_arrays",
         "_attributes",
         "_cells",
         "_contents",
+        "_counted",
         "_functions",
         "_gradients",
+        "_iterators",
+        "_kinds",
         "_leaves",
         "_parameters",
         "_results",
@@ -78,10 +97,12 @@ class Held:
         "_snapshots",
         "_tensors",
         "_variables",
+        "may_count",
         "streams",
     )
 
-    def __init__(self, f: Any, others: Iterable[Any] = ()) -> None:
+    def __init__(self, f: Any, others: Iterable[Any] = (), again_as_before: bool = False) -> None:
+        self._again_as_before = again_as_before
         # Tensors by where modules have them, and their versions.
         self._parameters: list[tuple[dict[str, Any], dict[str, Tensor], list[int]]] = []
         self._attributes: list[tuple[dict[str, Any], str, Tensor, int]] = []
@@ -98,6 +119,12 @@ class Held:
         self._functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._contents: list[_Contents] = []
+        self._iterators: list[tuple[Any, Any]] = []
+        # The classes of modules and objects, and to which names their code and that of functions adds.
+        self._kinds: set[type] = set()
+        self._counted: set[str] | None = None
+        # Whether f may count something by which it tells its recomputation.
+        self.may_count = False
         # Where in those there are tensors with a graph.
         self._results: list[tuple[dict[Any, Any], Any]] = []
         self._variables: list[tuple[ContextVar[Any], Any]] = []
@@ -108,14 +135,19 @@ class Held:
         for x in others:
             if type(x) not in _PLAIN and not isinstance(x, Tensor):
                 self._search(x, 0)
+        if self.may_count:
+            counts = [x for _, x in self._cells]
+            for contents in self._contents:
+                counts += contents.was.values() if contents.in_order else ()
+            self.may_count = int in map(type, counts)
         self._snapshots = copies([x for _, _, x, _ in self._small]) if self._small else []
 
-    def _take_contents(self, there: Any) -> None:
+    def _take_contents(self, there: Any, in_order: bool) -> None:
         was = dict(there.items() if isinstance(there, dict) else enumerate(there))
         for key, x in was.items():
             if type(x) not in _CONSTANTS and isinstance(x, Tensor) and x.grad_fn is not None:
                 self._results.append((was, key))
-        self._contents.append(_Contents(there, was, len(was)))
+        self._contents.append(_Contents(there, was, len(was), in_order))
 
     # -- the search ---------------------------------------------------------------------------------
 
@@ -139,7 +171,7 @@ class Held:
                 self._search(y, depth + 1)
         elif isinstance(x, _CONTAINERS):
             if kind in _MUTABLE:
-                self._take_contents(x)
+                self._take_contents(x, in_order=True)
             for y in x.values() if isinstance(x, dict) else x:
                 self._search(y, depth + 1)
         elif kind is ContextVar:
@@ -152,17 +184,20 @@ class Held:
                 self._take_attributes(
                     _Attributes(x, {name: vars(x)[name] for name in names if name in vars(x)}), depth
                 )
+        elif kind in _ITERATORS:
+            self._iterators.append((x, _position(x)))
         elif self._take_stream(x) or not is_plain_python(kind):
             pass
         elif depth < 2 or not is_library(kind.__module__):
             there, attributes = getattr(x, "__dict__", None), attributes_of(x)
             if there is None or len(there) < len(attributes):
                 there = _Attributes(x, attributes)
+            self._kinds.add(kind)
             self._take_attributes(there, depth)
             self._search(kind, depth)
 
     def _take_attributes(self, there: dict[str, Any], depth: int) -> None:
-        self._take_contents(there)
+        self._take_contents(there, in_order=False)
         for y in there.values():
             self._search(y, depth + 1)
 
@@ -178,6 +213,7 @@ class Held:
                 self._take_parameters(module._parameters)
             if module._buffers:
                 self._take_buffers(module)
+            self._kinds.add(type(module))
             attributes = module.__dict__.copy()
             if not _NO_TENSORS.issuperset(map(type, attributes.values())):
                 for name, x in module.__dict__.items():
@@ -191,7 +227,7 @@ class Held:
             self._contents.append(_Contents(module.__dict__, attributes, len(attributes)))
             if module._modules:
                 self._contents.append(
-                    _Contents(module._modules, module._modules.copy(), len(module._modules))
+                    _Contents(module._modules, module._modules.copy(), len(module._modules), True)
                 )
             for part in module._modules.values():
                 if part is not None and id(part) not in self._seen:
@@ -234,6 +270,7 @@ class Held:
         if there.get("__name__", "").startswith(_LIBRARIES):
             return
         self._functions.append((f, _parts(f)))
+        self.may_count |= "" in _added_to(f.__code__)
         for value in f.__defaults__ or ():
             self._search(value, depth + 1)
         if f.__kwdefaults__:
@@ -282,7 +319,7 @@ class Held:
         return [
             x
             for x in (*[ref() for ref, _ in self._tensors], *given)
-            if isinstance(x, Tensor) and x.dim() == 1 and may_be_statistics(x)
+            if type(x) is Tensor and x.dim() == 1 and may_be_statistics(x)
         ]
 
     # -- after the forward --------------------------------------------------------------------------
@@ -311,17 +348,17 @@ class Held:
         self._gradients = []
         if self._small:
             self._forget_unchanged()
-        # A counter in f counts on.
-        if self._cells:
-            self._cells = [(c, x) for c, x in self._cells if isinstance(x, Tensor) or _contents(c) is x]
+        for iterator, position in self._iterators:
+            if _position(iterator) != position:
+                raise MutationError(
+                    f"{name}: the function takes items from a {type(iterator).__name__} that it has from "
+                    "outside, and would get the next ones in the recomputation. Pass it the items, or a list."
+                )
         leaves, sources = _edges(out, first)
         for was, key in self._results:
             if was[key].grad_fn not in sources:
                 was[key] = _Weak(was[key])
         self._results.clear()
-        self._contents = [contents.after_forward() for contents in self._contents]
-        if self._variables:
-            self._variables = [(v, x) for v, x in self._variables if v.get(_EMPTY) is x]
         if leaves:
             known = set(map(id, self._all_parameters()))
             self._leaves = [
@@ -352,7 +389,7 @@ class Held:
         for cell, value in self._cells:
             cell.cell_contents = value
         for contents in self._contents:
-            contents.put_back(name)
+            contents.put_back(name, self.counts)
         for variable, value in self._variables:
             if value is not _EMPTY:
                 variable.set(value)
@@ -370,6 +407,16 @@ class Held:
                 raise _started_anew(name, describe(tensor))
 
     # -- the recomputation --------------------------------------------------------------------------
+
+    def counts(self, name: str) -> bool:
+        """Whether f adds to a variable or attribute of this name, or to items, of no name."""
+        if self._counted is None:
+            codes = [f.__code__ for f, _ in self._functions]
+            for kind in self._kinds:
+                for base in own_classes(kind):
+                    codes += [f.__code__ for f in vars(base).values() if isinstance(f, FunctionType)]
+            self._counted = {name for code in codes for name in _added_to(code)}
+        return name in self._counted and not (name and self._again_as_before)
 
     def here(self, name: str, check: bool) -> _Here:
         """A context in which what f refers to is as it was."""
@@ -398,16 +445,16 @@ class _Here:
                 if (undo := array.put_back(self._name, self._check)) is not None:
                     self._undo.append(undo)
             for cell, value in held._cells:
-                if _contents(cell) is not value:
-                    self._undo.append(functools.partial(setattr, cell, "cell_contents", _contents(cell)))
+                if not _is_count(value, now := _contents(cell), held.counts):
+                    self._undo.append(functools.partial(_leave_cell, cell, now))
                     cell.cell_contents = value
             for contents in held._contents:
-                if (undo := contents.put_back(self._name)) is not None:
-                    self._undo.append(undo)
+                self._undo.append(contents.put_back(self._name, held.counts))
             for variable, value in held._variables:
                 if variable.get(_EMPTY) is not value and value is not _EMPTY:
                     self._undo.append(functools.partial(variable.reset, variable.set(value)))
             for there, was, versions in held._parameters:
+                self._undo.append(functools.partial(_refill, there, there.copy()))
                 for (name, x), version in zip(was.items(), versions, strict=True):
                     now = there.get(name)
                     if now is x:
@@ -415,7 +462,7 @@ class _Here:
                             watched[id(x)] = functools.partial(_changed, self._name, name, x)
                     elif _layout(now) == _layout(x):
                         # fully_shard exchanges sharded and whole parameters as it sees fit.
-                        self._put(there, name, x)
+                        there[name] = x
             for there, name, x, version in held._attributes:
                 if there.get(name) is not x:
                     self._put(there, name, x)
@@ -453,6 +500,12 @@ class _Here:
             self._put(there, name, x)
 
 
+def _refill(there: dict[str, Any], content: dict[str, Any]) -> None:
+    if len(there) != len(content) or not all(map(operator.is_, there.values(), content.values())):
+        there.clear()
+        there.update(content)
+
+
 class _Weak(weakref.ref[Tensor]):
     """A result that is not in the graph of f: to hold it would keep another graph alive."""
 
@@ -487,6 +540,8 @@ class _Contents(NamedTuple):
     was: dict[Any, Any]
     # How many there were in all, of which these are some; None where others come and go.
     size: int | None
+    # Whether their order counts, as that of attributes does not.
+    in_order: bool = False
 
     def _is_here(self) -> bool:
         """Quickly; for results of something, which are held by a weak reference, not."""
@@ -496,76 +551,94 @@ class _Contents(NamedTuple):
         now: Iterable[Any] = there
         if isinstance(there, dict):
             now = there.values() if self.size == len(was) else map(there.get, was)
-        elif self.size is None:
-            now = self._now()
         return all(map(operator.is_, now, was.values()))
 
-    def _now(self) -> list[Any]:
+    def put_back(self, name: str, counts: Counts) -> Callable[[], None]:
+        """Returns what undoes it."""
+        now = None
+        if not self._is_here():
+            now = self._take()
+            self._give(
+                {
+                    key: now[key] if self.in_order and _is_count(x, now.get(key), counts) else _value(x, name)
+                    for key, x in self.was.items()
+                }
+            )
+        return functools.partial(self._leave, now, counts)
+
+    def _leave(self, now: dict[Any, Any] | None, counts: Counts) -> None:
+        """As it was before the recomputation, which may have counted or added something."""
+        if now is None and self._is_here():
+            return
+        was, then = self.was, self._take()
+        left = dict(was if now is None else now)
+        for key, x in then.items():
+            if key in was:
+                if key in left:
+                    left[key] = _left(was[key], left[key], x, "" if self.in_order else key, counts)
+            elif isinstance(self.there, list):
+                left[len(left)] = x
+            elif self.in_order:
+                left.setdefault(key, x)
+        self._give(left)
+
+    def _take(self) -> dict[Any, Any]:
         there = self.there
-        if isinstance(there, dict):
-            return [there.get(key, _EMPTY) for key in self.was]
-        return [there[i] if i < len(there) else _EMPTY for i in self.was]
-
-    def after_forward(self) -> _Contents:
-        """Without what f has assigned itself, but for tensors."""
-        if self._is_here():
-            return self
-        kept = {
-            key: x
-            for (key, x), now in zip(self.was.items(), self._now(), strict=True)
-            if now is x or isinstance(x, (Tensor, _Weak))
-        }
-        return _Contents(self.there, kept, None if self.size is None else len(self.there))
-
-    def put_back(self, name: str) -> Callable[[], None] | None:
-        """Returns what undoes it, if there was anything to do."""
-        if self._is_here():
-            return None
-        there, was, now = self.there, self.was, self._now()
-        if len(was) == self.size and (len(there) != len(was) or any([x is _EMPTY for x in now])):
-            return self._put_all_back(name)
-        changed = [
-            (key, _value(x, name), y)
-            for (key, x), y in zip(was.items(), now, strict=True)
-            if x is not y and _value(x) is not y and not (y is _EMPTY and isinstance(there, list))
-        ]
-        for key, x, _ in changed:
-            there[key] = x
-        later = []
-        if self.size is not None and isinstance(there, dict):  # which keeps them in the order of arrival
-            later = [(key, there.pop(key)) for key in [*there][self.size :] if key not in was]
-
-        def undo() -> None:
-            for key, _, y in changed:
-                if y is _EMPTY:
-                    there.pop(key, None)
-                else:
-                    there[key] = y
-            for key, y in later:
-                there[key] = y
-
-        return undo if changed or later else None
-
-    def _put_all_back(self, name: str) -> Callable[[], None]:
-        """In their order, which may be that of the layers of a module."""
-        there, was = self.there, [_value(x, name) for x in self.was.values()]
         if isinstance(there, list):
-            items = list(there)
-            there[:] = was
+            return dict(enumerate(there))
+        if self.size is None:
+            return {key: there[key] for key in self.was if key in there}
+        return dict(zip(there, there.values(), strict=True))
 
-            def undo() -> None:
-                there[:] = items + there[len(was) :]  # to which another thread may have appended
-        else:
-            before = dict(there)
+    def _give(self, content: dict[Any, Any]) -> None:
+        there = self.there
+        if isinstance(there, list):
+            there[:] = content.values()
+        elif self.in_order:  # which may be that of the layers of a module
             there.clear()
-            there.update(zip(self.was, was, strict=True))
+            there.update(content)
+        else:
+            for key in [key for key in (self.was if self.size is None else there) if key not in content]:
+                there.pop(key, None)
+            for key, x in content.items():
+                if there.get(key, _EMPTY) is not x:
+                    there[key] = x
 
-            def undo() -> None:
-                others = {key: x for key, x in there.items() if key not in self.was}
-                there.clear()
-                there.update(before | others)
 
-        return undo
+Counts = Callable[[str], bool]
+
+
+def _is_count(was: Any, now: Any, counts: Counts) -> bool:
+    return type(was) is int and type(now) is int and counts("")
+
+
+def _left(was: Any, now: Any, then: Any, name: str, counts: Counts) -> Any:
+    """What a variable is after a recomputation, which has begun with `was` and left `then`."""
+    if type(was) is int and type(now) is int and type(then) is int and counts(name):
+        return then if name == "" else now + then - was
+    return now
+
+
+def _leave_cell(cell: CellType, now: Any) -> None:
+    if now is _EMPTY:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = now
+
+
+@functools.lru_cache(maxsize=4096)
+def _added_to(code: CodeType) -> frozenset[str]:
+    """The names of attributes and globals to which code adds, or none for items and closure variables."""
+    names, adds = set(), False
+    for instruction in dis.get_instructions(code):
+        adds |= instruction.opname == "INPLACE_ADD" or instruction.argrepr == "+="
+        if adds and instruction.opname.startswith("STORE_"):
+            kind, name, adds = instruction.opname, instruction.argval, False
+            if kind in ("STORE_ATTR", "STORE_GLOBAL"):
+                names.add(name)
+            elif kind == "STORE_SUBSCR" or (kind == "STORE_DEREF" and name in code.co_freevars):
+                names.add("")
+    return frozenset(names).union(*[_added_to(c) for c in code.co_consts if isinstance(c, CodeType)])
 
 
 class Watch(world.Mode):
@@ -680,6 +753,23 @@ def _data_of(kind: type) -> tuple[str, ...]:
         return ()
     data = (*_CONSTANTS, Tensor, *_CONTAINERS, numpy.ndarray)
     return tuple([name for name, x in vars(kind).items() if name[:2] != "__" and isinstance(x, data)])
+
+
+# A generator, and iterators that say where they are.
+_ITERATORS = {GeneratorType, itertools.count, enumerate, zip, map, filter, reversed}
+_ITERATORS.update(map(type, map(iter, ([], (), range(0), {}, {}.values(), {}.items()))))  # type: ignore[arg-type]
+
+
+def _position(x: Any) -> Any:
+    """What changes when an item is taken."""
+    if isinstance(x, GeneratorType):
+        frame = x.gi_frame
+        return None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values()))
+    if isinstance(x, itertools.count):
+        return repr(x)
+    if (left := operator.length_hint(x, -1)) >= 0:
+        return left
+    return [_position(y) for y in x.__reduce__()[1] if type(y) in _ITERATORS]
 
 
 @OfClass

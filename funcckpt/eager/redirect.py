@@ -8,6 +8,7 @@ block in which the forward ran, and in another thread.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,6 +37,12 @@ def _call(*args: Any, **kwargs: Any) -> Any:
     # Inside of one of torch's, which may have run its forward before the patch, all are torch's.
     within = _torch.is_torch_checkpoint(_torch.top_saved_tensors_hooks())
     if is_active() and _ours is not None and not within:
+        if kwargs.get("use_reentrant") is None:
+            warnings.warn(
+                "torch.utils.checkpoint: the use_reentrant parameter should be passed explicitly. Torch "
+                "takes it to be True; funcckpt, which is called here, to be False.",
+                stacklevel=3,  # beyond torch's wrapper
+            )
         return _ours(*args, **kwargs)
     return _torch.original_checkpoint(*args, **kwargs)
 

@@ -96,6 +96,7 @@ class Region:
         early_stop: bool,
         contexts: Contexts | None,
         log: Callable[[], str] | None,
+        again_as_before: bool = False,
     ) -> None:
         self._f = f
         self._check = check
@@ -117,11 +118,13 @@ class Region:
         self._torch_function = _torch._get_torch_function_state()
         self._redirected = redirect.is_active()
         self._replaced = _replaced() if check else []
-        self._held = Held(f, leaves)
+        self._held = Held(f, leaves, again_as_before)
         self._streams = world.random_streams(self._held.streams) if preserve_rng_state else []
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[Look] = []
+        # Sums of what is saved, if f may tell its recomputation from the forward.
+        self._sums: list[Tensor | None] | None = [] if check and self._held.may_count else None
         # What looks like the statistics of a batch_norm that was not found, and was, by its id.
         self._statistics: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         for x in self._held.statistics(leaves):
@@ -189,7 +192,9 @@ class Region:
         self._slots.append(weakref.ref(slot))
         if self._check:
             self._looks.append(_look(x))
-        if x.dim() == 1 and not x.requires_grad and may_be_statistics(x):
+        if self._sums is not None:
+            self._sums.append(_sum(x))
+        if x.dim() == 1 and type(x) is Tensor and may_be_statistics(x):
             self._take_statistics(x)
         return slot
 
@@ -437,6 +442,13 @@ class _Again:
                 f"tensor at position {i}:\nsaved metadata: {here}\nrecomputed metadata: {there}"
             )
             return False
+        sums = self._region._sums
+        if sums is not None and not _is_near(sums[i], _sum(x)):
+            raise CheckpointError(
+                f"{self._region._name}: the recomputation saves other values than the forward "
+                f"({describe(x)}). The function counts in a list or in a variable of the enclosing function, "
+                "and does another thing each time: pass the number as an argument."
+            )
         parameter = _parameter(x)
         if parameter is not None and (here.parameter is None or here.parameter() is not parameter):
             self._others.append(weakref.ref(parameter))
@@ -527,6 +539,18 @@ def _look(x: Tensor) -> Look:
         0 if x.is_inference() else x._version,
         None if parameter is None else weakref.ref(parameter),
     )
+
+
+def _sum(x: Tensor) -> Tensor | None:
+    """By which the values of two tensors are compared, where a sum can be had."""
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_complex() or x.is_meta:
+        return None
+    with _torch.without_dispatch_modes(), _torch.plain(), torch.no_grad():
+        return x.detach().double().abs().sum()
+
+
+def _is_near(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is None or b is None or bool(torch.isclose(a, b, rtol=1e-3, equal_nan=True))
 
 
 def _parameter(x: Tensor) -> Tensor | None:

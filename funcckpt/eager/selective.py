@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch, policies, world
-from ..errors import CheckpointError, InputError, MutationError, OptionError, describe
+from ..errors import CheckpointError, MutationError, OptionError, describe
 from ..offload import Offloaded, is_far
 from .scope import written
 
@@ -82,34 +82,15 @@ def create_selective_checkpoint_contexts(
         return torch_checkpoint.create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
-    results: Results = defaultdict(list)
-    forward = Forward(_policy(policy_fn_or_list), results, allow_cache_entry_mutation)
-    return forward, Recompute(results, allow_cache_entry_mutation)
-
-
-def _policy(policy_fn_or_list: Any) -> Policy:
     if isinstance(policy_fn_or_list, policies.Budget):
         raise OptionError(
             f"{policy_fn_or_list!r} chooses when it has seen all operators, which only remat(f, policy=...) "
             "can wait for."
         )
-    if callable(policy_fn_or_list):
-        return policy_fn_or_list
-    if not isinstance(policy_fn_or_list, (list, tuple, set, frozenset)):
-        raise InputError(
-            "policy_fn_or_list must be either a function or a list of ops, not "
-            f"{type(policy_fn_or_list).__name__}."
-        )
-    for op in policy_fn_or_list:
-        if not isinstance(op, _torch.OPERATORS):
-            hint = (
-                f". Please update the OpOverloadPacket to a specific OpOverload, such as {op}.default"
-                if hasattr(op, "default")
-                else ""
-            )
-            raise OptionError(f"Expected op in `op_list` to be an OpOverload but got: {op}{hint}.")
-    saved = frozenset(policy_fn_or_list)
-    return lambda ctx, op, *args, **kwargs: op in saved
+    policy = policies.as_function(policy_fn_or_list, "create_selective_checkpoint_contexts")
+    results: Results = defaultdict(list)
+    forward = Forward(policy, results, allow_cache_entry_mutation)
+    return forward, Recompute(results, allow_cache_entry_mutation)
 
 
 # -- results that are kept -------------------------------------------------------------------------

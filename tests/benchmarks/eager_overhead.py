@@ -19,6 +19,8 @@ ROUNDS, CALLS = 15, 200
 
 x = torch.ones(4, 4, requires_grad=True)
 layer = torch.nn.Linear(4, 4)
+transformer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+normed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU())
 
 
 def nested(checkpoint):
@@ -31,6 +33,8 @@ CASES: dict[str, Callable] = {
         torch.sin, x, use_reentrant=False, preserve_rng_state=False
     ),
     "a module": lambda checkpoint: checkpoint(layer, x, use_reentrant=False),
+    "a transformer layer": lambda checkpoint: checkpoint(transformer, x, use_reentrant=False),
+    "batch_norm": lambda checkpoint: checkpoint(normed, x, use_reentrant=False),
     "dropout": lambda checkpoint: checkpoint(lambda x: F.dropout(x, 0.5), x, use_reentrant=False),
     "keyword argument": lambda checkpoint: checkpoint(
         lambda x, *, w: (x * w).sin(), x, w=x, use_reentrant=False

@@ -1,9 +1,24 @@
-"""The checkpoints that one test is run with: torch's own, and ours."""
+"""What the tests of the hook path share: the checkpoints that one test is run with, leaves, operators."""
+
+from collections import Counter
 
 import pytest
+import torch
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcckpt
+
+D = torch.float64
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=D, requires_grad=True)
+
+
+def plain(f, *args, **options):
+    """The reference: no checkpoint."""
+    return f(*args)
 
 
 def theirs(f, *args, **kwargs):
@@ -19,3 +34,23 @@ def gradients(f, *xs, checkpoint=None, **options):
     y = f(*leaves) if checkpoint is None else checkpoint(f, *leaves, **options)
     y.sum().backward()
     return [y.detach(), *[x.grad for x in leaves]]
+
+
+class Ops(TorchDispatchMode):
+    """The operators that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self._calls = []
+
+    @property
+    def names(self):
+        return [func.overloadpacket.__name__ for func in self._calls]
+
+    @property
+    def count(self):
+        return Counter(self._calls)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._calls.append(func)
+        return func(*args, **(kwargs or {}))

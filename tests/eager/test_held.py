@@ -5,6 +5,7 @@ Torch's checkpoint gives other gradients in these cases, without a word, where n
 
 import contextvars
 import functools
+import itertools
 import random
 import threading
 import types
@@ -20,16 +21,7 @@ from torch import nn
 from funcckpt import checkpoint
 from funcckpt.errors import CheckpointError, MutationError
 
-D = torch.float64
-
-
-def leaf(*shape):
-    return torch.randn(*shape, dtype=D, requires_grad=True)
-
-
-def plain(f, *args, **kwargs):
-    return f(*args, **kwargs)
-
+from .implementations import D, leaf, plain
 
 # -- changed in place before the backward ----------------------------------------------------------
 
@@ -420,6 +412,167 @@ def test_a_result_that_was_replaced_and_is_gone():
         y.sum().backward()
 
 
+# -- changed by f itself ----------------------------------------------------------------------------------
+
+
+class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.mean, self.seen, self.width = 0, None, [], 1
+
+    def forward(self, x):
+        self.steps += 1
+        self.width = x.shape[0]
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else self.mean * 0.9 + now * 0.1
+        return (x - self.mean).sin() * self.steps / self.width
+
+
+def attributes_that_f_assigns(x, call):
+    model = Steps()
+    x = call(model, call(model, x))
+    return x, lambda: (model.mean, model.width)
+
+
+def a_list_that_f_appends_to(x, call):
+    seen = []
+
+    def f(x):
+        seen.append(x.detach().mean())
+        return (x * len(seen) * sum(seen)).sin()
+
+    return call(f, call(f, x)), lambda: seen[:2]
+
+
+def a_stack_that_f_takes_from(x, call):
+    skips = [x.sin(), x.cos(), x.exp()]
+    for _ in range(3):
+        x = call(lambda x: (x * skips.pop()).tanh(), x)
+    return x, lambda: len(skips)
+
+
+def a_cache_of_f(x, call):
+    cache = {}
+
+    def f(x, n):
+        if n not in cache:
+            cache[n] = torch.arange(4, dtype=D).exp() * n
+        return (x * cache[n]).sin()
+
+    x = call(f, call(f, x, 2), 3)
+    return call(f, x, 2), lambda: sorted(cache)
+
+
+def a_variable_that_f_assigns(x, call):
+    state, scale = torch.zeros(4, dtype=D), 1.0
+
+    def f(x):
+        nonlocal state, scale
+        state, scale = state * 0.5 + x, scale / 2
+        return (state * scale).sin() * state
+
+    return call(f, call(f, x)), lambda: (state.detach(), scale)
+
+
+def weights_that_f_exchanges(x, call):
+    """And has no time to put back, where the recomputation stops early."""
+    linear = nn.Linear(4, 4, dtype=D)
+
+    def f(x):
+        weight = linear._parameters.pop("weight")
+        linear.weight = weight * 2
+        y = linear(x).sin()
+        del linear.weight
+        linear.weight = weight
+        return y
+
+    return call(f, call(f, x)), lambda: (sorted(linear._parameters), "weight" in vars(linear))
+
+
+COUNT = 0
+
+
+def a_global_that_f_counts(x, call):
+    def f(x):
+        global COUNT
+        COUNT += 1
+        return (x * COUNT).sin()
+
+    global COUNT
+    COUNT = 0
+    return call(f, call(f, x)), lambda: COUNT >= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        attributes_that_f_assigns,
+        a_list_that_f_appends_to,
+        a_stack_that_f_takes_from,
+        a_cache_of_f,
+        a_variable_that_f_assigns,
+        weights_that_f_exchanges,
+        a_global_that_f_counts,
+    ],
+)
+def test_what_f_changes_itself(change):
+    """In the recomputation it is what it was before the forward, and then what it was after it."""
+
+    def run(call):
+        torch.manual_seed(0)
+        x = torch.linspace(0.1, 2, 8, dtype=D).reshape(2, 4).requires_grad_()
+        y, state = change(x, call)
+        grads = torch.autograd.grad(y.sum(), x, retain_graph=True), torch.autograd.grad(y.sum(), x)
+        return y.detach(), grads, state()
+
+    assert_same(run(checkpoint), run(plain))
+
+
+@pytest.mark.parametrize("kind", ["list", "variable"])
+def test_a_count_that_makes_a_difference(kind):
+    """By such a number programs tell a recomputation, so that it is not put back."""
+    weights, x, counts, count = [leaf(3) for _ in range(4)], leaf(3), [0], 0
+
+    def f(x):
+        nonlocal count
+        if kind == "list":
+            counts[0] += 1
+        else:
+            count += 1
+        return (x * weights[counts[0] + count - 1]).sin().exp()
+
+    y = checkpoint(f, checkpoint(f, x))
+    with pytest.raises(CheckpointError, match=r"saves other values.*as an argument"):
+        y.sum().backward()
+
+
+def items(n):
+    yield from range(n)
+
+
+ITERATORS = {
+    "generator": lambda: items(9),
+    "list": lambda: iter([1, 2, 3, 4]),
+    "count": lambda: itertools.count(1),
+    "zip": lambda: (a for (a,) in zip([1, 2, 3])),
+    "enumerate": lambda: map(sum, enumerate([1, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+@pytest.mark.parametrize("given", [False, True])
+def test_an_iterator_that_f_advances(name, given):
+    it = ITERATORS[name]()
+    with pytest.raises(MutationError, match=r"takes items from a.*a list"):
+        if given:
+            checkpoint(lambda x, it: (x * next(it)).sin(), leaf(3), it)
+        else:
+            checkpoint(lambda x: (x * next(it)).sin(), leaf(3))
+    x = leaf(3)
+    y = checkpoint(lambda x, it: x.sin().exp(), x, it)
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
+
+
 def test_a_counter_of_f_counts_on():
     """As with torch's checkpoint, where code counts the calls."""
     calls = 0
@@ -433,6 +586,11 @@ def test_a_counter_of_f_counts_on():
     calls += 10
     y.sum().backward()
     assert calls == 12
+    model = Steps()
+    y = checkpoint(model, leaf(2, 3))
+    model.steps += 10
+    y.sum().backward()
+    assert (model.steps, model.width) == (12, 2)
 
 
 def test_training_is_that_of_the_forward():

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import funcckpt
 from funcckpt.eager import redirect
 
-D = torch.float64
+from .implementations import D
+
 WORKS = torch.utils.checkpoint.checkpoint.__wrapped__
 
 
@@ -90,6 +92,21 @@ def test_install_and_uninstall():
         funcckpt.uninstall()
     refused()
     funcckpt.uninstall()
+
+
+def test_warns_as_torch_does_where_use_reentrant_is_not_passed():
+    x = torch.zeros(3, requires_grad=True)
+    for call in (
+        lambda: checkpoint(torch.sin, x),
+        lambda: checkpoint_sequential([torch.sin, torch.exp], 2, x),
+    ):
+        for context in (nullcontext, funcckpt.patched):
+            with context(), pytest.warns(UserWarning, match="use_reentrant parameter should be") as seen:
+                call()
+            assert len(seen) == 1
+    with funcckpt.patched(), pytest.warns(UserWarning, match="funcckpt.*False") as seen:
+        checkpoint(torch.sin, x)
+    assert [w.filename for w in seen] == [__file__]  # that of torch points to torch
 
 
 def test_uninstalled_inside_of_a_block():

@@ -23,13 +23,7 @@ from funcckpt.eager import scope as scope_module
 from funcckpt.errors import FuncckptError, MutationError, TransformError
 from funcckpt.meter import Meter
 
-from .implementations import both
-
-D = torch.float64
-
-
-def leaf(*shape):
-    return torch.randn(*shape, dtype=D, requires_grad=True)
+from .implementations import D, Ops, both, leaf
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +33,6 @@ def nothing_left():
     assert not scope_module._here.frames
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert not scope_module._entries
-
-
-class Ops(TorchDispatchMode):
-    """The names of the operators that are run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def dead(*xs):

@@ -2,14 +2,12 @@
 
 import functools
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support import Storages, assert_same
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import funcckpt
@@ -17,16 +15,14 @@ from funcckpt import checkpoint, checkpoint_scope
 from funcckpt.eager import selective
 from funcckpt.errors import CheckpointError, MutationError, OptionError
 
-D = torch.float64
+from .implementations import D, Ops, leaf
+from .implementations import theirs as torch_checkpoint
+
 mm, sin, dropout = (
     torch.ops.aten.mm.default,
     torch.ops.aten.sin.default,
     torch.ops.aten.native_dropout.default,
 )
-
-
-def leaf(*shape):
-    return torch.randn(*shape, dtype=D, requires_grad=True)
 
 
 def theirs(policy, **options):
@@ -37,25 +33,11 @@ def ours(policy, **options):
     return functools.partial(funcckpt.create_selective_checkpoint_contexts, policy, **options)
 
 
-def torch_checkpoint(f, *args, **options):
-    return torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False, **options)
-
-
 combinations = pytest.mark.parametrize(
     ("call", "contexts"),
     [(torch_checkpoint, theirs), (checkpoint, theirs), (checkpoint, ours), (torch_checkpoint, ours)],
     ids=["torch", "torch-contexts", "ours", "torch-checkpoint"],
 )
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def f(x, w):

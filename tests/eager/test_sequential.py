@@ -13,7 +13,7 @@ from funcckpt import checkpoint_sequential, plan_segments
 from funcckpt.eager.sequential import Cost, best_segments, measure_layers
 from funcckpt.errors import InputError, OptionError
 
-D = torch.float64
+from .implementations import D
 
 
 def model(n=7, width=4):

@@ -19,13 +19,7 @@ from funcckpt import checkpoint, create_selective_checkpoint_contexts
 from funcckpt.errors import OptionError
 from funcckpt.meter import Meter
 
-from .implementations import gradients
-
-D = torch.float64
-
-
-def leaf(*shape):
-    return torch.randn(*shape, dtype=D, requires_grad=True)
+from .implementations import D, gradients, leaf
 
 
 def chain(x, w):
