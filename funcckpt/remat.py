@@ -693,7 +693,7 @@ class _Call(Leaf):
         self._layers: list[_torch.Layer] | None = None
         self._streams = world.random_streams(self._closure.generators, self._closure.reaches_packages)
         self._states: world.States | None = None
-        # Where the first run has left them, if it has drawn from them.
+        # Where the first run has left them, if it was seen to draw from them.
         self._ends: list[int] = []
         self._world: world.World | None = None
         self._drawn: drawing.Drawn | None = None
@@ -1010,7 +1010,7 @@ class _Call(Leaf):
         try:
             with _within(contexts):
                 out = f(*args, **kwargs)
-                if draws and self._drawn is None:
+                if draws and self._drawn is None and self._ends:
                     self._check_streams()
         except RuntimeError as error:
             if replacing is not None and _torch.NEEDS_SETUP_CONTEXT in str(error):

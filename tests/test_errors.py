@@ -1,6 +1,7 @@
 """Errors say what, where and how out; and after an error everything is as it was."""
 
 import asyncio
+import itertools
 import re
 
 import pytest
@@ -519,7 +520,7 @@ def test_changed_constant_has_all_the_words():
 
 
 def test_checkpoint_error_has_all_the_words():
-    lengths = iter([3, 2])
+    lengths = itertools.chain([3, 2])
 
     def shrinks(x):
         return x[: next(lengths)].sin()

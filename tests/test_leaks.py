@@ -6,6 +6,7 @@ import collections
 import contextlib
 import gc
 import inspect
+import itertools
 import weakref
 
 import pytest
@@ -165,7 +166,7 @@ def test_errors_leave_nothing():
     def run():
         nonlocal lengths
         for transform in (backward, CALLS["grad"], CALLS["vmap_grad"], CALLS["jvp"]):
-            lengths = iter([3, 2, 1])
+            lengths = itertools.chain([3, 2, 1])
             for f in (fails, changes):
                 with contextlib.suppress(ValueError, FuncckptError):
                     transform(remat(f))
