@@ -86,16 +86,23 @@ def first_run(f: Callable[..., Any], name: str, args: tuple[Any, ...]) -> tuple[
 
 
 def known(
-    f: Callable[..., Any], name: str, args: tuple[Any, ...], out: Any, states: world.States, random: bool
+    f: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    out: Any,
+    states: world.States,
+    ends: world.States,
+    random: bool,
 ) -> Any:
     """``remat(f)(*args)``, which is known to be `out`: values of which `restart` has dropped the history.
 
-    `states` are those of the random streams before f ran, if it is random.
+    `states` and `ends` are those of the random streams before and after f ran, if it is random.
     """
     call = _Call(f, name, _OPTIONS, Arguments(name, args, {}, *_STATIC))
     inputs = call._take_inputs(call._captured)
     call._world = world.World()
     call._states = states
+    call._ends = [hash(world._bytes(state)) for _, state in ends]
     call.random = random
     call._outputs = Outputs(name, out)
     call._closure.settle(name)

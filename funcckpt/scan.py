@@ -518,10 +518,11 @@ def _while_online(
     again = sum(map(evaluations, schedules, lengths))
     loop = loop._replace(progress=(loop.progress[0], again))
     values = [*[one.carry for one in kept[1:]], carry]
+    states = [*[one.states for one in kept], world.states(streams)] if random else [[]] * (len(kept) + 1)
     carry = init
-    for one, value, part, length in zip(kept, values, schedules, lengths, strict=True):
+    for i, (one, value, part, length) in enumerate(zip(kept, values, schedules, lengths, strict=True)):
         arguments = body, loop, part, one.start, length, carry, isinstance(value, Stored)
-        carry = online.known(_segment, loop.name, arguments, value, one.states if random else [], random)
+        carry = online.known(_segment, loop.name, arguments, value, states[i], states[i + 1], random)
     return carry
 
 
