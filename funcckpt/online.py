@@ -137,7 +137,7 @@ def _restart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _restart_below(interpreter: Any, kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same for tensors without a tangent at the innermost level."""
-    if kind is None:
+    if not kind:
         return [x.detach().requires_grad_(x.requires_grad) for x in tensors]
     level = interpreter.level()
     if kind == "vmap":
