@@ -237,9 +237,7 @@ def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) ->
     ):
         outputs: Tensors = _Plain.apply(program, *inputs)  # type: ignore[attr-defined]
         return outputs
-    if _torch.has_dual_level():
-        inputs = _torch.without_forward_views(inputs, record=False)
-    return net.run(program, inputs)
+    return net.run(program, _torch.without_forward_views(inputs, record=False))
 
 
 def attach(

@@ -181,7 +181,7 @@ class Outputs:
         leaves: list[Any] = [out]
         if not isinstance(out, Tensor):
             leaves, self.structure = pytree.tree_flatten(out)
-        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.positions = (*[i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)],)
         sources: list[tuple[bool, int]] = []
         kept: list[int] = []
         everything = [leaves[i] for i in self.positions]
