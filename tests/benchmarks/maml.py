@@ -23,7 +23,7 @@ from funcckpt import inner_grad, scan
 
 STEPS = [5, 50, 500]
 # With larger ones the gradient through hundreds of steps is chaotic, and no two ways agree.
-RATES = {"sinusoid": 0.005, "digits": 0.02}
+RATES = {"sinusoid": 0.002, "digits": 0.02}
 F64 = torch.float64
 Parameters = dict[str, torch.Tensor]
 Task = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
