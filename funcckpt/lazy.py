@@ -44,7 +44,7 @@ class Lazy(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Where `Replay` is not the innermost mode, or has seen what it was to see.
+        # Where `Replay` is not the innermost mode.
         kwargs = kwargs or {}
         if kind_of(func) in WRITE and any([isinstance(x, Lazy) for x, _ in written(func, args, kwargs)]):
             raise Redo  # others may wait for what was there

@@ -69,10 +69,7 @@ class Replay(Watch):
         self._lazy = lazy
         self._calls = 0
         self._depth = 0
-        # Whether one recording is part of another.
-        self._nests = False
         self._pulling = False
-        self._has_left = False
         self._deferred: list[weakref.ref[Deferred]] = []
         # The calls that take time: all, those put off with their FLOPs, and those of them that were run.
         self._heavy: list[Any] = []
@@ -206,23 +203,12 @@ class Replay(Watch):
     def recording(self) -> Iterator[None]:
         """While a program is recorded, to be pulled back. The pullback of the outermost reads."""
         self._depth += 1
-        self._nests |= self._depth > 1
         try:
             yield
         finally:
             self._depth -= 1
         if self._depth == 0:
             self._pulling = True
-            # What is lazy knows by itself what to do from here on. Other modes would not see that, and
-            # formulas of higher derivatives may write to it.
-            is_simple = self._numbers is None and not self._nests and not _is_differentiated()
-            if is_simple and _torch.dispatch_modes() == [self]:
-                self.__exit__(None, None, None)
-                self._has_left = True
-
-    def __exit__(self, *exception: Any) -> None:
-        if not self._has_left:
-            super().__exit__(*exception)
 
     def finish(self, outputs: Tensors) -> Tensors:
         """Outputs that are there, and nothing else that is not."""
@@ -270,13 +256,6 @@ class _Plan(NamedTuple):
 FLOPS_WORTH_A_CALL = 10_000
 _NOT_KNOWN: Any = object()
 _plans: dict[Any, _Plan | None] = {}
-
-
-def _is_differentiated() -> bool:
-    """Whether more than one vmap is around a pullback: its own derivative may be taken there."""
-    interpreter = _torch.peek_interpreter_stack()
-    is_below = interpreter is None or (interpreter.level() == 1 and _torch.kind_of(interpreter) == "vmap")
-    return not is_below or _torch.has_dual_level() or torch.is_grad_enabled()
 
 
 # -- around the run of a program --------------------------------------------------------------------------
