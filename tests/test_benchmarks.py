@@ -14,8 +14,8 @@ import common  # noqa: E402
 import readme  # noqa: E402
 
 SCRIPTS = [
-    *("bilevel", "chunks", "depth", "functorch_grad", "langevin", "maml"),
-    *("per_sample", "power_iteration", "sampler"),
+    *("bilevel", "chunks", "depth", "functorch_grad", "langevin", "loops"),
+    *("maml", "per_sample", "power_iteration", "sampler"),
 ]
 
 

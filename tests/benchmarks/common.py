@@ -160,8 +160,12 @@ def about(script: str) -> dict[str, Any]:
         "hardware": hardware(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: importlib.import_module(name).__version__ for name in ("jax", "opacus") if name in sys.modules},
-    }  # fmt: skip
+        **{
+            name: sys.modules[name].__version__
+            for name in ("jax", "equinox", "opacus")
+            if name in sys.modules
+        },
+    }
 
 
 def _commit() -> str | None:
