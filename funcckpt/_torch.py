@@ -501,7 +501,7 @@ def has_dual_level() -> bool:
 
 def in_dual_level() -> bool:
     """Whether plain forward mode is active: a dual level is open, and looked at."""
-    return has_dual_level() and torch._C._is_fwd_grad_enabled()
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -15,15 +15,16 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _torch, dispatch, net, world
+from . import _torch, dispatch, net, recompute, world
 from .flat import Call, Outputs, are_distinct_tensors
 from .lookup import assigned_by, global_names, holds_nothing, imported, is_of_library
-from .program import Tensors
+from .program import Tensors, pulled
 
 # What leads out of a tensor, or into it unseen, and what draws random numbers.
 _LEADS_OUT = frozenset(
@@ -108,7 +109,7 @@ class Closed(Call):
     def _run_checked(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensors:
         """Raise if f changes the values, which no level wraps."""
         versions = self.versions(values)
-        outputs = self.run(*inputs)
+        outputs = self._run_first(inputs)
         self.check_versions(versions, values)
         return outputs
 
@@ -138,7 +139,7 @@ class Closed(Call):
     def run(self, *inputs: Tensor) -> Tensors:
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
-    def _run_first(self, inputs: Tensors) -> Tensors:
+    def _run_first(self, inputs: Sequence[Tensor]) -> Tensors:
         try:
             out = self._f(*inputs)
         except RuntimeError as error:
@@ -149,19 +150,54 @@ class Closed(Call):
         self._outputs = Outputs(self._name, out, inputs, views_tell=True)
         return self._outputs.take()
 
-    def _run_again(self, inputs: Tensors) -> Tensors:
-        first, f, code = self._outputs, self._f, self.code
-        assert first is not None
-        if f.__code__ is not code or not holds_nothing(f):
-            f = types.FunctionType(code, f.__globals__)  # it was given defaults since, or other code
-        if _torch.is_bare() and torch.get_default_dtype() is self._dtype:
-            out = f(*inputs)
+    def _run_again(self, inputs: Sequence[Tensor]) -> Tensors:
+        if self._is_here():
+            out = self._f_again()(*inputs)
         else:
             with world.World.bare(self._dtype).replayed():
-                out = f(*inputs)
+                out = self._f_again()(*inputs)
+        return self._as_first(out)
+
+    def _is_here(self) -> bool:
+        """Whether the world is that of the forward."""
+        return _torch.is_bare() and torch.get_default_dtype() is self._dtype
+
+    def _f_again(self) -> Any:
+        f, code = self._f, self.code
+        if f.__code__ is not code or not holds_nothing(f):
+            f = types.FunctionType(code, f.__globals__)  # it was given defaults since, or other code
+        return f
+
+    def _as_first(self, out: Any) -> Tensors:
+        first = self._outputs
+        assert first is not None
         if first.is_one_like(out):
             return (out,)
         again = Outputs(self._name, out)
         if self._compares and (difference := first.difference(again)) is not None:
             raise self._not_the_same(difference)
         return again.as_in(first)
+
+    def pulls(self, inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
+        """Whether `pull` may run in the world that there is, with nothing to be put off."""
+        return self._is_here() and not recompute.puts_off(self, (*inputs, *cotangents))
+
+    def pull(
+        self, inputs: list[Tensor], needed: Sequence[bool], cotangents: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """The gradients that are needed, in a plain backward at which nobody looks.
+
+        It is `Vjp` that is no program. The inputs are taken away when they have been used.
+        """
+        leaves = []
+        for i in compress(range(len(inputs)), needed):
+            inputs[i] = leaf = inputs[i].detach().requires_grad_()
+            leaves.append(leaf)
+        with _torch.grad_mode(True):
+            outputs = [*self._as_first(self._f_again()(*inputs))]
+        inputs.clear()
+        found = pulled(outputs, leaves, cotangents)
+        if len(found) < len(needed):
+            gradients = iter(found)
+            found = [next(gradients) if need else None for need in needed]
+        return found

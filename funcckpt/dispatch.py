@@ -304,6 +304,22 @@ def _may_stay_batched(tensors: Sequence[Tensor], arity: int, level: int) -> bool
     )
 
 
+_NONE = type(None)
+
+
+def _is_last(cotangents: Sequence[Any]) -> bool:
+    """Whether nobody differentiates or batches what a plain backward does with cotangents."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or _torch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or _NONE in map(type, cotangents)
+        or any(map(_torch.is_functorch_wrapped_tensor, cotangents))
+        or any(map(_torch.is_legacy_batchedtensor, cotangents))
+    )
+
+
 class _Node:
     """What all autograd nodes of remat share: they save their inputs, and what a policy keeps."""
 
@@ -320,7 +336,9 @@ class _Node:
         if active is None:
             active = [is_differentiable(y) for y in outputs]
         ctx.set_materialize_grads(False)
-        ctx.program, ctx.home, ctx.level, ctx.thread = program, home, level, threading.get_ident()
+        ctx.program, ctx.home, ctx.level = program, home, level
+        if level:
+            ctx.thread = threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
         ctx.save_for_backward(*inputs, *tensors)
         if not all(active):
@@ -344,6 +362,10 @@ class _Node:
         program, level, needed = ctx.program, ctx.level, ctx.needs_input_grad
         arity = len(inputs)
         leading = len(needed) - arity
+        if not level and program.is_closed and _is_last(cotangents) and program.pulls(inputs, cotangents):
+            primals = [*inputs]
+            del inputs
+            return (*(None,) * leading, *program.pull(primals, needed[leading:], cotangents))
         wrt = (*compress(range(arity), needed[leading:]),)
         given = [ct is not None for ct in cotangents]
         of = (*compress(range(len(given)), given),)
