@@ -607,6 +607,38 @@ def is_tracing() -> bool:
     ) and get_proxy_mode() is not None
 
 
+# Torch's functions that are written in C: of `torch` itself, whose class nobody can change, and in modules.
+FUNCTIONS = torch._C._VariableFunctions  # type: ignore[attr-defined]
+NAMESPACES = tuple(
+    [getattr(torch._C, name) for name in ("_nn", "_special", "_linalg", "_fft") if hasattr(torch._C, name)]
+)
+# Modules that its functions in Python go through.
+PASSAGES = (torch._C, torch.nn._reduction)
+# What its functions in Python ask about their arguments, and call only for those of a subclass.
+FOR_SUBCLASSES = (
+    torch._C._has_torch_function,
+    torch._C._has_torch_function_unary,
+    torch._C._has_torch_function_variadic,
+    torch.overrides.handle_torch_function,
+)
+
+# The kernels that Python code has registered for operators, by their names. Torch goes on to register such as
+# compute nothing, and decompositions under vmap.
+_kernels = torch.library._impls
+_torchs_kernels = frozenset(_kernels)
+_number_of_kernels, _are_torchs = len(_kernels), True
+
+
+def kernels_are_torchs() -> bool:
+    """Whether no Python code of others has registered a kernel for an operator of torch."""
+    global _number_of_kernels, _are_torchs
+    if len(_kernels) != _number_of_kernels:
+        _number_of_kernels = len(_kernels)
+        added = [name for name in _kernels - _torchs_kernels if name.startswith("aten/")]
+        _are_torchs = all([name.endswith(("/Meta", "/FuncTorchBatched")) for name in added])
+    return _are_torchs
+
+
 # The number of the function modes that are active.
 has_function_modes = torch._C._len_torch_function_stack
 

@@ -1,9 +1,10 @@
 """Functions that can reach nothing but their arguments: their calls need no search and no net.
 
 A function is closed if it refers to nothing outside of itself, and names nothing but methods of tensors and
-of Python's own types that are written in C. Given tensors of no subclass, without attributes, where no mode
-is active, it has no way to a tensor that it was not given, or to a place where it could store one. That
-nobody has changed the methods of tensors is checked in each call.
+of Python's own types that are written in C, and what `names` allows. Given tensors of no subclass, without
+attributes, where no mode is active, it has no way to a tensor that it was not given, or to a place where it
+could store one. That nobody has changed the methods of tensors, or what the names stand for, is checked in
+each call.
 
 Such a function may run where it is called, among the levels of the caller, if only the innermost of them
 differentiates its arguments: no other level would record what it computes. All else (several levels that
@@ -12,7 +13,6 @@ differentiate, other spellings of `dispatch`) goes the way of all programs.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Sequence
 from itertools import compress
@@ -22,63 +22,32 @@ import torch
 from torch import Tensor
 
 from . import _torch, dispatch, net, recompute, world
+from .errors import MutationError
 from .flat import Call, Outputs, are_distinct_tensors
-from .lookup import assigned_by, global_names, holds_nothing, imported, is_of_library
+from .lookup import holds_nothing
+from .names import Found, Names, methods_are_torchs, names_if_closed
 from .program import Tensors, pulled
 
-# What leads out of a tensor, or into it unseen, and what draws random numbers.
-_LEADS_OUT = frozenset(
-    "data data_ptr detach_ grad grad_fn numpy output_nr requires_grad requires_grad_ retain_grad set_ "
-    "untyped_storage".split()
-)
-_DRAWS = frozenset(
-    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ "
-    "uniform_".split()
-)
-# What Tensor has in Python beside what is written in C, and nobody can change.
-_IN_PYTHON = vars(Tensor)
-_METHODS = (*_IN_PYTHON.values(),)
-_FUNCTIONS = {name: f for name, f in _IN_PYTHON.items() if isinstance(f, types.FunctionType)}
-_NAMES = {
-    name
-    for kind in (Tensor, list, tuple, dict, int, float, str, slice)
-    for name in dir(kind)
-    if not name.startswith("_")
-} - (_LEADS_OUT | _DRAWS | _FUNCTIONS.keys())
-_ARE_TORCHS = all(map(is_of_library, _FUNCTIONS.values()))
+
+def names_of(f: Any) -> Names | None:
+    """What f names, if its code can reach nothing but what it is given."""
+    return names_if_closed(f.__code__) if type(f) is types.FunctionType else None
 
 
-def code_if_closed(f: Any) -> types.CodeType | None:
-    """The code of f, if that can reach nothing but what it is given."""
-    return f.__code__ if type(f) is types.FunctionType and _names_nothing(f.__code__) else None
-
-
-def is_closed(f: Any, code: types.CodeType, args: tuple[Any, ...]) -> bool:
-    """Whether f, whose code is closed, can reach nothing else in a call with some arguments."""
-    return (
-        f.__code__ is code
+def found_if_closed(f: Any, names: Names, args: tuple[Any, ...]) -> Found | None:
+    """What the names of f stand for, if it can reach nothing else in a call with some arguments."""
+    if (
+        names.code in (f.__code__,)
         and holds_nothing(f)
         and are_distinct_tensors(args)
         and not any(map(vars, args))
-        and (*_IN_PYTHON.values(),) == _METHODS
+        and methods_are_torchs()
+        and _torch.kernels_are_torchs()
         and _torch.is_bare()
         and not net.is_replacing()
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_nothing(code: types.CodeType) -> bool:
-    """Whether code names nothing that could lead out of it."""
-    return (
-        _ARE_TORCHS
-        and not (code.co_freevars or global_names(code) or imported(code) or assigned_by(code))
-        and _all_names(code) <= _NAMES
-    )
-
-
-def _all_names(code: types.CodeType) -> set[str]:
-    inner = [_all_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*inner)
+    ):
+        return names.find(f)
+    return None
 
 
 class Closed(Call):
@@ -86,9 +55,10 @@ class Closed(Call):
 
     is_closed = True
 
-    def __init__(self, f: Any, name: str, compares: bool) -> None:
+    def __init__(self, f: Any, name: str, found: Found, compares: bool) -> None:
         super().__init__(name, f.__code__)
         self._f = f
+        self._found = found
         self._compares = compares
         self._dtype = torch.get_default_dtype()
 
@@ -163,10 +133,16 @@ class Closed(Call):
         return _torch.is_bare() and torch.get_default_dtype() is self._dtype
 
     def _f_again(self) -> Any:
-        f, code = self._f, self.code
-        if f.__code__ is not code or not holds_nothing(f):
-            f = types.FunctionType(code, f.__globals__)  # it was given defaults since, or other code
-        return f
+        """f as it was: it may have been given defaults or other code since, and the globals other values."""
+        f, code, found = self._f, self.code, self._found
+        if not found.holds():
+            raise MutationError(
+                f"remat({self._name}) uses a function of a module ({found.changed()}) that was assigned "
+                "another value since the forward. Assign it before the forward, or after the backward."
+            )
+        if f.__code__ is code and holds_nothing(f) and found.is_in(f.__globals__):
+            return f
+        return types.FunctionType(code, found.as_globals())
 
     def _as_first(self, out: Any) -> Tensors:
         first = self._outputs
