@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import _torch
+from .closure import WRITES_UNSEEN
 from .lookup import GONE, is_of_library
 
 # What leads out of a tensor, or into it unseen, and what draws random numbers.
-_LEADS_OUT = frozenset(
-    "data data_ptr detach_ grad grad_fn numpy output_nr requires_grad requires_grad_ retain_grad set_ "
-    "untyped_storage".split()
+_LEADS_OUT = frozenset(WRITES_UNSEEN) | frozenset(
+    "grad grad_fn output_nr requires_grad requires_grad_ retain_grad".split()
 )
 _DRAWS = frozenset(
     "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ "
