@@ -25,7 +25,8 @@ from . import _torch, dispatch, net, recompute, world
 from .errors import MutationError
 from .flat import Call, Outputs, are_distinct_tensors
 from .lookup import holds_nothing
-from .names import Found, Names, methods_are_torchs, names_if_closed
+from .names import NOTHING, Found, Names, methods_are_torchs, names_if_closed
+from .nodes import versions_of
 from .program import Tensors, pulled
 
 
@@ -37,7 +38,7 @@ def names_of(f: Any) -> Names | None:
 def found_if_closed(f: Any, names: Names, args: tuple[Any, ...]) -> Found | None:
     """What the names of f stand for, if it can reach nothing else in a call with some arguments."""
     if (
-        names.code in (f.__code__,)
+        (f.__code__ is names.code or f.__code__ == names.code)
         and holds_nothing(f)
         and are_distinct_tensors(args)
         and not any(map(vars, args))
@@ -78,7 +79,7 @@ class Closed(Call):
 
     def _run_checked(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensors:
         """Raise if f changes the values, which no level wraps."""
-        versions = self.versions(values)
+        versions = versions_of(values)
         outputs = self._run_first(inputs)
         self.check_versions(versions, values)
         return outputs
@@ -135,14 +136,15 @@ class Closed(Call):
     def _f_again(self) -> Any:
         """f as it was: it may have been given defaults or other code since, and the globals other values."""
         f, code, found = self._f, self.code, self._found
-        if not found.holds():
-            raise MutationError(
-                f"remat({self._name}) uses a function of a module ({found.changed()}) that was assigned "
-                "another value since the forward. Assign it before the forward, or after the backward."
-            )
-        if f.__code__ is code and holds_nothing(f) and found.is_in(f.__globals__):
-            return f
-        return types.FunctionType(code, found.as_globals())
+        is_as_it_was = f.__code__ is code and holds_nothing(f)
+        if found is not NOTHING:
+            if not found.holds():
+                raise MutationError(
+                    f"remat({self._name}) uses a function of a module ({found.changed()}) that was assigned "
+                    "another value since the forward. Assign it before the forward, or after the backward."
+                )
+            is_as_it_was = is_as_it_was and found.is_in(f.__globals__)
+        return f if is_as_it_was else types.FunctionType(code, found.as_globals())
 
     def _as_first(self, out: Any) -> Tensors:
         first = self._outputs

@@ -127,7 +127,8 @@ class Found:
         return {name: value for name, value in values if value is not GONE}
 
 
-_NOTHING = Found((), [], ())
+# What code finds that names nothing.
+NOTHING = Found((), [], ())
 
 
 class Names:
@@ -142,7 +143,7 @@ class Names:
     def find(self, function: types.FunctionType) -> Found | None:
         """What they stand for in a function that has the code; None if that is not allowed."""
         if not self._names:
-            return _NOTHING
+            return NOTHING
         found, content = self._found, function.__globals__
         if found is None or not (found.is_in(content) and found.holds()):
             values = [content.get(name, GONE) for name in self._names]
