@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from types import FrameType, MappingProxyType
@@ -704,13 +704,18 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 require_grad = operator.attrgetter("requires_grad")
 
 
-def as_leaves(tensors: Sequence[Tensor], values: Sequence[Tensor], level: int) -> list[Tensor]:
-    """Tensors without history, of which require grad those that do; at a level, given what is below."""
-    if not level:
-        return [x.detach().requires_grad_() if x.requires_grad else x for x in tensors]
-    leaves = wrapped_for_grad(values, level)
-    require_grad_at_this_level(leaves, [i for i, x in enumerate(tensors) if x.requires_grad])
-    return leaves
+def with_leaves(
+    values: Sequence[Tensor], wrt: Iterable[int], level: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Values in which leaves that require grad stand for some, and the leaves; at a level, if it is not 0."""
+    if level:
+        tensors = wrapped_for_grad(values, level)
+        return tensors, require_grad_at_this_level(tensors, wrt)
+    tensors, leaves = [*values], []
+    for i in wrt:
+        tensors[i] = leaf = tensors[i].detach().requires_grad_()
+        leaves.append(leaf)
+    return tensors, leaves
 
 
 def detached(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
@@ -725,7 +730,7 @@ def without_detour(function: Any) -> Any:
     return function
 
 
-def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
     """`x.requires_grad_()` of some, which functorch otherwise forbids inside of a transform."""
     chosen = []
     set_inplace_requires_grad_allowed(True)

@@ -24,7 +24,6 @@ from torch import Tensor
 from . import _torch, dispatch, net, recompute, world
 from .errors import MutationError
 from .flat import Call, Outputs, are_distinct_tensors
-from .lookup import holds_nothing
 from .names import NOTHING, Found, Names, methods_are_torchs, names_if_closed
 from .nodes import versions_of
 from .program import Tensors, pulled
@@ -39,7 +38,7 @@ def found_if_closed(f: Any, names: Names, args: tuple[Any, ...]) -> Found | None
     """What the names of f stand for, if it can reach nothing else in a call with some arguments."""
     if (
         (f.__code__ is names.code or f.__code__ == names.code)
-        and holds_nothing(f)
+        and not (f.__defaults__ or f.__kwdefaults__)
         and are_distinct_tensors(args)
         and not any(map(vars, args))
         and methods_are_torchs()
@@ -89,7 +88,8 @@ class Closed(Call):
 
         `values` are those of the inputs below the only level that differentiates them.
         """
-        leaves = _torch.as_leaves(inputs, values, level)
+        wrt = compress(range(len(inputs)), map(_torch.require_grad, inputs))
+        leaves, _ = _torch.with_leaves(values, wrt, level)
         outputs = self._run_checked(leaves, _torch.all_below_wrappers(values) if level else values)
         active = [*map(_torch.require_grad, outputs)]
         if not any(active):
@@ -122,21 +122,17 @@ class Closed(Call):
         return self._outputs.take()
 
     def _run_again(self, inputs: Sequence[Tensor]) -> Tensors:
-        if self._is_here():
+        if _torch.is_bare() and torch.get_default_dtype() is self._dtype:
             out = self._f_again()(*inputs)
         else:
             with world.World.bare(self._dtype).replayed():
                 out = self._f_again()(*inputs)
         return self._as_first(out)
 
-    def _is_here(self) -> bool:
-        """Whether the world is that of the forward."""
-        return _torch.is_bare() and torch.get_default_dtype() is self._dtype
-
     def _f_again(self) -> Any:
         """f as it was: it may have been given defaults or other code since, and the globals other values."""
         f, code, found = self._f, self.code, self._found
-        is_as_it_was = f.__code__ is code and holds_nothing(f)
+        is_as_it_was = f.__code__ is code and not (f.__defaults__ or f.__kwdefaults__)
         if found is not NOTHING:
             if not found.holds():
                 raise MutationError(
@@ -158,22 +154,29 @@ class Closed(Call):
 
     def pulls(self, inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
         """Whether `pull` may run in the world that there is, with nothing to be put off."""
-        return self._is_here() and not recompute.puts_off(self, (*inputs, *cotangents))
+        return (
+            _torch.is_bare()
+            and torch.get_default_dtype() is self._dtype
+            and not torch.is_inference_mode_enabled()
+            and not recompute.puts_off(self, (*inputs, *cotangents))
+        )
 
     def pull(
-        self, inputs: list[Tensor], needed: Sequence[bool], cotangents: Sequence[Tensor]
+        self,
+        inputs: list[Tensor],
+        needed: Sequence[bool],
+        cotangents: Sequence[Tensor],
+        at_level: bool = False,
     ) -> Sequence[Tensor | None]:
-        """The gradients that are needed, in a plain backward at which nobody looks.
+        """The gradients that are needed, in a backward at which nobody looks.
 
         It is `Vjp` that is no program. The inputs are taken away when they have been used.
         """
-        leaves = []
-        for i in compress(range(len(inputs)), needed):
-            inputs[i] = leaf = inputs[i].detach().requires_grad_()
-            leaves.append(leaf)
-        with _torch.grad_mode(True):
-            outputs = [*self._as_first(self._f_again()(*inputs))]
-        inputs.clear()
+        with _torch.recording_level() if at_level else _torch.grad_mode(True) as level:
+            tensors, leaves = _torch.with_leaves(inputs, compress(range(len(inputs)), needed), level or 0)
+            inputs.clear()
+            outputs = [*self._as_first(self._f_again()(*tensors))]
+        del tensors
         found = pulled(outputs, leaves, cotangents)
         if len(found) < len(needed):
             gradients = iter(found)

@@ -187,7 +187,7 @@ def _paths(code: types.CodeType) -> frozenset[Path] | None:
     return None if None in inner else frozenset(paths).union(*inner)  # type: ignore[arg-type]
 
 
-def _reads(paths: Iterable[Path], content: dict[str, Any], seen: set[types.FunctionType]) -> Iterator[_Read]:
+def _reads(paths: Iterable[Path], content: dict[str, Any], seen: set[Any]) -> Iterator[_Read]:
     """What tells that all that is found by paths is allowed, beside the globals where they begin."""
     for name, *attributes in paths:
         value = content.get(name, GONE)
@@ -197,7 +197,9 @@ def _reads(paths: Iterable[Path], content: dict[str, Any], seen: set[types.Funct
         while attributes and type(value) is types.ModuleType and value in _MODULES:
             module, name = value, attributes.pop(0)
             value = vars(module).get(name, GONE)
-            yield type, module, types.ModuleType
+            if module not in seen:
+                seen.add(module)
+                yield type, module, types.ModuleType
             yield vars(module).get, name, value
         if not ATTRIBUTES.issuperset(attributes):
             raise _NotAllowed
@@ -210,7 +212,7 @@ def _reads(paths: Iterable[Path], content: dict[str, Any], seen: set[types.Funct
             yield from _reads_of_function(value, seen)
 
 
-def _reads_of_function(function: types.FunctionType, seen: set[types.FunctionType]) -> Iterator[_Read]:
+def _reads_of_function(function: types.FunctionType, seen: set[Any]) -> Iterator[_Read]:
     """The same of a function of torch that is written in Python, which holds nothing but constants."""
     paths = None if function.__closure__ else _paths(function.__code__)
     constants = _CONSTANTS.issuperset(map(type, function.__defaults__ or ()))

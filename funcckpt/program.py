@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge
 
 from . import _torch, recompute, recording
 from .errors import CheckpointError, ClosureError, describe
@@ -398,8 +400,8 @@ def _edge(y: Tensor) -> Any:
     if (node := y.grad_fn) is None:
         return y
     # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
-    owner: Any = y if isinstance(node, torch.autograd.function.FunctionCtx) else None
-    return torch.autograd.graph.GradientEdge(node, y.output_nr, owner)
+    owner: Any = y if isinstance(node, FunctionCtx) else None
+    return GradientEdge(node, y.output_nr, owner)
 
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
