@@ -1,6 +1,7 @@
 """The benchmarks run and agree with each other; the README says what they have found."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def test_the_script_for_a_gpu(capsys):
     assert ours["largest_batch"] > plain["largest_batch"] > 1
     assert ours["allocated_bytes"] < plain["allocated_bytes"]
     assert "largest" in capsys.readouterr().out
+
+
+def test_the_overhead_of_tiny_functions(capsys, tmp_path):
+    import overhead
+
+    rows = overhead.main(["--toy", "--out", str(tmp_path / "overhead.json")])
+    assert {row["problem"] for row in rows} == {*overhead.CASES}
+    assert all(row["seconds"] > 0 for row in rows)
+    assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == rows
+    assert capsys.readouterr().out.count(" to torch\n") == 6
 
 
 @pytest.mark.parametrize("n", range(1, 20))
