@@ -45,7 +45,8 @@ from .. import _torch, world
 from ..errors import CheckpointError, MutationError, describe
 from ..nodes import may_be_statistics
 from . import redirect
-from .held import Held, Watch, another, changed, copies, is_still
+from .contents import assign, changed, is_as_before, snapshot
+from .held import Held, Watch, another
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -126,7 +127,7 @@ class Region:
         # Sums of what is saved, if f may tell its recomputation from the forward.
         self._sums: list[Tensor | None] | None = [] if check and self._held.may_count else None
         # What looks like the statistics of a batch_norm that was not found, and was, by its id.
-        self._statistics: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._statistics: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         for x in self._held.statistics(leaves):
             self._take_statistics(x)
         self._complete = False
@@ -175,12 +176,11 @@ class Region:
         return out
 
     def _forget_unchanged(self) -> None:
-        with _torch.without_dispatch_modes(), torch.no_grad():
-            self._statistics = {
-                key: (ref, copy)
-                for key, (ref, copy) in self._statistics.items()
-                if (x := ref()) is not None and not is_still(x, copy)
-            }
+        self._statistics = {
+            key: (ref, copy)
+            for key, (ref, copy) in self._statistics.items()
+            if (x := ref()) is not None and not is_as_before(x, copy)
+        }
 
     def undo(self) -> None:
         """After an exception: as if the forward had not begun."""
@@ -207,7 +207,7 @@ class Region:
             and not x.is_inference()
             and not self._held.is_statistics(x)
         ):
-            self._statistics[id(x)] = weakref.ref(x), copies([x])[0]
+            self._statistics[id(x)] = weakref.ref(x), snapshot(x)
 
     def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
         key = _torch.backward_id()
@@ -340,30 +340,23 @@ class _Unchanged(TorchFunctionMode):
     which start from what they were, and the number of batches, which no autograd node saves.
     """
 
-    def __init__(self, statistics: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, statistics: Sequence[tuple[Tensor, Any]]) -> None:
         super().__init__()
-        self._before = [
-            (x, now) for (x, _), now in zip(statistics, copies([x for x, _ in statistics]), strict=True)
-        ]
+        self._before = [(x, snapshot(x)) for x, _ in statistics]
         for x, was in statistics:
-            _assign(x, was)
+            assign(x, was)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
-            self._before.append((args[0], *copies(args[:1])))
+            self._before.append((args[0], snapshot(args[0])))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         for x, value in reversed(self._before):
-            _assign(x, value)
-
-
-def _assign(x: Tensor, value: Tensor) -> None:
-    with torch.no_grad(), _torch.version_kept(x):
-        x.copy_(value)
+            assign(x, value)
 
 
 # A module that is called with other tensors than its own: their names, and which they are.

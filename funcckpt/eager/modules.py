@@ -1,0 +1,304 @@
+"""What modules refer to, told again by identity.
+
+A module that was searched is most often as it was when it is searched the next time, before the
+recomputation and after it. A `Layout` knows where a module, with all that is inside of it, has what it refers
+to: whoever looks again reads that in loops that run in C, and visits no module. It holds no module and no
+tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain, compress, islice
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..closure import WRITES_UNSEEN
+from ..lookup import OfClass, names_of
+from ..nodes import MODULE_HOOKS
+from ..views import getter, parts_of, state_of, values_of
+from .contents import Contents, is_as_before, layout_of, snapshot, version
+
+# Buffers of up to so many elements are copied before a forward that may change them.
+_SMALL = 2**16
+
+# What these look up in their globals is not the user's.
+_LIBRARIES = ("torch.", "funcckpt.")
+
+_training_of = operator.itemgetter("training")
+_version_of = operator.attrgetter("_version")
+
+
+class Layout:
+    """Where a module, with all that is inside of it, has what it refers to."""
+
+    def __init__(self, root: nn.Module) -> None:
+        modules: list[nn.Module] = []
+        # Of TorchScript, which has parameters elsewhere.
+        scripted: list[nn.Module] = []
+        pending = [root]
+        found = {id(root)}
+        while pending:
+            module = pending.pop()
+            if type(module._parameters) is not dict:
+                scripted.append(module)
+                continue
+            modules.append(module)
+            for part in module._modules.values():
+                if part is not None and id(part) not in found:
+                    found.add(id(part))
+                    pending.append(part)
+        self.keys = frozenset(found)
+        self._root = weakref.ref(root, lambda _: _layouts.pop(key, None))
+        key = id(root)
+        self.references = [*map(weakref.ref, modules)]
+        self.scripted = [*map(weakref.ref, scripted)]
+        self.kinds = {*map(type, modules)}
+        states = [*map(state_of, modules)]
+        parts = [*chain.from_iterable(map(parts_of, states))]
+        self.names = [tuple([name for name in state if name not in MODULE_HOOKS]) for state in states]
+        self.own = [*map(getter, self.names)]
+        self.part_names = [*map(tuple, parts)]
+        self._filled = [*map(bool, parts)]
+        self._filled_names = [*filter(None, self.part_names)]
+        self.sizes = [*map(len, states), *map(len, parts)]
+        self._training = [*map(_training_of, states)]
+        values = self.values(states, self.filled(parts))
+        self._types = [*map(type, values)]
+        self._look_at(values, len(states))
+        self._parts_inside = [*map(id, self._modules(values))]
+
+    def _look_at(self, values: Sequence[Any], number: int) -> None:
+        """Find where there are which values."""
+        tensors: list[int] = []
+        self.loose: list[int] = []
+        self.lists: list[int] = []
+        # Buffers that the forward may change, and whether it does so in any case, or unseen.
+        self.changing: list[tuple[int, bool, bool]] = []
+        self._places = [(i, name) for i, names in enumerate(self.names) for name in names]
+        self._places += [(number + i, name) for i, names in enumerate(self.part_names) for name in names]
+        modules = []
+        # Whether a tensor has no version now, and may be exchanged for one that has.
+        self.is_settled = True
+        for at, ((i, _), x) in enumerate(zip(self._places, values, strict=True)):
+            of, part = divmod(i - number, 3)
+            if isinstance(x, Tensor):
+                if i < number:
+                    self.loose.append(at)
+                elif version(x) is None:
+                    self.is_settled = False
+                elif part == 1 and self._training[of]:
+                    module = self.references[of]()
+                    runs = module is not None and module._buffers.get("running_mean") is not None
+                    self.changing.append((at, runs, _writes_unseen(type(module))))
+                else:
+                    tensors.append(at)
+            elif type(x) is list and i < number:
+                self.lists.append(at)
+            elif i >= number and part == 2 and x is not None:
+                modules.append(at)
+        self.tensors = _at(tensors)
+        self._modules = _at(modules)
+
+    def filled(self, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*compress(parts, self._filled)]
+
+    def values(self, states: Sequence[dict[str, Any]], filled: Sequence[dict[str, Any]]) -> list[Any]:
+        own = [of(state) for of, state in zip(self.own, states, strict=True)]
+        return [*chain.from_iterable(own), *chain.from_iterable(map(values_of, filled))]
+
+    def place(self, at: int) -> tuple[int, str]:
+        """In which of all dicts a value is, and its name there."""
+        return self._places[at]
+
+    def has_names(self, dicts: Sequence[dict[str, Any]], filled: Sequence[dict[str, Any]]) -> bool:
+        return [*map(len, dicts)] == self.sizes and [*map(tuple, filled)] == self._filled_names
+
+    def found(self) -> Modules | None:
+        """What is there now, if it is of the same kind and in the same places."""
+        modules = [reference() for reference in self.references]
+        try:
+            states = [*map(state_of, modules)]
+            parts = [*chain.from_iterable(map(parts_of, states))]
+            filled = self.filled(parts)
+            values = self.values(states, filled)
+            dicts = states + parts
+            if (
+                self.has_names(dicts, filled)
+                and [*map(type, values)] == self._types
+                and [*map(_training_of, states)] == self._training
+                and [*map(id, self._modules(values))] == self._parts_inside
+            ):
+                return Modules(self, states, dicts, filled, values)
+        except (AttributeError, KeyError, RuntimeError, ValueError):
+            pass  # a module is gone, or an attribute; or a tensor has no version any more
+        return None
+
+
+# By the ids of their roots.
+_layouts: dict[int, Layout] = {}
+
+
+def modules_of(root: nn.Module) -> Modules:
+    """What a module, with all that is inside of it, refers to now."""
+    layout = _layouts.get(id(root))
+    found = None if layout is None else layout.found()
+    if found is None:
+        layout = Layout(root)
+        found = layout.found()
+        assert found is not None
+        if layout.is_settled:
+            _layouts[id(root)] = layout
+    return found
+
+
+class Modules:
+    """What modules have referred to in a forward."""
+
+    __slots__ = (
+        "_dicts",
+        "_filled",
+        "_states",
+        "kept",
+        "layout",
+        "results",
+        "snapshots",
+        "values",
+        "versions",
+    )
+
+    def __init__(
+        self,
+        layout: Layout,
+        states: list[dict[str, Any]],
+        dicts: list[dict[str, Any]],
+        filled: list[dict[str, Any]],
+        values: list[Any],
+    ) -> None:
+        self.layout, self._states, self._dicts, self._filled, self.values = (
+            layout,
+            states,
+            dicts,
+            filled,
+            values,
+        )
+        self.versions = [*map(_version_of, layout.tensors(values))]
+        # Tensors that are looked at one by one, and their versions.
+        self.kept: list[tuple[int, Tensor, int | None]] = []
+        # Buffers that the forward may change, or has changed: copies of what they were.
+        self.snapshots: dict[int, tuple[Any, bool]] = {}
+        # Where there are tensors with a graph.
+        self.results: list[int] = []
+        for at in layout.loose:
+            if values[at].grad_fn is not None:
+                self.results.append(at)
+            elif (now := version(values[at])) is not None:
+                self.kept.append((at, values[at], now))
+        for at, runs, unseen in layout.changing:
+            x = values[at]
+            self.kept.append((at, x, x._version))
+            if x.layout is torch.strided and (runs or unseen or x.numel() <= _SMALL):
+                self.snapshots[at] = snapshot(x), runs
+
+    @property
+    def running(self) -> list[Tensor]:
+        """What batch_norm updates without a word to the version counter."""
+        return [self.values[at] for at, runs, _ in self.layout.changing if runs]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Parameters, and buffers that the forward does not change."""
+        found: Sequence[Tensor] = self.layout.tensors(self.values)
+        return found
+
+    def elsewhere(self) -> list[Any]:
+        """Lists, and tensors of what has no dicts."""
+        found: list[Any] = [self.values[at] for at in self.layout.lists]
+        for reference in self.layout.scripted:
+            if (module := reference()) is not None:
+                found += [*module.parameters(), *module.buffers()]
+        return found
+
+    def forget_unchanged(self) -> None:
+        """After the forward: buffers that it has not changed need no copies. Statistics are not compared."""
+        for at, x, before in self.kept:
+            copy, runs = self.snapshots.get(at, (None, True))
+            if not runs and self._now(at) is x and x._version == before and is_as_before(x, copy):
+                del self.snapshots[at]
+
+    def _now(self, at: int) -> Any:
+        i, name = self.layout.place(at)
+        return self._dicts[i].get(name)
+
+    def is_here(self) -> bool:
+        """Whether everything is where it was."""
+        layout = self.layout
+        try:
+            values = layout.values(self._states, self._filled)
+        except KeyError:
+            return False
+        return layout.has_names(self._dicts, self._filled) and all(map(operator.is_, values, self.values))
+
+    def contents(self) -> list[Contents]:
+        """The same, dict by dict."""
+        found = []
+        values = iter(self.values)
+        for there, names in zip(self._states, self.layout.names, strict=True):
+            hooks = {name: x for name, x in there.items() if name in MODULE_HOOKS}
+            was = hooks | dict(zip(names, islice(values, len(names)), strict=True))
+            found.append(Contents(there, was, len(was)))
+        parts = self._dicts[len(self._states) :]
+        for i, (there, names) in enumerate(zip(parts, self.layout.part_names, strict=True)):
+            was = dict(zip(names, islice(values, len(names)), strict=True))
+            if i % 3 == 0:  # fully_shard exchanges sharded and whole parameters as it sees fit
+                was = {
+                    name: x if layout_of(there.get(name)) == layout_of(x) else there[name]
+                    for name, x in was.items()
+                }
+            found.append(Contents(there, was, len(was), in_order=i % 3 == 2))
+        return found
+
+    def changed(self) -> list[tuple[str, Tensor]]:
+        """Tensors that were changed in place and of which there is no copy, with their names."""
+        found = [(at, x) for at, x, before in self.kept if at not in self.snapshots and x._version != before]
+        now = [*map(_version_of, self.tensors)]
+        if now != self.versions:
+            at = self.layout.tensors(range(len(self.values)))
+            found += [
+                (i, self.values[i]) for i, was, is_ in zip(at, self.versions, now, strict=True) if was != is_
+            ]
+        return [(self.layout.place(at)[1], x) for at, x in found]
+
+    def updated(self) -> list[tuple[dict[str, Any], str, Tensor, Any]]:
+        """Where there are buffers that the forward has changed, these, and copies of what they were."""
+        places = [(*self.layout.place(at), self.values[at], copy) for at, (copy, _) in self.snapshots.items()]
+        return [(self._dicts[i], name, x, copy) for i, name, x, copy in places]
+
+
+def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: [values[at] for at in places]
+
+
+def is_of_torch_or_ours(f: FunctionType) -> bool:
+    name: str = f.__globals__.get("__name__", "")
+    return name.startswith(_LIBRARIES)
+
+
+@OfClass
+def _writes_unseen(kind: type) -> bool:
+    """Whether the forward of a module may write to buffers past their version counters."""
+    names, functions = {"forward"}, [getattr(kind, "forward", None)]
+    while functions:
+        f = functions.pop()
+        if isinstance(f, FunctionType) and not is_of_torch_or_ours(f):
+            more = names_of(f.__code__) - names
+            names |= more
+            functions += [getattr(kind, name, None) or f.__globals__.get(name) for name in more]
+    return not names.isdisjoint(WRITES_UNSEEN)
