@@ -33,7 +33,7 @@ class Weak(weakref.ref[Tensor]):
 class _Gone:
     """Stands where such a result has stood, which is not there any more."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: object) -> None:
         self.error = MutationError(
             f"{name}: a tensor that the function has found in a list, a dict or an attribute was replaced "
             "there since, and is gone: the recomputation cannot find it. Pass it as an argument."
@@ -47,7 +47,7 @@ class _Gone:
         raise next(x.error for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
 
 
-def _value(x: Any, name: str = "") -> Any:
+def _value(x: Any, name: object = "") -> Any:
     if type(x) is not Weak:
         return x
     return _Gone(name) if (tensor := x()) is None else tensor
@@ -76,7 +76,7 @@ class Contents(NamedTuple):
             now = there.values() if self.size == len(was) else map(there.get, was)
         return all(map(operator.is_, now, was.values()))
 
-    def put_back(self, name: str, counts: Counts) -> Callable[[], None]:
+    def put_back(self, name: object, counts: Counts) -> Callable[[], None]:
         """Returns what undoes it."""
         now = None
         if not self.is_here():
@@ -132,7 +132,7 @@ def is_count(was: Any, now: Any, counts: Counts) -> bool:
     return type(was) is int and type(now) is int and counts("")
 
 
-def _left(was: Any, now: Any, then: Any, name: str, counts: Counts) -> Any:
+def _left(was: Any, now: Any, then: Any, name: object, counts: Counts) -> Any:
     """What a variable is after a recomputation, which has begun with `was` and left `then`."""
     if type(was) is int and type(now) is int and type(then) is int and counts(name):
         return then if name == "" else now + then - was
@@ -182,7 +182,7 @@ class Attributes(dict[str, Any]):
             delattr(self._of, name)
 
 
-def changed(name: str, what: str) -> MutationError:
+def changed(name: object, what: str) -> MutationError:
     return MutationError(
         f"{name}: a tensor that it uses ({what}) was changed in place since the forward, like a parameter by "
         "an optimizer: the recomputation would start from the changed values. Run the backward before, or "
@@ -202,7 +202,7 @@ class Array:
         x = self._x
         return x.tobytes() if x.size <= _SMALL else bytes(x.flat[:: x.size // _SMALL].data)
 
-    def put_back(self, name: str, check: bool) -> Callable[[], None] | None:
+    def put_back(self, name: object, check: bool) -> Callable[[], None] | None:
         x, now = self._x, self._now()
         if now == self._was:
             return None

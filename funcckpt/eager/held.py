@@ -25,7 +25,7 @@ import operator
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -210,9 +210,11 @@ class Held:
         self._modules.append(modules)
         self._seen |= modules.layout.keys
         self._results += [(modules.values, at) for at in modules.results]
-        self._running.update(map(id, modules.running))
-        for x in modules.elsewhere():
-            self._search(x, 1)
+        if modules.kept:
+            self._running.update(map(id, modules.running))
+        if modules.layout.lists or modules.layout.scripted:
+            for x in modules.elsewhere():
+                self._search(x, 1)
 
     def _take_function(self, f: FunctionType, depth: int) -> None:
         for cell in f.__closure__ or ():
@@ -289,7 +291,7 @@ class Held:
             leaves += [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
             self._gradients = [(x, _gradient(x)) for x in leaves if x.is_leaf]
 
-    def forward_is_done(self, name: str, out: Any, first: int) -> None:
+    def forward_is_done(self, name: object, out: Any, first: int) -> None:
         """Look at what f has changed itself, and at the leaves in the graph of what it has returned."""
         for x, gradient in self._gradients:
             if _gradient(x) != gradient:
@@ -319,7 +321,7 @@ class Held:
             if id(x) not in known and (now := version(x)) is not None:
                 self._tensors.append((weakref.ref(x), now))
 
-    def undo(self, name: str) -> None:
+    def undo(self, name: object) -> None:
         """After a forward that is to be started anew: put back what it has changed."""
         for modules in self._modules:
             for there, key, x, copy in modules.updated():
@@ -343,13 +345,15 @@ class Held:
 
     # -- the recomputation --------------------------------------------------------------------------
 
-    def _changed(self) -> Iterator[tuple[str, Tensor]]:
+    def _changed(self) -> list[tuple[str, Tensor]]:
         """The tensors that were changed in place since the forward, and their names if they have one."""
+        found: list[tuple[str, Tensor]] = []
         for modules in self._modules:
-            yield from modules.changed()
+            found += modules.changed()
         for ref, before in self._tensors:
             if (x := ref()) is not None and x._version != before:
-                yield "", x
+                found.append(("", x))
+        return found
 
     def counts(self, name: str) -> bool:
         """Whether f adds to a variable or attribute of this name, or to items, of no name."""
@@ -361,7 +365,7 @@ class Held:
             self._counted = {name for code in codes for name in added_to(code)}
         return name in self._counted and not (name and self._again_as_before)
 
-    def here(self, name: str, check: bool) -> Here:
+    def here(self, name: object, check: bool) -> Here:
         """A context in which what f refers to is as it was."""
         return Here(self, name, check)
 
@@ -369,7 +373,7 @@ class Held:
 class Here:
     """What f refers to is as it was in its forward, for the time of a block."""
 
-    def __init__(self, held: Held, name: str, check: bool) -> None:
+    def __init__(self, held: Held, name: object, check: bool) -> None:
         self._held = held
         self._name = name
         self._check = check
@@ -434,11 +438,10 @@ class Here:
                 contents.leave(None, self._held.counts)
 
     def _watch_changed(self) -> None:
-        errors: dict[int, Callable[[], Exception]] = {
-            id(x): functools.partial(changed, self._name, _labelled(label, x))
-            for label, x in self._held._changed()
-        }
-        if errors:
+        if found := self._held._changed():
+            errors: dict[int, Callable[[], Exception]] = {
+                id(x): functools.partial(changed, self._name, _labelled(label, x)) for label, x in found
+            }
             self._watch = Watch(errors)
             self._watch.__enter__()
 
@@ -467,7 +470,7 @@ class Watch(world.Mode):
         return out
 
 
-def another(name: str, x: Tensor) -> CheckpointError:
+def another(name: object, x: Tensor) -> CheckpointError:
     kind = "parameter" if isinstance(x, nn.Parameter) else "buffer"
     return CheckpointError(
         f"{name}: the recomputation finds another {kind} ({describe(x)}) than the forward used; "
@@ -525,17 +528,17 @@ def _contents(cell: CellType) -> Any:
 def _edges(out: Any, first: int) -> tuple[list[Tensor], set[Any]]:
     """The leaves that are used by what was recorded since node number `first`, and the nodes of before."""
     outputs = (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out)
-    nodes = [y.grad_fn for y in outputs if isinstance(y, Tensor) and y.grad_fn is not None]
-    seen, leaves, sources = set(nodes), [], set()
-    while nodes:
-        node = nodes.pop()
+    nodes: list[Any] = [*{y.grad_fn for y in outputs if isinstance(y, Tensor)} - {None}]
+    seen: set[Any] = {None, *nodes}
+    leaves, sources = [], set()
+    for node in nodes:
         following = node.next_functions
         if not following:
             if (x := getattr(node, "variable", None)) is not None:
                 leaves.append(x)
         elif node._sequence_nr() >= first:
             for other, _ in following:
-                if other is not None and other not in seen:
+                if other not in seen:
                     seen.add(other)
                     nodes.append(other)
         else:

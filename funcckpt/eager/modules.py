@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from types import FunctionType
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..closure import WRITES_UNSEEN
 from ..lookup import OfClass, names_of
-from ..nodes import MODULE_HOOKS
-from ..views import getter, parts_of, state_of, values_of
+from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
+from ..views import getter, parts_of, state_of
 from .contents import Contents, is_as_before, layout_of, snapshot, version
 
 # Buffers of up to so many elements are copied before a forward that may change them.
@@ -30,8 +30,13 @@ _SMALL = 2**16
 # What these look up in their globals is not the user's.
 _LIBRARIES = ("torch.", "funcckpt.")
 
-_training_of = operator.itemgetter("training")
+# What a module has, and what does not change what it computes, or is changed inside.
+_FIXED = MODULE_HOOKS | MODULE_FLAGS - {"training"}
+
 _version_of = operator.attrgetter("_version")
+
+
+State = dict[str, Any]
 
 
 class Layout:
@@ -61,29 +66,34 @@ class Layout:
         self.kinds = {*map(type, modules)}
         states = [*map(state_of, modules)]
         parts = [*chain.from_iterable(map(parts_of, states))]
-        self.names = [tuple([name for name in state if name not in MODULE_HOOKS]) for state in states]
-        self.own = [*map(getter, self.names)]
-        self.part_names = [*map(tuple, parts)]
-        self._filled = [*map(bool, parts)]
-        self._filled_names = [*filter(None, self.part_names)]
-        self.sizes = [*map(len, states), *map(len, parts)]
-        self._training = [*map(_training_of, states)]
-        values = self.values(states, self.filled(parts))
+        names = [tuple([name for name in state if name not in _FIXED]) for state in states]
+        self._own = [*map(getter, names)]
+        self._sizes = [*map(len, states)]
+        self.names = [*names, *map(tuple, parts)]
+        self._part_names = [*chain.from_iterable(parts)]
+        places = [(i, name) for i, own in enumerate(names) for name in own]
+        at_parts = [at for at, (_, name) in enumerate(places) if name in PARTS]
+        at_parts.sort(key=lambda at: (places[at][0], [*PARTS].index(places[at][1])))
+        self._filled = _at([at for at, part in zip(at_parts, parts, strict=True) if part])
+        self._empty = _at([at for at, part in zip(at_parts, parts, strict=True) if not part])
+        self._training = _at([at for at, (_, name) in enumerate(places) if name == "training"])
+        places += [(len(states) + i, name) for i, part in enumerate(parts) for name in part]
+        self._places = places
+        values, _ = self.read(states)
         self._types = [*map(type, values)]
+        self._modes = self._training(values)
         self._look_at(values, len(states))
         self._parts_inside = [*map(id, self._modules(values))]
 
     def _look_at(self, values: Sequence[Any], number: int) -> None:
         """Find where there are which values."""
         tensors: list[int] = []
+        modules: list[int] = []
         self.loose: list[int] = []
         self.lists: list[int] = []
         # Buffers that the forward may change, and whether it does so in any case, or unseen.
         self.changing: list[tuple[int, bool, bool]] = []
-        self._places = [(i, name) for i, names in enumerate(self.names) for name in names]
-        self._places += [(number + i, name) for i, names in enumerate(self.part_names) for name in names]
-        modules = []
-        # Whether a tensor has no version now, and may be exchanged for one that has.
+        # Whether all tensors have a version: one that has none may be exchanged for one that has.
         self.is_settled = True
         for at, ((i, _), x) in enumerate(zip(self._places, values, strict=True)):
             of, part = divmod(i - number, 3)
@@ -92,9 +102,9 @@ class Layout:
                     self.loose.append(at)
                 elif version(x) is None:
                     self.is_settled = False
-                elif part == 1 and self._training[of]:
-                    module = self.references[of]()
-                    runs = module is not None and module._buffers.get("running_mean") is not None
+                elif part == 1 and self._modes[of]:
+                    module: Any = self.references[of]()
+                    runs = module._buffers.get("running_mean") is not None
                     self.changing.append((at, runs, _writes_unseen(type(module))))
                 else:
                     tensors.append(at)
@@ -105,36 +115,40 @@ class Layout:
         self.tensors = _at(tensors)
         self._modules = _at(modules)
 
-    def filled(self, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [*compress(parts, self._filled)]
+    def read(self, states: Sequence[State]) -> tuple[list[Any], Sequence[State]]:
+        """All values that there are, and the dicts of parts in which some are."""
+        values: list[Any] = []
+        for own, state in zip(self._own, states, strict=True):
+            values += own(state)
+        filled = self._filled(values)
+        for part in filled:
+            values += part.values()
+        return values, filled
 
-    def values(self, states: Sequence[dict[str, Any]], filled: Sequence[dict[str, Any]]) -> list[Any]:
-        own = [of(state) for of, state in zip(self.own, states, strict=True)]
-        return [*chain.from_iterable(own), *chain.from_iterable(map(values_of, filled))]
+    def is_complete(self, states: Sequence[State], filled: Sequence[State], values: Sequence[Any]) -> bool:
+        """Whether there are no others, and these have their names."""
+        return (
+            [*map(len, states)] == self._sizes
+            and not any(self._empty(values))
+            and [*chain.from_iterable(filled)] == self._part_names
+        )
 
     def place(self, at: int) -> tuple[int, str]:
         """In which of all dicts a value is, and its name there."""
         return self._places[at]
 
-    def has_names(self, dicts: Sequence[dict[str, Any]], filled: Sequence[dict[str, Any]]) -> bool:
-        return [*map(len, dicts)] == self.sizes and [*map(tuple, filled)] == self._filled_names
-
     def found(self) -> Modules | None:
         """What is there now, if it is of the same kind and in the same places."""
-        modules = [reference() for reference in self.references]
         try:
-            states = [*map(state_of, modules)]
-            parts = [*chain.from_iterable(map(parts_of, states))]
-            filled = self.filled(parts)
-            values = self.values(states, filled)
-            dicts = states + parts
+            states = [*map(state_of, [reference() for reference in self.references])]
+            values, filled = self.read(states)
             if (
-                self.has_names(dicts, filled)
+                self.is_complete(states, filled, values)
                 and [*map(type, values)] == self._types
-                and [*map(_training_of, states)] == self._training
+                and self._training(values) == self._modes
                 and [*map(id, self._modules(values))] == self._parts_inside
             ):
-                return Modules(self, states, dicts, filled, values)
+                return Modules(self, states, values)
         except (AttributeError, KeyError, RuntimeError, ValueError):
             pass  # a module is gone, or an attribute; or a tensor has no version any more
         return None
@@ -160,33 +174,10 @@ def modules_of(root: nn.Module) -> Modules:
 class Modules:
     """What modules have referred to in a forward."""
 
-    __slots__ = (
-        "_dicts",
-        "_filled",
-        "_states",
-        "kept",
-        "layout",
-        "results",
-        "snapshots",
-        "values",
-        "versions",
-    )
+    __slots__ = ("_states", "kept", "layout", "results", "snapshots", "values", "versions")
 
-    def __init__(
-        self,
-        layout: Layout,
-        states: list[dict[str, Any]],
-        dicts: list[dict[str, Any]],
-        filled: list[dict[str, Any]],
-        values: list[Any],
-    ) -> None:
-        self.layout, self._states, self._dicts, self._filled, self.values = (
-            layout,
-            states,
-            dicts,
-            filled,
-            values,
-        )
+    def __init__(self, layout: Layout, states: list[State], values: list[Any]) -> None:
+        self.layout, self._states, self.values = layout, states, values
         self.versions = [*map(_version_of, layout.tensors(values))]
         # Tensors that are looked at one by one, and their versions.
         self.kept: list[tuple[int, Tensor, int | None]] = []
@@ -194,6 +185,11 @@ class Modules:
         self.snapshots: dict[int, tuple[Any, bool]] = {}
         # Where there are tensors with a graph.
         self.results: list[int] = []
+        if layout.loose or layout.changing:
+            self._look_closer()
+
+    def _look_closer(self) -> None:
+        layout, values = self.layout, self.values
         for at in layout.loose:
             if values[at].grad_fn is not None:
                 self.results.append(at)
@@ -213,8 +209,7 @@ class Modules:
     @property
     def tensors(self) -> Sequence[Tensor]:
         """Parameters, and buffers that the forward does not change."""
-        found: Sequence[Tensor] = self.layout.tensors(self.values)
-        return found
+        return self.layout.tensors(self.values)
 
     def elsewhere(self) -> list[Any]:
         """Lists, and tensors of what has no dicts."""
@@ -226,64 +221,69 @@ class Modules:
 
     def forget_unchanged(self) -> None:
         """After the forward: buffers that it has not changed need no copies. Statistics are not compared."""
+        dicts = self._dicts()
         for at, x, before in self.kept:
             copy, runs = self.snapshots.get(at, (None, True))
-            if not runs and self._now(at) is x and x._version == before and is_as_before(x, copy):
-                del self.snapshots[at]
+            if not runs and x._version == before and is_as_before(x, copy):
+                i, name = self.layout.place(at)
+                if dicts[i].get(name) is x:
+                    del self.snapshots[at]
 
-    def _now(self, at: int) -> Any:
-        i, name = self.layout.place(at)
-        return self._dicts[i].get(name)
+    def _dicts(self) -> list[State]:
+        return [*self._states, *chain.from_iterable(map(parts_of, self._states))]
 
     def is_here(self) -> bool:
         """Whether everything is where it was."""
-        layout = self.layout
+        layout, states = self.layout, self._states
         try:
-            values = layout.values(self._states, self._filled)
+            values, filled = layout.read(states)
         except KeyError:
             return False
-        return layout.has_names(self._dicts, self._filled) and all(map(operator.is_, values, self.values))
+        return layout.is_complete(states, filled, values) and all(map(operator.is_, values, self.values))
 
     def contents(self) -> list[Contents]:
         """The same, dict by dict."""
         found = []
         values = iter(self.values)
-        for there, names in zip(self._states, self.layout.names, strict=True):
-            hooks = {name: x for name, x in there.items() if name in MODULE_HOOKS}
-            was = hooks | dict(zip(names, islice(values, len(names)), strict=True))
-            found.append(Contents(there, was, len(was)))
-        parts = self._dicts[len(self._states) :]
-        for i, (there, names) in enumerate(zip(parts, self.layout.part_names, strict=True)):
+        number = len(self._states)
+        for i, (there, names) in enumerate(zip(self._dicts(), self.layout.names, strict=True)):
             was = dict(zip(names, islice(values, len(names)), strict=True))
-            if i % 3 == 0:  # fully_shard exchanges sharded and whole parameters as it sees fit
-                was = {
-                    name: x if layout_of(there.get(name)) == layout_of(x) else there[name]
-                    for name, x in was.items()
-                }
-            found.append(Contents(there, was, len(was), in_order=i % 3 == 2))
+            kind = i % 3 if (i := i - number) >= 0 else -1
+            if kind == -1:
+                was |= {name: x for name, x in there.items() if name in _FIXED}
+            elif kind == 0:  # fully_shard exchanges sharded and whole parameters as it sees fit
+                for name, x in was.items():
+                    if layout_of(now := there.get(name, x)) != layout_of(x):
+                        was[name] = now
+            found.append(Contents(there, was, len(was), in_order=kind == 2))
         return found
 
     def changed(self) -> list[tuple[str, Tensor]]:
         """Tensors that were changed in place and of which there is no copy, with their names."""
-        found = [(at, x) for at, x, before in self.kept if at not in self.snapshots and x._version != before]
+        found = []
+        if self.kept:
+            kept = [(at, x, before) for at, x, before in self.kept if at not in self.snapshots]
+            found = [(at, x) for at, x, before in kept if x._version != before]
         now = [*map(_version_of, self.tensors)]
         if now != self.versions:
             at = self.layout.tensors(range(len(self.values)))
             found += [
                 (i, self.values[i]) for i, was, is_ in zip(at, self.versions, now, strict=True) if was != is_
             ]
-        return [(self.layout.place(at)[1], x) for at, x in found]
+        return [(self.layout.place(at)[1], x) for at, x in found] if found else []
 
-    def updated(self) -> list[tuple[dict[str, Any], str, Tensor, Any]]:
+    def updated(self) -> list[tuple[State, str, Tensor, Any]]:
         """Where there are buffers that the forward has changed, these, and copies of what they were."""
+        dicts = self._dicts()
         places = [(*self.layout.place(at), self.values[at], copy) for at, (copy, _) in self.snapshots.items()]
-        return [(self._dicts[i], name, x, copy) for i, name, x, copy in places]
+        return [(dicts[i], name, x, copy) for i, name, x, copy in places]
 
 
 def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     if len(places) > 1:
         return operator.itemgetter(*places)
-    return lambda values: [values[at] for at in places]
+    at = slice(places[0], places[0] + 1) if places else slice(0)
+    return operator.itemgetter(at)
 
 
 def is_of_torch_or_ours(f: FunctionType) -> bool:
