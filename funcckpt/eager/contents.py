@@ -7,7 +7,7 @@ import dis
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import CellType, CodeType
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ def is_count(was: Any, now: Any, counts: Counts) -> bool:
     return type(was) is int and type(now) is int and counts("")
 
 
-def _left(was: Any, now: Any, then: Any, name: object, counts: Counts) -> Any:
+def _left(was: Any, now: Any, then: Any, name: str, counts: Counts) -> Any:
     """What a variable is after a recomputation, which has begun with `was` and left `then`."""
     if type(was) is int and type(now) is int and type(then) is int and counts(name):
         return then if name == "" else now + then - was
@@ -235,51 +235,55 @@ def layout_of(x: Any) -> Any:
 
 
 def snapshot(x: Tensor) -> bytes | Tensor:
-    """A copy, made by operators that no mode and no graph sees; or its memory, which is quicker."""
-    if _is_in_memory(x):
-        return _memory(x)
+    """A copy, which no mode and no graph sees; or the content of its memory, which is quicker."""
+    memory = _memory(x)
+    if memory is not None:
+        return memory
     with _torch.without_dispatch_modes(), _torch.plain():
         return x.detach().clone()
 
 
-def from_snapshot(copy: bytes | Tensor, like: Tensor) -> Tensor:
-    """A new tensor with what a snapshot of `like` holds."""
+def from_snapshots(pairs: Sequence[tuple[Tensor, bytes | Tensor]]) -> list[Tensor]:
+    """New tensors, each like one, with what a snapshot of that holds."""
     with _torch.without_dispatch_modes(), _torch.plain():
-        if isinstance(copy, bytes):
-            return torch.frombuffer(bytearray(copy), dtype=like.dtype).view(like.shape)
-        return copy.clone()
+        return [
+            torch.frombuffer(bytearray(copy), dtype=x.dtype).view(x.shape)
+            if isinstance(copy, bytes)
+            else copy.clone()
+            for x, copy in pairs
+        ]
 
 
 def is_as_before(x: Tensor, copy: bytes | Tensor) -> bool:
     """Whether `x` is what it was; no, where to look would be to wait for a device."""
     if isinstance(copy, bytes):
-        return _is_in_memory(x) and _memory(x) == copy
+        return _memory(x) == copy
     with _torch.without_dispatch_modes(), _torch.plain():
         return type(x) in _PLAIN and x.device.type == "cpu" and torch.equal(x, copy)
 
 
 def assign(x: Tensor, copy: bytes | Tensor) -> None:
     """Let `x` be what it was, without a word to its version counter."""
-    value = from_snapshot(copy, x)
+    (value,) = from_snapshots([(x, copy)])
     with torch.no_grad(), _torch.version_kept(x):
         x.copy_(value)
 
 
 _PLAIN = (Tensor, nn.Parameter)
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_NUMBERS = _INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
-def _is_in_memory(x: Tensor) -> bool:
-    """Whether the memory of `x` is all that there is to know of its values."""
-    return (
+def _memory(x: Tensor) -> bytes | None:
+    """What is in the memory of `x`, where that is all there is to know of its values, and at hand."""
+    if (
         type(x) in _PLAIN
         and x.is_cpu
         and x.layout is torch.strided
+        and x.dtype in _NUMBERS
         and x.is_contiguous()
-        and x.numel() > 0
-        and not (x.is_complex() or x.is_neg() or x.is_quantized)
-        and not _torch.is_functorch_wrapped_tensor(x)
-    )
-
-
-def _memory(x: Tensor) -> bytes:
-    return ctypes.string_at(x.data_ptr(), x.nbytes)
+        and x.numel()
+        and not (x.is_neg() or _torch.is_functorch_wrapped_tensor(x))
+    ):
+        return ctypes.string_at(x.data_ptr(), x.nbytes)
+    return None

@@ -55,7 +55,7 @@ from .contents import (
     added_to,
     assign,
     changed,
-    from_snapshot,
+    from_snapshots,
     is_count,
     leave_cell,
     version,
@@ -97,19 +97,19 @@ class Held:
         "_leaves",
         "_modules",
         "_results",
-        "_running",
         "_seen",
         "_tensors",
         "_variables",
         "may_count",
+        "running",
         "streams",
     )
 
     def __init__(self, f: Any, others: Iterable[Any] = (), again_as_before: bool = False) -> None:
         self._again_as_before = again_as_before
         self._modules: list[Modules] = []
-        # What batch_norm updates without a word to the version counter.
-        self._running: set[int] = set()
+        # The ids of what batch_norm updates without a word to the version counter.
+        self.running: set[int] = set()
         # Tensors beside those of modules, and leaves that are found in the graph; and their versions.
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         self._leaves: list[tuple[weakref.ref[Tensor], int]] = []
@@ -211,7 +211,7 @@ class Held:
         self._seen |= modules.layout.keys
         self._results += [(modules.values, at) for at in modules.results]
         if modules.kept:
-            self._running.update(map(id, modules.running))
+            self.running.update(map(id, modules.running))
         if modules.layout.lists or modules.layout.scripted:
             for x in modules.elsewhere():
                 self._search(x, 1)
@@ -279,10 +279,6 @@ class Held:
 
     # -- after the forward --------------------------------------------------------------------------
 
-    def is_statistics(self, x: Tensor) -> bool:
-        """Whether `x` belongs to a batch_norm that was found."""
-        return id(x) in self._running
-
     def gradient_begins(self, given: Any) -> None:
         """Inside of f, someone asks for a gradient: of `backward`, leaves would have it twice."""
         if not self._gradients:
@@ -314,7 +310,7 @@ class Held:
         self._results.clear()
         known: set[int] = set()
         for modules in self._modules:
-            if modules.snapshots:
+            if modules.may_be_unchanged:
                 modules.forget_unchanged()
             known.update(map(id, modules.tensors))
         for x in leaves:
@@ -426,11 +422,12 @@ class Here:
             for contents in modules.contents():
                 self._undo.append(contents.put_back(self._name, self._held.counts))
         if modules.snapshots:
-            for there, name, x, copy in modules.updated():
-                made = from_snapshot(copy, x)
-                self.copies.add(made.untyped_storage()._cdata)
+            updated = modules.updated()
+            made = from_snapshots([(x, copy) for _, _, x, copy in updated])
+            for (there, name, _, _), x in zip(updated, made, strict=True):
+                self.copies.add(x.untyped_storage()._cdata)
                 self._undo.append(functools.partial(there.__setitem__, name, there[name]))
-                there[name] = made
+                there[name] = x
 
     def _leave_modules(self, modules: Modules) -> None:
         if not modules.is_here():

@@ -174,7 +174,16 @@ def modules_of(root: nn.Module) -> Modules:
 class Modules:
     """What modules have referred to in a forward."""
 
-    __slots__ = ("_states", "kept", "layout", "results", "snapshots", "values", "versions")
+    __slots__ = (
+        "_states",
+        "kept",
+        "layout",
+        "may_be_unchanged",
+        "results",
+        "snapshots",
+        "values",
+        "versions",
+    )
 
     def __init__(self, layout: Layout, states: list[State], values: list[Any]) -> None:
         self.layout, self._states, self.values = layout, states, values
@@ -185,6 +194,8 @@ class Modules:
         self.snapshots: dict[int, tuple[Any, bool]] = {}
         # Where there are tensors with a graph.
         self.results: list[int] = []
+        # Whether some of those may be copies of what is still the same: statistics are not compared.
+        self.may_be_unchanged = False
         if layout.loose or layout.changing:
             self._look_closer()
 
@@ -200,6 +211,7 @@ class Modules:
             self.kept.append((at, x, x._version))
             if x.layout is torch.strided and (runs or unseen or x.numel() <= _SMALL):
                 self.snapshots[at] = snapshot(x), runs
+                self.may_be_unchanged |= not runs
 
     @property
     def running(self) -> list[Tensor]:
@@ -220,7 +232,7 @@ class Modules:
         return found
 
     def forget_unchanged(self) -> None:
-        """After the forward: buffers that it has not changed need no copies. Statistics are not compared."""
+        """After the forward: buffers that it has not changed need no copies."""
         dicts = self._dicts()
         for at, x, before in self.kept:
             copy, runs = self.snapshots.get(at, (None, True))

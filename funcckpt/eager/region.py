@@ -189,19 +189,14 @@ class Region:
             self._looks.append(_look(x))
         if self._sums is not None:
             self._sums.append(_sum(x))
-        if x.dim() == 1 and type(x) is Tensor and may_be_statistics(x):
+        if x.dim() == 1 and type(x) is Tensor and id(x) not in self._held.running and may_be_statistics(x):
             self._take_statistics(x)
         return slot
 
     def _take_statistics(self, x: Tensor) -> None:
         """Autograd saves the arguments of batch_norm before it has updated them."""
         known = self._statistics.get(id(x))
-        if (
-            (known is None or known[0]() is not x)
-            and not x._is_view()
-            and not x.is_inference()
-            and not self._held.is_statistics(x)
-        ):
+        if (known is None or known[0]() is not x) and not x._is_view() and not x.is_inference():
             self._statistics[id(x)] = weakref.ref(x), snapshot(x)
 
     def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
@@ -429,8 +424,9 @@ class _Again:
 
     def pack(self, x: Tensor) -> Tensor:
         region, i = self._region, self._count
-        self._count += 1
-        original, x = x, _torch.alias(x) if x.requires_grad else x
+        self._count = i + 1
+        # The graph of the recomputation would hold itself.
+        kept = _torch.alias(x) if x.requires_grad else x
         if i >= len(region._slots):
             if region._complete:
                 raise CheckpointError(
@@ -438,37 +434,40 @@ class _Again:
                     f"original forward pass ({len(region._slots)}). {region._hint}"
                 )
             self._more = True  # the forward asks for a backward of its own part, and goes on
-            return x
+            return kept
         slot = region._slots[i]()
         # None if someone has run a backward that needs it no more.
         if slot is not None and (self._only is None or self._only is slot):
-            if region._check and self._finds_another(i, original):
-                x = _torch.same_memory(x)  # which does not keep alive what it is a view of
-            slot[self._key] = x, _version(x)
-        if region._early_stop and self._count == len(region._slots):
+            if region._check:
+                here, there = region._looks[i], _look(x)
+                is_same = here[0] == there[0] and here[1] is there[1] and region._sums is None
+                if not is_same and self._is_another(i, here, there, x):
+                    kept = _torch.same_memory(kept)  # which does not keep alive what it is a view of
+            slot[self._key] = kept, _version(kept)
+        if region._early_stop and i + 1 == len(region._slots):
             raise _Stop
-        return x
+        return kept
 
-    def _finds_another(self, i: int, x: Tensor) -> bool:
-        """Compare what is saved with the forward; whether it is of another parameter."""
-        (here, parameter_here), (there, parameter) = self._region._looks[i], _look(x)
-        if here[:3] != there[:3]:
+    def _is_another(self, i: int, here: Look, there: Look, x: Tensor) -> bool:
+        """Whether `x` is of another parameter than in the forward; an error if it was changed."""
+        region = self._region
+        (look_here, parameter_here), (look_there, parameter) = here, there
+        if look_here[:3] != look_there[:3]:
             self._different.append(
-                f"tensor at position {i}:\nsaved metadata: {here}\nrecomputed metadata: {there}"
+                f"tensor at position {i}:\nsaved metadata: {look_here}\nrecomputed metadata: {look_there}"
             )
             return False
-        sums = self._region._sums
-        if sums is not None and not _is_near(sums[i], _sum(x)):
+        if region._sums is not None and not _is_near(region._sums[i], _sum(x)):
             raise CheckpointError(
-                f"{self._region._name}: the recomputation saves other values than the forward "
-                f"({describe(x)}). The function counts in a list or in a variable of the enclosing function, "
-                "and does another thing each time: pass the number as an argument."
+                f"{region._name}: the recomputation saves other values than the forward ({describe(x)}). The "
+                "function counts in a list or in a variable of the enclosing function, and does another "
+                "thing each time: pass the number as an argument."
             )
         if parameter is not None and (parameter_here is None or parameter_here() is not parameter()):
             self._others.append(parameter)
             return True
-        if here != there and not (self._copies and _torch.storage_of(x) in self._copies):
-            raise changed(self._region._name, describe(x))
+        if look_here != look_there and not (self._copies and _torch.storage_of(x) in self._copies):
+            raise changed(region._name, describe(x))
         return False
 
     def _alive(self) -> list[Tensor]:
