@@ -74,7 +74,7 @@ _CHANGED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _forward_of = operator.attrgetter("forward")
 state_of = operator.attrgetter("__dict__")
 parts_of = operator.itemgetter(*PARTS)
-_hooks_of = operator.itemgetter(*_HOOKS)
+hooks_of = operator.itemgetter(*_HOOKS)
 values_of = operator.methodcaller("values")
 _details_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _cells_of = operator.attrgetter("__closure__")
@@ -257,7 +257,7 @@ class View:
         try:
             states = [*map(state_of, modules)]
             parts = [*chain.from_iterable(map(parts_of, states))]
-            if any(compress(parts, self._empty)) or any(chain.from_iterable(map(_hooks_of, states))):
+            if any(compress(parts, self._empty)) or any(chain.from_iterable(map(hooks_of, states))):
                 return None
             filled = [*compress(parts, self._filled), *self._classes]
             values = [

@@ -243,13 +243,13 @@ def snapshot(x: Tensor) -> bytes | Tensor:
         return x.detach().clone()
 
 
-def from_snapshots(pairs: Sequence[tuple[Tensor, bytes | Tensor]]) -> list[Tensor]:
-    """New tensors, each like one, with what a snapshot of that holds."""
+def from_snapshots(pairs: Sequence[tuple[Tensor, bytes | Tensor | None]]) -> list[Tensor]:
+    """New tensors, each like one, with what a snapshot of that holds, or it holds now."""
     with _torch.without_dispatch_modes(), _torch.plain():
         return [
             torch.frombuffer(bytearray(copy), dtype=x.dtype).view(x.shape)
             if isinstance(copy, bytes)
-            else copy.clone()
+            else (x.detach() if copy is None else copy).clone()
             for x, copy in pairs
         ]
 

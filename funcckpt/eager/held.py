@@ -25,7 +25,7 @@ import operator
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -92,6 +92,7 @@ class Held:
         "_counted",
         "_functions",
         "_gradients",
+        "_is_closed",
         "_iterators",
         "_kinds",
         "_leaves",
@@ -100,12 +101,13 @@ class Held:
         "_seen",
         "_tensors",
         "_variables",
+        "has_all_statistics",
         "may_count",
         "running",
         "streams",
     )
 
-    def __init__(self, f: Any, others: Iterable[Any] = (), again_as_before: bool = False) -> None:
+    def __init__(self, f: Any, others: Sequence[Any] = (), again_as_before: bool = False) -> None:
         self._again_as_before = again_as_before
         self._modules: list[Modules] = []
         # The ids of what batch_norm updates without a word to the version counter.
@@ -131,10 +133,21 @@ class Held:
         # Random streams that are not torch's own.
         self.streams: list[world.Stream] = []
         self._seen: set[int] = set()
-        self._search(f, 0)
-        for x in others:
-            if type(x) not in _PLAIN and not isinstance(x, Tensor):
-                self._search(x, 0)
+        # Whether all tensors are found that f may use: otherwise leaves are searched in its graph.
+        self._is_closed = False
+        # Whether there are no others that batch_norm may update than those.
+        self.has_all_statistics = False
+        alone = _PLAIN.issuperset(map(type, others))
+        if isinstance(f, nn.Module):
+            self._take_module(f, alone)
+            self._is_closed = self._modules[0].is_closed and not self._results
+            self.has_all_statistics = self._is_closed and self._modules[0].layout.is_of_torch
+        else:
+            self._search(f, 0)
+        if not alone:
+            for x in others:
+                if type(x) not in _PLAIN and not isinstance(x, Tensor):
+                    self._search(x, 0)
         if self.may_count:
             counts = [x for _, x in self._cells]
             for contents in self._contents:
@@ -205,8 +218,8 @@ class Held:
         for y in there.values():
             self._search(y, depth + 1)
 
-    def _take_module(self, root: nn.Module) -> None:
-        modules = modules_of(root)
+    def _take_module(self, root: nn.Module, alone: bool = False) -> None:
+        modules = modules_of(root, alone)
         self._modules.append(modules)
         self._seen |= modules.layout.keys
         self._results += [(modules.values, at) for at in modules.results]
@@ -303,6 +316,13 @@ class Held:
                     f"{name}: the function takes items from a {type(iterator).__name__} that it has from "
                     "outside, and would get the next ones in the recomputation. Pass it the items, or a list."
                 )
+        for modules in self._modules:
+            if modules.may_be_unchanged:
+                modules.forget_unchanged()
+        if not self._is_closed:
+            self._search_graph(out, first)
+
+    def _search_graph(self, out: Any, first: int) -> None:
         leaves, sources = _edges(out, first)
         for there, key in self._results:
             if there[key].grad_fn not in sources:
@@ -310,8 +330,6 @@ class Held:
         self._results.clear()
         known: set[int] = set()
         for modules in self._modules:
-            if modules.may_be_unchanged:
-                modules.forget_unchanged()
             known.update(map(id, modules.tensors))
         for x in leaves:
             if id(x) not in known and (now := version(x)) is not None:
@@ -322,6 +340,8 @@ class Held:
         for modules in self._modules:
             for there, key, x, copy in modules.updated():
                 there[key] = x
+                if copy is None:
+                    raise _started_anew(name, key, x)
                 assign(x, copy)
             for contents in modules.contents():
                 contents.put_back(name, self.counts)
@@ -333,11 +353,7 @@ class Held:
             if value is not EMPTY:
                 variable.set(value)
         for label, x in self._changed():
-            raise MutationError(
-                f"{name}: the function uses a torch.func transform, so that its forward has to be started "
-                f"anew, and has changed {_labelled(label, x)} in place before. Use funcckpt.remat, or change "
-                "it outside of the function."
-            )
+            raise _started_anew(name, label, x)
 
     # -- the recomputation --------------------------------------------------------------------------
 
@@ -441,6 +457,14 @@ class Here:
             }
             self._watch = Watch(errors)
             self._watch.__enter__()
+
+
+def _started_anew(name: object, label: str, x: Tensor) -> MutationError:
+    return MutationError(
+        f"{name}: the function uses a torch.func transform, so that its forward has to be started anew, and "
+        f"has changed {_labelled(label, x)} in place before. Use funcckpt.remat, or change it outside of the "
+        "function."
+    )
 
 
 def _labelled(label: str, x: Tensor) -> str:

@@ -8,20 +8,22 @@ tensor.
 
 from __future__ import annotations
 
+import builtins
 import operator
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import _torch
 from ..closure import WRITES_UNSEEN
-from ..lookup import OfClass, names_of
+from ..lookup import ATOMS, OfClass, global_names, names_of
 from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
-from ..views import getter, parts_of, state_of
+from ..views import getter, hooks_of, parts_of, state_of
 from .contents import Contents, is_as_before, layout_of, snapshot, version
 
 # Buffers of up to so many elements are copied before a forward that may change them.
@@ -33,6 +35,9 @@ _LIBRARIES = ("torch.", "funcckpt.")
 # What a module has, and what does not change what it computes, or is changed inside.
 _FIXED = MODULE_HOOKS | MODULE_FLAGS - {"training"}
 
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+
+_forward_of = operator.attrgetter("forward")
 _version_of = operator.attrgetter("_version")
 
 
@@ -114,6 +119,31 @@ class Layout:
                 modules.append(at)
         self.tensors = _at(tensors)
         self._modules = _at(modules)
+        plain = [at for at, x in enumerate(values) if isinstance(x, (tuple, *_FUNCTIONS))]
+        self._plain = _at(plain)
+        self._plain_values = self._plain(values)
+        held = {*tensors, *self.loose, *[at for at, _, _ in self.changing], *plain}
+        self._forwards = [*map(_forward_of, self.kinds)]
+        self.is_of_torch = all(kind.__module__.startswith("torch.nn.modules.") for kind in self.kinds)
+        self._may_be_closed = (
+            not self.scripted
+            and all(map(_refers_to_torch_alone, self.kinds))
+            and all(map(_is_plain, self._plain_values))
+            and all(
+                at in held or i >= number or name in PARTS or type(values[at]) in ATOMS
+                for at, (i, name) in enumerate(self._places)
+            )
+        )
+
+    def is_closed(self, states: Sequence[State], values: Sequence[Any]) -> bool:
+        """Whether modules have nothing but the tensors that are found in them, and what is torch's."""
+        return (
+            self._may_be_closed
+            and [*map(_forward_of, self.kinds)] == self._forwards
+            and all(map(operator.is_, self._plain(values), self._plain_values))
+            and not any(chain.from_iterable(map(hooks_of, states)))
+            and not _torch.has_global_module_hook()
+        )
 
     def read(self, states: Sequence[State]) -> tuple[list[Any], Sequence[State]]:
         """All values that there are, and the dicts of parts in which some are."""
@@ -137,7 +167,7 @@ class Layout:
         """In which of all dicts a value is, and its name there."""
         return self._places[at]
 
-    def found(self) -> Modules | None:
+    def found(self, alone: bool) -> Modules | None:
         """What is there now, if it is of the same kind and in the same places."""
         try:
             states = [*map(state_of, [reference() for reference in self.references])]
@@ -148,7 +178,7 @@ class Layout:
                 and self._training(values) == self._modes
                 and [*map(id, self._modules(values))] == self._parts_inside
             ):
-                return Modules(self, states, values)
+                return Modules(self, states, values, alone)
         except (AttributeError, KeyError, RuntimeError, ValueError):
             pass  # a module is gone, or an attribute; or a tensor has no version any more
         return None
@@ -158,13 +188,16 @@ class Layout:
 _layouts: dict[int, Layout] = {}
 
 
-def modules_of(root: nn.Module) -> Modules:
-    """What a module, with all that is inside of it, refers to now."""
+def modules_of(root: nn.Module, alone: bool) -> Modules:
+    """What a module, with all that is inside of it, refers to now.
+
+    `alone`: it is called with nothing but tensors and constants, and nobody else has it meanwhile.
+    """
     layout = _layouts.get(id(root))
-    found = None if layout is None else layout.found()
+    found = None if layout is None else layout.found(alone)
     if found is None:
         layout = Layout(root)
-        found = layout.found()
+        found = layout.found(alone)
         assert found is not None
         if layout.is_settled:
             _layouts[id(root)] = layout
@@ -176,6 +209,7 @@ class Modules:
 
     __slots__ = (
         "_states",
+        "is_closed",
         "kept",
         "layout",
         "may_be_unchanged",
@@ -185,12 +219,14 @@ class Modules:
         "versions",
     )
 
-    def __init__(self, layout: Layout, states: list[State], values: list[Any]) -> None:
+    def __init__(self, layout: Layout, states: list[State], values: list[Any], alone: bool) -> None:
         self.layout, self._states, self.values = layout, states, values
+        # Whether all tensors are found that a call may use, beside those that it is given.
+        self.is_closed = alone and layout.is_closed(states, values)
         self.versions = [*map(_version_of, layout.tensors(values))]
         # Tensors that are looked at one by one, and their versions.
         self.kept: list[tuple[int, Tensor, int | None]] = []
-        # Buffers that the forward may change, or has changed: copies of what they were.
+        # Buffers that the forward may change, or has changed: copies of what they were, if that matters.
         self.snapshots: dict[int, tuple[Any, bool]] = {}
         # Where there are tensors with a graph.
         self.results: list[int] = []
@@ -209,7 +245,10 @@ class Modules:
         for at, runs, unseen in layout.changing:
             x = values[at]
             self.kept.append((at, x, x._version))
-            if x.layout is torch.strided and (runs or unseen or x.numel() <= _SMALL):
+            if runs and self.is_closed and layout.is_of_torch:
+                # In training, batch_norm updates them and does not read them; nor does anybody else.
+                self.snapshots[at] = None, True
+            elif x.layout is torch.strided and (runs or unseen or x.numel() <= _SMALL):
                 self.snapshots[at] = snapshot(x), runs
                 self.may_be_unchanged |= not runs
 
@@ -296,6 +335,40 @@ def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         return operator.itemgetter(*places)
     at = slice(places[0], places[0] + 1) if places else slice(0)
     return operator.itemgetter(at)
+
+
+@OfClass
+def _refers_to_torch_alone(kind: type) -> bool:
+    """Whether the code of a class of modules refers to nothing but to the module, and to what is torch's."""
+    return all(
+        _is_of_torch_alone(member)
+        for base in kind.__mro__
+        if base is not object and not base.__module__.startswith("torch.nn.modules.")
+        for name, member in vars(base).items()
+        if name != "__init__" and (callable(member) or hasattr(member, "__get__"))
+    )
+
+
+def _is_of_torch_alone(f: Any) -> bool:
+    if isinstance(f, BuiltinFunctionType):
+        return (f.__module__ or "torch").startswith("torch")
+    if not isinstance(f, FunctionType):
+        return False
+    if {*f.__code__.co_freevars} - {"__class__"} or not ATOMS.issuperset(map(type, f.__defaults__ or ())):
+        return False
+    there = f.__globals__
+    return there.get("__name__", "").startswith("torch.") or all(
+        _is_module_of_torch(there[name]) if name in there else hasattr(builtins, name)
+        for name in global_names(f.__code__)
+    )
+
+
+def _is_plain(x: Any) -> bool:
+    return ATOMS.issuperset(map(type, x)) if isinstance(x, tuple) else _is_of_torch_alone(x)
+
+
+def _is_module_of_torch(x: Any) -> bool:
+    return isinstance(x, ModuleType) and x.__name__.partition(".")[0] in ("torch", "math")
 
 
 def is_of_torch_or_ours(f: FunctionType) -> bool:

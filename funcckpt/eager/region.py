@@ -189,13 +189,15 @@ class Region:
             self._looks.append(_look(x))
         if self._sums is not None:
             self._sums.append(_sum(x))
-        if x.dim() == 1 and type(x) is Tensor and id(x) not in self._held.running and may_be_statistics(x):
+        if not self._held.has_all_statistics and x.dim() == 1 and type(x) is Tensor and may_be_statistics(x):
             self._take_statistics(x)
         return slot
 
     def _take_statistics(self, x: Tensor) -> None:
         """Autograd saves the arguments of batch_norm before it has updated them."""
         known = self._statistics.get(id(x))
+        if id(x) in self._held.running:
+            return
         if (known is None or known[0]() is not x) and not x._is_view() and not x.is_inference():
             self._statistics[id(x)] = weakref.ref(x), snapshot(x)
 
