@@ -418,6 +418,9 @@ class _Again:
         self._region = region
         self._key = key
         self._copies = copies
+        self._slots, self._looks = region._slots, region._looks
+        # After which of them to stop.
+        self._last = len(self._slots) - 1 if region._early_stop else -1
         self._count = 0
         self._more = False
         self._different: list[str] = []
@@ -425,30 +428,34 @@ class _Again:
         self._others: list[weakref.ref[torch.nn.Parameter]] = []
 
     def pack(self, x: Tensor) -> Tensor:
-        region, i = self._region, self._count
+        i = self._count
         self._count = i + 1
         # The graph of the recomputation would hold itself.
         kept = _torch.alias(x) if x.requires_grad else x
-        if i >= len(region._slots):
-            if region._complete:
-                raise CheckpointError(
-                    f"{region._name}: trying to save more tensors during recomputation than during the "
-                    f"original forward pass ({len(region._slots)}). {region._hint}"
-                )
-            self._more = True  # the forward asks for a backward of its own part, and goes on
+        if i >= len(self._slots):
+            self._no_slot_left()
             return kept
-        slot = region._slots[i]()
+        slot = self._slots[i]()
         # None if someone has run a backward that needs it no more.
         if slot is not None and (self._only is None or self._only is slot):
-            if region._check:
-                here, there = region._looks[i], _look(x)
-                is_same = here[0] == there[0] and here[1] is there[1] and region._sums is None
-                if not is_same and self._is_another(i, here, there, x):
+            if self._looks:
+                (look, parameter), there = self._looks[i], _look(x)
+                is_same = look == there[0] and parameter is there[1] and self._region._sums is None
+                if not is_same and self._is_another(i, (look, parameter), there, x):
                     kept = _torch.same_memory(kept)  # which does not keep alive what it is a view of
             slot[self._key] = kept, _version(kept)
-        if region._early_stop and i + 1 == len(region._slots):
+        if i == self._last:
             raise _Stop
         return kept
+
+    def _no_slot_left(self) -> None:
+        region = self._region
+        if region._complete:
+            raise CheckpointError(
+                f"{region._name}: trying to save more tensors during recomputation than during the "
+                f"original forward pass ({len(self._slots)}). {region._hint}"
+            )
+        self._more = True  # the forward asks for a backward of its own part, and goes on
 
     def _is_another(self, i: int, here: Look, there: Look, x: Tensor) -> bool:
         """Whether `x` is of another parameter than in the forward; an error if it was changed."""
