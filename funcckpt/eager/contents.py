@@ -7,7 +7,7 @@ import dis
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import CellType, CodeType
 from typing import Any, NamedTuple
@@ -243,15 +243,12 @@ def snapshot(x: Tensor) -> bytes | Tensor:
         return x.detach().clone()
 
 
-def from_snapshots(pairs: Sequence[tuple[Tensor, bytes | Tensor | None]]) -> list[Tensor]:
-    """New tensors, each like one, with what a snapshot of that holds, or it holds now."""
+def from_snapshot(copy: bytes | Tensor, like: Tensor) -> Tensor:
+    """A new tensor with what a snapshot of `like` holds."""
     with _torch.without_dispatch_modes(), _torch.plain():
-        return [
-            torch.frombuffer(bytearray(copy), dtype=x.dtype).view(x.shape)
-            if isinstance(copy, bytes)
-            else (x.detach() if copy is None else copy).clone()
-            for x, copy in pairs
-        ]
+        if isinstance(copy, bytes):
+            return torch.frombuffer(bytearray(copy), dtype=like.dtype).view(like.shape)
+        return copy.clone()
 
 
 def is_as_before(x: Tensor, copy: bytes | Tensor) -> bool:
@@ -264,7 +261,7 @@ def is_as_before(x: Tensor, copy: bytes | Tensor) -> bool:
 
 def assign(x: Tensor, copy: bytes | Tensor) -> None:
     """Let `x` be what it was, without a word to its version counter."""
-    (value,) = from_snapshots([(x, copy)])
+    value = from_snapshot(copy, x)
     with torch.no_grad(), _torch.version_kept(x):
         x.copy_(value)
 

@@ -55,7 +55,6 @@ from .contents import (
     added_to,
     assign,
     changed,
-    from_snapshots,
     is_count,
     leave_cell,
     version,
@@ -438,12 +437,10 @@ class Here:
             for contents in modules.contents():
                 self._undo.append(contents.put_back(self._name, self._held.counts))
         if modules.snapshots:
-            updated = modules.updated()
-            made = from_snapshots([(x, copy) for _, _, x, copy in updated])
-            for (there, name, _, _), x in zip(updated, made, strict=True):
-                self.copies.add(x.untyped_storage()._cdata)
+            for there, name, _, copy in modules.updated(for_another_run=True):
+                self.copies.add(copy.untyped_storage()._cdata)
                 self._undo.append(functools.partial(there.__setitem__, name, there[name]))
-                there[name] = x
+                there[name] = copy
 
     def _leave_modules(self, modules: Modules) -> None:
         if not modules.is_here():

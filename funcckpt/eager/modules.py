@@ -2,8 +2,8 @@
 
 A module that was searched is most often as it was when it is searched the next time, before the
 recomputation and after it. A `Layout` knows where a module, with all that is inside of it, has what it refers
-to: whoever looks again reads that in loops that run in C, and visits no module. It holds no module and no
-tensor.
+to: whoever looks again reads that in loops that run in C, and visits no module. It holds no module, and
+nothing of one that could hold it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..closure import WRITES_UNSEEN
 from ..lookup import ATOMS, OfClass, global_names, names_of
 from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
 from ..views import getter, hooks_of, parts_of, state_of
-from .contents import Contents, is_as_before, layout_of, snapshot, version
+from .contents import Contents, from_snapshot, is_as_before, layout_of, snapshot, version
 
 # Buffers of up to so many elements are copied before a forward that may change them.
 _SMALL = 2**16
@@ -94,6 +94,7 @@ class Layout:
         """Find where there are which values."""
         tensors: list[int] = []
         modules: list[int] = []
+        self._scratch: dict[int, Tensor] = {}
         self.loose: list[int] = []
         self.lists: list[int] = []
         # Buffers that the forward may change, and whether it does so in any case, or unseen.
@@ -166,6 +167,13 @@ class Layout:
     def place(self, at: int) -> tuple[int, str]:
         """In which of all dicts a value is, and its name there."""
         return self._places[at]
+
+    def scratch_for(self, at: int, x: Tensor) -> Tensor:
+        """A tensor that may be written to in place of `x`, and is read by no one."""
+        scratch = self._scratch.get(at)
+        if scratch is None or (scratch.shape, scratch.dtype, scratch.device) != (x.shape, x.dtype, x.device):
+            scratch = self._scratch[at] = from_snapshot(x.detach(), x)
+        return scratch
 
     def found(self, alone: bool) -> Modules | None:
         """What is there now, if it is of the same kind and in the same places."""
@@ -323,11 +331,20 @@ class Modules:
             ]
         return [(self.layout.place(at)[1], x) for at, x in found] if found else []
 
-    def updated(self) -> list[tuple[State, str, Tensor, Any]]:
-        """Where there are buffers that the forward has changed, these, and copies of what they were."""
+    def updated(self, for_another_run: bool = False) -> list[tuple[State, str, Tensor, Any]]:
+        """Where there are buffers that the forward has changed, these, and copies of what they were.
+
+        The copies are snapshots, or tensors that another run may change.
+        """
         dicts = self._dicts()
-        places = [(*self.layout.place(at), self.values[at], copy) for at, (copy, _) in self.snapshots.items()]
-        return [(dicts[i], name, x, copy) for i, name, x, copy in places]
+        found = []
+        for at, (copy, _) in self.snapshots.items():
+            i, name = self.layout.place(at)
+            x = self.values[at]
+            if for_another_run:
+                copy = self.layout.scratch_for(at, x) if copy is None else from_snapshot(copy, x)
+            found.append((dicts[i], name, x, copy))
+        return found
 
 
 def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
