@@ -1,6 +1,7 @@
 """The benchmarks run and agree with each other; the README says what they have found."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def test_the_script_for_a_gpu(capsys):
     assert ours["largest_batch"] > plain["largest_batch"] > 1
     assert ours["allocated_bytes"] < plain["allocated_bytes"]
     assert "largest" in capsys.readouterr().out
+
+
+def test_the_script_for_calls_in_plain_eager_code(capsys, tmp_path):
+    import eager_overhead
+
+    path = tmp_path / "found.json"
+    rows = eager_overhead.main(["--toy", "--out", str(path)])
+    assert [row["case"] for row in rows] == [*eager_overhead.CASES]
+    assert all(row["forward"]["ratio"] > 0 < row["forward and backward"]["ratio"] for row in rows)
+    assert json.loads(path.read_text())["rows"] == rows
+    assert "a transformer layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n", range(1, 20))

@@ -59,7 +59,14 @@ from .contents import (
     leave_cell,
     version,
 )
-from .modules import Modules, is_of_torch_or_ours, modules_of
+from .modules import (
+    Modules,
+    is_of_torch_or_ours,
+    is_torch,
+    looks_further,
+    modules_of,
+    refers_to_torch_alone,
+)
 
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
 _PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
@@ -133,14 +140,13 @@ class Held:
         self.streams: list[world.Stream] = []
         self._seen: set[int] = set()
         # Whether all tensors are found that f may use: otherwise leaves are searched in its graph.
-        self._is_closed = False
+        self._is_closed = True
         # Whether there are no others that batch_norm may update than those.
         self.has_all_statistics = False
         alone = _PLAIN.issuperset(map(type, others))
         if isinstance(f, nn.Module):
             self._take_module(f, alone)
-            self._is_closed = self._modules[0].is_closed and not self._results
-            self.has_all_statistics = self._is_closed and self._modules[0].layout.is_of_torch
+            self.has_all_statistics = alone and self._is_closed and self._modules[0].layout.is_of_torch
         else:
             self._search(f, 0)
         if not alone:
@@ -164,17 +170,20 @@ class Held:
 
     def _search(self, x: Any, depth: int) -> None:
         kind = type(x)
-        if kind in _CONSTANTS or depth > _DEEPEST or id(x) in self._seen:
+        if kind in _CONSTANTS or id(x) in self._seen:
+            return
+        if depth > _DEEPEST:
+            self._is_closed = False
             return
         self._seen.add(id(x))
         if kind is FunctionType:
             self._take_function(x, depth)
-        elif kind is BuiltinFunctionType:
-            if type(x.__self__) not in _NO_STREAMS:
-                self._take_stream(x.__self__)
+        elif kind is BuiltinFunctionType and type(x.__self__) in _NO_STREAMS:
+            self._is_closed &= refers_to_torch_alone(x)
         elif isinstance(x, nn.Module):
             self._take_module(x)
         elif isinstance(x, Tensor):
+            self._is_closed &= kind in _PLAIN
             if (now := version(x)) is not None:
                 self._tensors.append((weakref.ref(x), now))
         elif kind is MethodType:
@@ -186,9 +195,17 @@ class Held:
         elif isinstance(x, _CONTAINERS):
             if kind in _MUTABLE:
                 self._take_contents(x, in_order=True)
+            else:
+                self._is_closed &= kind is tuple
             for y in x.values() if isinstance(x, dict) else x:
                 self._search(y, depth + 1)
-        elif kind is ContextVar:
+        else:
+            self._is_closed = False
+            self._search_object(x, depth)
+
+    def _search_object(self, x: Any, depth: int) -> None:
+        kind = type(x)
+        if kind is ContextVar:
             self._variables.append((x, x.get(EMPTY)))
         elif kind is numpy.ndarray:
             if not x.dtype.hasobject:
@@ -221,6 +238,7 @@ class Held:
         modules = modules_of(root, alone)
         self._modules.append(modules)
         self._seen |= modules.layout.keys
+        self._is_closed &= modules.is_closed
         self._results += [(modules.values, at) for at in modules.results]
         if modules.kept:
             self.running.update(map(id, modules.running))
@@ -236,6 +254,7 @@ class Held:
                 continue
             self._cells.append((cell, value))
             if type(value) is ModuleType:
+                self._is_closed &= is_torch(value)
                 self._take_stream(value, f)
             else:
                 self._search(value, depth + 1)
@@ -243,6 +262,7 @@ class Held:
             return
         there = f.__globals__
         self._functions.append((f, _parts(f)))
+        self._is_closed &= not looks_further(f.__code__)
         self.may_count |= "" in added_to(f.__code__)
         for value in f.__defaults__ or ():
             self._search(value, depth + 1)
@@ -259,10 +279,16 @@ class Held:
             elif isinstance(value, FunctionType):
                 if value.__globals__ is there:
                     self._search(value, depth + 1)
-            elif not self._take_stream(value, f) and not isinstance(value, ModuleType):
+                else:
+                    self._is_closed &= refers_to_torch_alone(value)
+            elif self._take_stream(value, f) or isinstance(value, ModuleType):
+                self._is_closed &= is_torch(value)
+            else:
                 variables[name] = value
                 if type(value) not in _CONTAINERS or len(value) <= _LONGEST:
                     self._search(value, depth + 1)
+                else:
+                    self._is_closed = False
         if variables:
             self._contents.append(Contents(there, variables, None))
 
@@ -318,7 +344,7 @@ class Held:
         for modules in self._modules:
             if modules.may_be_unchanged:
                 modules.forget_unchanged()
-        if not self._is_closed:
+        if self._results or not self._is_closed:
             self._search_graph(out, first)
 
     def _search_graph(self, out: Any, first: int) -> None:

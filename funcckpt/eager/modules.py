@@ -8,12 +8,12 @@ nothing of one that could hold it.
 
 from __future__ import annotations
 
-import builtins
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from ..closure import WRITES_UNSEEN
-from ..lookup import ATOMS, OfClass, global_names, names_of
+from ..lookup import ATOMS, OfClass, global_names, imported, names_of
 from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
 from ..views import getter, hooks_of, parts_of, state_of
 from .contents import Contents, from_snapshot, is_as_before, layout_of, snapshot, version
@@ -35,6 +35,8 @@ _LIBRARIES = ("torch.", "funcckpt.")
 # What a module has, and what does not change what it computes, or is changed inside.
 _FIXED = MODULE_HOOKS | MODULE_FLAGS - {"training"}
 
+_OF_TORCH = ("torch", "math", "builtins")
+_LOOKS_UP = {"globals", "vars", "eval", "exec", "__import__", "__globals__", "__dict__", "__subclasses__"}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 _forward_of = operator.attrgetter("forward")
@@ -128,7 +130,7 @@ class Layout:
         self.is_of_torch = all(kind.__module__.startswith("torch.nn.modules.") for kind in self.kinds)
         self._may_be_closed = (
             not self.scripted
-            and all(map(_refers_to_torch_alone, self.kinds))
+            and all(map(_is_of_torch_alone, self.kinds))
             and all(map(_is_plain, self._plain_values))
             and all(
                 at in held or i >= number or name in PARTS or type(values[at]) in ATOMS
@@ -230,7 +232,7 @@ class Modules:
     def __init__(self, layout: Layout, states: list[State], values: list[Any], alone: bool) -> None:
         self.layout, self._states, self.values = layout, states, values
         # Whether all tensors are found that a call may use, beside those that it is given.
-        self.is_closed = alone and layout.is_closed(states, values)
+        self.is_closed = layout.is_closed(states, values)
         self.versions = [*map(_version_of, layout.tensors(values))]
         # Tensors that are looked at one by one, and their versions.
         self.kept: list[tuple[int, Tensor, int | None]] = []
@@ -241,9 +243,9 @@ class Modules:
         # Whether some of those may be copies of what is still the same: statistics are not compared.
         self.may_be_unchanged = False
         if layout.loose or layout.changing:
-            self._look_closer()
+            self._look_closer(alone)
 
-    def _look_closer(self) -> None:
+    def _look_closer(self, alone: bool) -> None:
         layout, values = self.layout, self.values
         for at in layout.loose:
             if values[at].grad_fn is not None:
@@ -253,7 +255,7 @@ class Modules:
         for at, runs, unseen in layout.changing:
             x = values[at]
             self.kept.append((at, x, x._version))
-            if runs and self.is_closed and layout.is_of_torch:
+            if runs and alone and self.is_closed and layout.is_of_torch:
                 # In training, batch_norm updates them and does not read them; nor does anybody else.
                 self.snapshots[at] = None, True
             elif x.layout is torch.strided and (runs or unseen or x.numel() <= _SMALL):
@@ -355,37 +357,50 @@ def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 @OfClass
-def _refers_to_torch_alone(kind: type) -> bool:
+def _is_of_torch_alone(kind: type) -> bool:
     """Whether the code of a class of modules refers to nothing but to the module, and to what is torch's."""
     return all(
-        _is_of_torch_alone(member)
+        refers_to_torch_alone(member)
+        if isinstance(member, FunctionType)
+        else type(member) in ATOMS or name[:2] == "__"
         for base in kind.__mro__
         if base is not object and not base.__module__.startswith("torch.nn.modules.")
         for name, member in vars(base).items()
-        if name != "__init__" and (callable(member) or hasattr(member, "__get__"))
+        if name != "__init__"
     )
 
 
-def _is_of_torch_alone(f: Any) -> bool:
+def refers_to_torch_alone(f: Any) -> bool:
+    """Whether a function refers to nothing but to its arguments, and to what is torch's."""
     if isinstance(f, BuiltinFunctionType):
-        return (f.__module__ or "torch").startswith("torch")
+        return (f.__module__ or "torch").partition(".")[0] in _OF_TORCH
     if not isinstance(f, FunctionType):
         return False
-    if {*f.__code__.co_freevars} - {"__class__"} or not ATOMS.issuperset(map(type, f.__defaults__ or ())):
+    code, there = f.__code__, f.__globals__
+    if {*code.co_freevars} - {"__class__"} or not ATOMS.issuperset(map(type, f.__defaults__ or ())):
         return False
-    there = f.__globals__
-    return there.get("__name__", "").startswith("torch.") or all(
-        _is_module_of_torch(there[name]) if name in there else hasattr(builtins, name)
-        for name in global_names(f.__code__)
+    return there.get("__name__", "").startswith("torch.") or not (
+        f.__kwdefaults__
+        or looks_further(code)
+        or not all(map(is_torch, [there[name] for name in global_names(code) if name in there]))
+    )
+
+
+def is_torch(x: Any) -> bool:
+    """Whether it is a module of Python's that belongs to torch, or has no tensors."""
+    return isinstance(x, ModuleType) and x.__name__.partition(".")[0] in _OF_TORCH
+
+
+@functools.lru_cache(maxsize=4096)
+def looks_further(code: CodeType) -> bool:
+    """Whether code may look up what is not among its variables and global names."""
+    return not _LOOKS_UP.isdisjoint(names_of(code)) or any(
+        name.partition(".")[0] not in _OF_TORCH for name in imported(code)
     )
 
 
 def _is_plain(x: Any) -> bool:
-    return ATOMS.issuperset(map(type, x)) if isinstance(x, tuple) else _is_of_torch_alone(x)
-
-
-def _is_module_of_torch(x: Any) -> bool:
-    return isinstance(x, ModuleType) and x.__name__.partition(".")[0] in ("torch", "math")
+    return ATOMS.issuperset(map(type, x)) if isinstance(x, tuple) else refers_to_torch_alone(x)
 
 
 def is_of_torch_or_ours(f: FunctionType) -> bool:

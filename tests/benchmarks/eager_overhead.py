@@ -89,7 +89,7 @@ def compare(name: str, rounds: int, calls: int) -> dict[str, Any]:
                 if is_backward:
                     y.backward(torch.ones_like(y))
 
-        runs = {"torch": lambda: run(theirs), "ours": lambda: run(ours)}  # noqa: B023
+        runs = {"torch": lambda: run(theirs), "ours": lambda: run(ours)}
         times, _ = best_times(runs, rounds)
         found = {way: round(1e6 * time / calls, 2) for way, time in times.items()}
         row[column] = {**found, "ratio": round(times["ours"] / times["torch"], 3)}
