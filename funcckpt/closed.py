@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from . import _torch, dispatch, net, world
+from .closure import WRITES_UNSEEN
 from .flat import Call, Outputs, are_distinct_tensors
 from .lookup import assigned_by, global_names, holds_nothing, imported, is_of_library
 from .program import Tensors
 
 # What leads out of a tensor, or into it unseen, and what draws random numbers.
-_LEADS_OUT = frozenset(
-    "data data_ptr detach_ grad grad_fn numpy output_nr requires_grad requires_grad_ retain_grad set_ "
-    "untyped_storage".split()
+_LEADS_OUT = frozenset(WRITES_UNSEEN) | frozenset(
+    "grad grad_fn output_nr requires_grad requires_grad_ retain_grad".split()
 )
 _DRAWS = frozenset(
     "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ "

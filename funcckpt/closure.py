@@ -824,7 +824,10 @@ class _Habits(NamedTuple):
 
 
 # The names that tell each.
-WRITES_UNSEEN = ("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_")
+WRITES_UNSEEN = (
+    *("data", "set_", "numpy", "untyped_storage", "data_ptr", "from_dlpack", "detach_"),
+    *("apply_", "map_", "map2_", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"),
+)
 _SIGNS = (
     WRITES_UNSEEN,
     ("fork_rng", "manual_seed", "manual_seed_all", "set_rng_state", "set_state", "seed"),

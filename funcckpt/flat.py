@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 from . import _torch
 from .closure import Closure
 from .errors import CheckpointError, InputError, MutationError, OutputError, describe
+from .nodes import versions_of
 from .program import Leaf, Tensors
 
 # What may be an argument and holds nothing.
@@ -294,9 +294,6 @@ def _guarded(y: Tensor) -> Tensor:
     return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
 
 
-_version = operator.attrgetter("_version")
-
-
 class Call(Leaf):
     """One call of a checkpointed function."""
 
@@ -316,23 +313,22 @@ class Call(Leaf):
     def where(self, i: int) -> str:
         """What input `i` is to f, in words."""
 
-    @staticmethod
-    def versions(inputs: Sequence[Tensor]) -> list[int | None]:
-        try:
-            return [*map(_version, inputs)]
-        except RuntimeError:  # inference tensors have none
-            return [None if x.is_inference() else x._version for x in inputs]
+    def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
+        return versions_of(inputs)
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        if before == self.versions(inputs):
+        if before == (now := versions_of(inputs)):
             return
-        for i, (version, x) in enumerate(zip(before, inputs, strict=True)):
-            if version is not None and x._version != version:
-                raise MutationError(
-                    f"remat({self._name}) changed {self.where(i)} ({describe(x)}) in place. The "
-                    "recomputation would start from the changed values: work on a copy (x.clone()) "
-                    "inside the function, or return the new value."
-                )
+        for i, (version, new) in enumerate(zip(before, now, strict=True)):
+            if version != new:
+                raise self._changed(i, inputs[i])
+
+    def _changed(self, i: int, x: Tensor) -> MutationError:
+        return MutationError(
+            f"remat({self._name}) changed {self.where(i)} ({describe(x)}) in place. The recomputation would "
+            "start from the changed values: work on a copy (x.clone()) inside the function, or return the "
+            "new value."
+        )
 
     def _changed_input(self, tensors: Sequence[Tensor]) -> MutationError:
         """f sees its arguments as leaves, to which autograd lets nobody write."""

@@ -319,10 +319,12 @@ class TensorNode(Node):
 class FunctionNode(Node):
     """A Python function: its cells, defaults, attributes, and the globals that its code names."""
 
-    __slots__ = ("cells", "left", "state")
+    __slots__ = ("cells", "code", "left", "state")
 
     def __init__(self, value: Any, parent: int | None, label: str) -> None:
         super().__init__(value, parent, label)
+        # Somebody may give it another.
+        self.code = value.__code__
         # The ids of its cells, which other functions may share.
         self.cells = dict(zip(value.__code__.co_freevars, map(id, value.__closure__ or ()), strict=True))
         # The variables that some function assigns. They are state, and not constants of the call.
@@ -394,6 +396,7 @@ class FunctionNode(Node):
             "defaults": "a default argument",
             "kwdefaults": "a default argument",
             "dict": "an attribute of the function",
+            "code": "the code",
         }[kind]
 
     def allocate(self, rebuild: Rebuild) -> Any:
@@ -403,14 +406,14 @@ class FunctionNode(Node):
             namespace = rebuild.namespace(namespace)
         cells = None
         if function.__closure__ is not None:
-            names = function.__code__.co_freevars
+            names = self.code.co_freevars
             cells = tuple(
                 [
                     cell if self._shares(name, rebuild) else rebuild.cell(self.cells[name])
                     for name, cell in zip(names, function.__closure__, strict=True)
                 ]
             )
-        return _function(function, namespace, cells)
+        return _function(function, self.code, namespace, cells)
 
     def _shares(self, name: str, rebuild: Rebuild) -> bool:
         """Whether a copy keeps the original's cell."""
@@ -442,10 +445,17 @@ class FunctionNode(Node):
                 if (name[0] == "global" and self._was_reassigned(name[1]))
                 or (name[0] in now and now[name[0]] is not item)
             ]
+            + self._changed_code()
         )
 
+    def _changed_code(self) -> list[Any]:
+        return [] if self.value.__code__ is self.code else [("code", "")]
+
     def changes(self) -> Iterator[Any]:
-        return (name for name in super().changes() if name[1] not in self.state)
+        yield from self._changed_code()
+        for name in super().changes():
+            if name[1] not in self.state:
+                yield name
 
     def was_assigned(self) -> bool:
         return any(
@@ -505,10 +515,10 @@ class FunctionNode(Node):
             cells = tuple(
                 [
                     types.CellType() if ("cell", name) in needed else cell
-                    for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
+                    for name, cell in zip(self.code.co_freevars, cells, strict=True)
                 ]
             )
-        return _function(function, function.__globals__, cells)
+        return _function(function, self.code, function.__globals__, cells)
 
 
 _DETAILS = [
@@ -521,10 +531,13 @@ _DETAILS = [
 
 
 def _function(
-    like: types.FunctionType, namespace: dict[str, Any], cells: tuple[types.CellType, ...] | None
+    like: types.FunctionType,
+    code: types.CodeType,
+    namespace: dict[str, Any],
+    cells: tuple[types.CellType, ...] | None,
 ) -> types.FunctionType:
     """A function like another one, around other variables."""
-    new = types.FunctionType(like.__code__, namespace, like.__name__, None, cells)
+    new = types.FunctionType(code, namespace, like.__name__, None, cells)
     for name in _DETAILS:
         setattr(new, name, getattr(like, name))
     return new

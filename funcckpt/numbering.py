@@ -170,9 +170,8 @@ class Numbers:
             storage = y.untyped_storage()
             if any(address_of(x) == storage._cdata for x in tensors_of(args, kwargs)):
                 continue  # a view, whatever the schema says
-            if kind == "view":  # of what is not there yet
-                source = self.origin(tensors_of(args, kwargs)[0])
-                self._origins[storage._cdata] = source._replace(storage=weakref.ref(storage))
+            if kind == "view" and (given := tensors_of(args, kwargs)):  # of what is not there yet
+                self._origins[storage._cdata] = self.origin(given[0])._replace(storage=weakref.ref(storage))
                 continue
             self._note(y, (number, i), y.storage_offset(), frozenset({(call, i)}))
 

@@ -503,6 +503,8 @@ class _Call(Call):
         self._written: frozenset[int] = frozenset()
         # What statistics were that f was given, by their positions, where it has updated them.
         self._statistics: dict[int, Tensor] = {}
+        # The inputs as they were before the first run, if that may write to them unseen.
+        self._copies: list[Tensor | None] = []
         self.replaces = bool(self._replaced)
         self._ids: list[list[int]] = []
         self._attributes: list[dict[str, Any]] = []
@@ -752,6 +754,18 @@ class _Call(Call):
         )
 
     # -- the program --------------------------------------------------------------------------
+
+    def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
+        if self._closure.writes_unseen and not _torch.is_tracing():
+            self._copies = [*map(_copy, inputs)]
+        return super().versions(inputs)
+
+    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
+        super().check_versions(before, inputs)
+        for i, (x, copy) in enumerate(zip(inputs, self._copies, strict=False)):
+            if copy is not None and i not in self._statistics and not _same(x, copy):
+                raise self._changed(i, x)
+        self._copies = []
 
     def run(self, *inputs: Tensor) -> Tensors:
         return self._run_under_net(inputs) if self._outputs is None else self._run_again(inputs)
@@ -1021,7 +1035,8 @@ def _copy(x: Tensor) -> Tensor | None:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a.detach(), b))
+    a = a.detach()
+    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -441,3 +441,47 @@ def test_a_pullback_that_writes_unseen_to_what_a_product_reads():
     expected = run(lambda f: f)
     for _ in range(3):
         assert_close(run(remat), expected)
+
+
+class ReadsLate(torch.autograd.Function):
+    """Its backward reads a product, in some runs."""
+
+    reads = False
+
+    @staticmethod
+    def forward(ctx, x, product):
+        ctx.save_for_backward(product)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, ct):
+        (product,) = ctx.saved_tensors
+        if not ReadsLate.reads:
+            return ct, None
+        try:
+            return ct * product.sum(), None
+        except Exception as error:
+            raise ArithmeticError from error
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_pullback_that_reads_what_it_did_not_read_the_last_time(monkeypatch, catches):
+    """The recomputation has stopped to watch by then, and runs again."""
+    w = weights()[0]
+
+    class Catches(ReadsLate):
+        @staticmethod
+        def backward(ctx, ct):
+            try:
+                return ReadsLate.backward(ctx, ct)
+            except ArithmeticError:
+                return ct * 0, None
+
+    def run(wrap):
+        x = points().requires_grad_()
+        function = Catches if catches else ReadsLate
+        return torch.autograd.grad(wrap(lambda x: function.apply(x.sin(), x @ w).sum())(x), x)
+
+    for reads in (False, False, True, True, False, True):
+        monkeypatch.setattr(ReadsLate, "reads", reads)
+        assert_close(run(remat), run(lambda f: f))

@@ -104,6 +104,7 @@ def main(
     *,
     rounds: int = 3,
     summary: Callable[[list[Row]], Any] = lambda rows: None,
+    draw: Callable[[], None] = lambda: None,
     arguments: Sequence[str] | None = None,
 ) -> None:
     """Run a benchmark.
@@ -118,6 +119,8 @@ def main(
         That time is the best of; 0 for bytes and FLOPs alone.
     summary
         What else is to be in the JSON, made from all rows.
+    draw
+        Called when a JSON of record has been written.
     """
     options = _options(script, rounds).parse_args(arguments)
     torch.set_num_threads(1)
@@ -131,6 +134,8 @@ def main(
         _print_table(list(of_problem.values()))
         rows += of_problem.values()
     write(script, {"rows": rows, "summary": summary(rows)}, options)
+    if not (options.toy or options.out):
+        draw()
 
 
 def _options(script: str, rounds: int) -> argparse.ArgumentParser:
@@ -155,8 +160,12 @@ def about(script: str) -> dict[str, Any]:
         "hardware": hardware(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: importlib.import_module(name).__version__ for name in ("jax", "opacus") if name in sys.modules},
-    }  # fmt: skip
+        **{
+            name: sys.modules[name].__version__
+            for name in ("jax", "equinox", "opacus")
+            if name in sys.modules
+        },
+    }
 
 
 def _commit() -> str | None:
@@ -192,6 +201,7 @@ def _costs(problem: str, methods: Methods, with_resident: bool) -> tuple[dict[st
     jobs: dict[str, Job] = {}
     rows: dict[str, Row] = {}
     for name, make in methods.items():
+        print(f"{problem}: {name}", file=sys.stderr, flush=True)  # it may take minutes
         rows[name] = row = {"problem": problem, "method": name}
         try:
             job = make()
@@ -206,7 +216,7 @@ def _costs(problem: str, methods: Methods, with_resident: bool) -> tuple[dict[st
 
 
 def _run(jobs: dict[str, Job], rows: dict[str, Row], rounds: int) -> None:
-    if not rounds:
+    if not (jobs and rounds):
         return
     times, results = best_times({name: job.run for name, job in jobs.items()}, rounds)
     first = next(iter(jobs))
@@ -294,3 +304,38 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     over = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
     return over / sum((a - mean_x) ** 2 for a in x)
+
+
+# -- in pictures -------------------------------------------------------------------------------------------
+
+
+def draw_bytes(
+    name: str,
+    what: str,
+    sizes: Sequence[int],
+    panels: dict[str, Callable[[Row], bool]],
+    styles: dict[str, tuple[str, str]],
+) -> None:
+    """Write a picture of the peaks that are recorded, against sizes: a panel for some of the rows each, a curve
+    for each method, whose colour and style are given.
+    """
+    import matplotlib.pyplot as plt
+
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(2.4 + 4 * len(panels), 4.2), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, (title, is_shown) in zip(all_axes[0], panels.items(), strict=True):
+        for method, (colour, style) in styles.items():
+            kib = [row["peak_bytes"] / 1024 for row in rows if row["method"] == method and is_shown(row)]
+            if kib:
+                axes.loglog(sizes, kib, style, color=colour, markersize=4, linewidth=1.4, label=method)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(what)
+        axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
+    all_axes[0, 0].set_ylabel("peak live KiB")
+    all_axes[0, 0].legend(frameon=False, fontsize=7)
+    figure.savefig(RESULTS / f"{name}.png", dpi=160)

@@ -9,13 +9,12 @@ under `torch.utils.checkpoint`, in plain eager; `scan` with √n segments and it
 mode) for `torch.func.grad`. All is in float64. ``results/maml.png`` shows the bytes.
 """
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import RESULTS, Methods, main, of_torch, torch_checkpoint
+from common import Methods, draw_bytes, main, of_torch, torch_checkpoint
 from torch.func import grad
 from torch.utils import _pytree as pytree
 
@@ -131,29 +130,9 @@ PROBLEMS = {f"{p.__name__}, {n} steps": maml(p, n) for p in (sinusoid, digits) f
 
 
 def draw() -> None:
-    import matplotlib.pyplot as plt
-
-    rows = json.loads((RESULTS / "maml.json").read_text())["rows"]
-    figure, all_axes = plt.subplots(1, 2, figsize=(9.6, 4), layout="constrained", sharey=True)
-    for axes, problem in zip(all_axes, ("sinusoid", "digits")):
-        for name, (_, colour, style) in METHODS.items():
-            kib = [
-                row["peak_bytes"] / 1024
-                for row in rows
-                if row["method"] == name and row["problem"].startswith(problem)
-            ]
-            axes.loglog(STEPS, kib, style, color=colour, markersize=4, linewidth=1.4, label=name)
-        axes.set_title(problem, fontsize=10)
-        axes.set_xlabel("inner steps")
-        axes.set_xticks(STEPS, STEPS)
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
-    all_axes[0].set_ylabel("peak live KiB")
-    all_axes[0].legend(frameon=False, fontsize=7)
-    figure.savefig(RESULTS / "maml.png", dpi=160)
+    panels = {kind: lambda row, kind=kind: row["problem"].startswith(kind) for kind in ("sinusoid", "digits")}
+    draw_bytes("maml", "inner steps", STEPS, panels, {name: style for name, (_, *style) in METHODS.items()})
 
 
 if __name__ == "__main__":
-    main(__file__, PROBLEMS, rounds=1)
-    draw()
+    main(__file__, PROBLEMS, rounds=1, draw=draw)

@@ -139,11 +139,37 @@ def chunks() -> list[str]:
     return table(head, body) + sources("chunks")
 
 
+def loops() -> list[str]:
+    found = load("loops")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        rows.setdefault(row["method"], []).append(row)
+    longest = rows["plain loop"][-1]
+    ends = [rows["plain loop"][i]["problem"] for i in (1, -1)]
+    body = []
+    for method, (timed, *of_lengths) in rows.items():
+        kib = [f"{row['peak_bytes'] / 1024:,.0f}" for row in (of_lengths[0], of_lengths[-1])]
+        flops = of_lengths[-1]["flops"]
+        body.append(
+            [
+                method,
+                *kib,
+                f"n^{found['summary'][method]:.2f}",
+                f"{flops / longest['flops']:.2f}" if flops else "",
+                f"{timed['time_ratio']:.2f}",
+            ]
+        )
+    timed = rows["plain loop"][0]["problem"]
+    head = ["peak KiB", *ends, "bytes", f"FLOPs, {ends[1]}", timed]
+    return table(head, body) + sources("loops")
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "per_sample": partial(grid, "per_sample"),
     "issues": issues,
     "depth": depth,
     "chunks": chunks,
+    "loops": loops,
     "bilevel": partial(grid, "bilevel"),
     "maml": partial(grid, "maml", ["sinusoid, 500 steps", "digits, 500 steps"]),
 }

@@ -53,7 +53,11 @@ def test_a_policy_that_counts(seed):
     assert wrong is None, f"{wrong}\n{draw(seed)}"
 
 
-@pytest.mark.parametrize("seed", range(START, START + COUNT))
+# A view of a number, which operators of meta tensors make.
+ONCE_WRONG = [700298]
+
+
+@pytest.mark.parametrize("seed", [*ONCE_WRONG, *range(START, START + COUNT)])
 def test_same_as_without_remat(seed):
     wrong, _ = complaint(draw(seed), functools.partial(remat, policy=policy_of(seed)))
     assert wrong is None, f"{wrong}\n{draw(seed)}"
