@@ -182,6 +182,28 @@ class Attributes(dict[str, Any]):
             delattr(self._of, name)
 
 
+class Members(NamedTuple):
+    """The functions and properties of a class, which give something else where they are looked up."""
+
+    of: type
+    was: dict[str, Any]
+
+    def put_back(self) -> Callable[[], None] | None:
+        there = vars(self.of)
+        if all(map(operator.is_, map(there.get, self.was), self.was.values())):
+            return None
+        now = {name: there.get(name, EMPTY) for name in self.was}
+        self._give(self.was)
+        return functools.partial(self._give, now)
+
+    def _give(self, members: dict[str, Any]) -> None:
+        for name, x in members.items():
+            if x is EMPTY:
+                delattr(self.of, name)
+            elif vars(self.of).get(name) is not x:
+                setattr(self.of, name, x)
+
+
 def changed(name: object, what: str) -> MutationError:
     return MutationError(
         f"{name}: a tensor that it uses ({what}) was changed in place since the forward, like a parameter by "

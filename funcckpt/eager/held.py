@@ -19,6 +19,7 @@ require grad are found wherever they come from, in the graph of what f has retur
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import operator
@@ -51,6 +52,7 @@ from .contents import (
     Array,
     Attributes,
     Contents,
+    Members,
     Weak,
     added_to,
     assign,
@@ -102,6 +104,7 @@ class Held:
         "_iterators",
         "_kinds",
         "_leaves",
+        "_members",
         "_modules",
         "_results",
         "_seen",
@@ -125,6 +128,7 @@ class Held:
         self._gradients: list[tuple[Tensor, Any]] = []
         self._arrays: list[Array] = []
         self._functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
+        self._members: list[Members] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._contents: list[Contents] = []
         self._iterators: list[tuple[Any, Any]] = []
@@ -161,9 +165,10 @@ class Held:
 
     def _take_contents(self, there: Any, in_order: bool) -> None:
         was = dict(there.items() if isinstance(there, dict) else enumerate(there))
-        for key, x in was.items():
-            if type(x) not in _CONSTANTS and isinstance(x, Tensor) and x.grad_fn is not None:
-                self._results.append((was, key))
+        if not _CONSTANTS.issuperset(map(type, was.values())):
+            for key, x in was.items():
+                if type(x) not in _CONSTANTS and isinstance(x, Tensor) and x.grad_fn is not None:
+                    self._results.append((was, key))
         self._contents.append(Contents(there, was, len(was), in_order))
 
     # -- the search ---------------------------------------------------------------------------------
@@ -190,6 +195,7 @@ class Held:
             self._search(x.__self__, depth)
             self._search(x.__func__, depth)
         elif isinstance(x, functools.partial):
+            self._take_contents(x.keywords, in_order=True)
             for y in (x.func, *x.args, *x.keywords.values()):
                 self._search(y, depth + 1)
         elif isinstance(x, _CONTAINERS):
@@ -197,8 +203,10 @@ class Held:
                 self._take_contents(x, in_order=True)
             else:
                 self._is_closed &= kind is tuple
-            for y in x.values() if isinstance(x, dict) else x:
-                self._search(y, depth + 1)
+            items = x.values() if isinstance(x, dict) else x
+            if not _CONSTANTS.issuperset(map(type, items)):
+                for y in items:
+                    self._search(y, depth + 1)
         else:
             self._is_closed = False
             self._search_object(x, depth)
@@ -211,9 +219,7 @@ class Held:
             if not x.dtype.hasobject:
                 self._arrays.append(Array(x))
         elif isinstance(x, type):
-            if names := _data_of(x):
-                data = {name: vars(x)[name] for name in names if name in vars(x)}
-                self._take_attributes(Attributes(x, data), depth)
+            self._take_class(x, depth)
         elif kind in _ITERATORS:
             self._iterators.append((x, _position(x)))
         elif self._take_stream(x) or not is_plain_python(kind):
@@ -227,7 +233,18 @@ class Held:
             there = Attributes(x, attributes)
         self._kinds.add(type(x))
         self._take_attributes(there, depth)
-        self._search(type(x), depth)
+        for base in own_classes(type(x)):
+            self._search(base, depth)
+
+    def _take_class(self, x: type, depth: int) -> None:
+        there, (data, members) = vars(x), _members_of(x)
+        if data:
+            self._take_attributes(Attributes(x, {name: there[name] for name in data if name in there}), depth)
+        if members:
+            was = {name: there[name] for name in members if name in there}
+            self._members.append(Members(x, was))
+            for y in was.values():
+                self._search(_function_of(y), depth + 1)
 
     def _take_attributes(self, there: dict[str, Any], depth: int) -> None:
         self._take_contents(there, in_order=False)
@@ -242,9 +259,17 @@ class Held:
         self._results += [(modules.values, at) for at in modules.results]
         if modules.kept:
             self.running.update(map(id, modules.running))
-        if modules.layout.lists or modules.layout.scripted:
-            for x in modules.elsewhere():
-                self._search(x, 1)
+        if not (modules.is_closed and modules.layout.is_of_torch):
+            self._search_below(modules)
+
+    def _search_below(self, modules: Modules) -> None:
+        is_closed = self._is_closed
+        for kind in modules.layout.own:
+            self._search(kind, 0)
+        for x in modules.elsewhere():
+            self._search(x, 1)
+        # Of what is closed, layouts know that this leads to no tensors.
+        self._is_closed = is_closed
 
     def _take_function(self, f: FunctionType, depth: int) -> None:
         for cell in f.__closure__ or ():
@@ -368,6 +393,7 @@ class Held:
                 if copy is None:
                     raise _started_anew(name, key, x)
                 assign(x, copy)
+            modules.put_back_calls(name)
             for contents in modules.contents():
                 contents.put_back(name, self.counts)
         for cell, value in self._cells:
@@ -443,6 +469,9 @@ class Here:
             if not all(map(operator.is_, present := _parts(function), parts)):
                 undo.append(functools.partial(_set_parts, function, present))
                 _set_parts(function, parts)
+        for members in held._members:
+            if (put_back := members.put_back()) is not None:
+                undo.append(put_back)
         for array in held._arrays:
             if (put_back := array.put_back(self._name, self._check)) is not None:
                 undo.append(put_back)
@@ -460,6 +489,7 @@ class Here:
         if modules.is_here():
             self._undo.append(functools.partial(self._leave_modules, modules))
         else:
+            self._undo.append(modules.put_back_calls(self._name))
             for contents in modules.contents():
                 self._undo.append(contents.put_back(self._name, self._held.counts))
         if modules.snapshots:
@@ -470,6 +500,7 @@ class Here:
 
     def _leave_modules(self, modules: Modules) -> None:
         if not modules.is_here():
+            modules.put_back_calls(self._name)
             for contents in reversed(modules.contents()):
                 contents.leave(None, self._held.counts)
 
@@ -532,12 +563,26 @@ def _set_parts(f: FunctionType, parts: tuple[Any, ...]) -> None:
 
 
 @OfClass
-def _data_of(kind: type) -> tuple[str, ...]:
-    """The names of a class of the user's that are not its functions."""
-    if is_library(kind.__module__) or issubclass(kind, (Tensor, nn.Module)):
-        return ()
-    data = (*_CONSTANTS, Tensor, *_CONTAINERS, numpy.ndarray)
-    return tuple([name for name, x in vars(kind).items() if name[:2] != "__" and isinstance(x, data)])
+def _members_of(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of data in a class of the user's, and of what leads to functions."""
+    if is_library(kind.__module__) or issubclass(kind, (Tensor, enum.Enum)):
+        return (), ()
+    members = {name: x for name, x in vars(kind).items() if name[:2] != "__" or name == "__call__"}
+    functions = [name for name, x in members.items() if _function_of(x) is not None]
+    # A descriptor gives something else than what it is.
+    data = [name for name, x in members.items() if not hasattr(type(x), "__get__")]
+    return tuple(data), tuple(functions)
+
+
+def _function_of(x: Any) -> Any:
+    """What a member of a class calls: a method, a property or the like."""
+    if isinstance(x, FunctionType):
+        return x
+    if isinstance(x, property):
+        return x.fget
+    if isinstance(x, functools.cached_property):
+        return x.func
+    return x.__func__ if isinstance(x, (staticmethod, classmethod)) else None
 
 
 # A generator, and iterators that say where they are.

@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from .. import _torch
 from ..closure import WRITES_UNSEEN
-from ..lookup import ATOMS, OfClass, global_names, imported, names_of
+from ..errors import MutationError
+from ..lookup import ATOMS, OfClass, global_names, imported, names_of, own_classes
 from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
 from ..views import getter, hooks_of, parts_of, state_of
 from .contents import Contents, from_snapshot, is_as_before, layout_of, snapshot, version
@@ -38,12 +39,18 @@ _FIXED = MODULE_HOOKS | MODULE_FLAGS - {"training"}
 _OF_TORCH = ("torch", "math", "builtins")
 _LOOKS_UP = {"globals", "vars", "eval", "exec", "__import__", "__globals__", "__dict__", "__subclasses__"}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
+# Of a module of a library, attributes that lead to what is the user's.
+_GIVEN = (list, FunctionType, MethodType, functools.partial)
 
 _forward_of = operator.attrgetter("forward")
 _version_of = operator.attrgetter("_version")
+# The hooks that a forward runs, and how it calls them.
+_forward_hooks_of = operator.itemgetter(*sorted(name for name in MODULE_HOOKS if "forward" in name))
 
 
 State = dict[str, Any]
+# The items of dicts of hooks, if there are any.
+Hooks = list[list[tuple[int, Any]]] | None
 
 
 class Layout:
@@ -70,7 +77,10 @@ class Layout:
         key = id(root)
         self.references = [*map(weakref.ref, modules)]
         self.scripted = [*map(weakref.ref, scripted)]
-        self.kinds = {*map(type, modules)}
+        self.kind_of_each = [*map(type, modules)]
+        self.kinds = {*self.kind_of_each}
+        # The code of the user's, and what is in classes beside it.
+        self.own = {base for kind in self.kinds for base in own_classes(kind)}
         states = [*map(state_of, modules)]
         parts = [*chain.from_iterable(map(parts_of, states))]
         names = [tuple([name for name in state if name not in _FIXED]) for state in states]
@@ -91,6 +101,7 @@ class Layout:
         self._modes = self._training(values)
         self._look_at(values, len(states))
         self._parts_inside = [*map(id, self._modules(values))]
+        self._kinds_inside = [*map(type, self._modules(values))]
 
     def _look_at(self, values: Sequence[Any], number: int) -> None:
         """Find where there are which values."""
@@ -98,12 +109,13 @@ class Layout:
         modules: list[int] = []
         self._scratch: dict[int, Tensor] = {}
         self.loose: list[int] = []
-        self.lists: list[int] = []
+        # What leads further than to tensors and modules.
+        self.further: list[int] = []
         # Buffers that the forward may change, and whether it does so in any case, or unseen.
         self.changing: list[tuple[int, bool, bool]] = []
         # Whether all tensors have a version: one that has none may be exchanged for one that has.
         self.is_settled = True
-        for at, ((i, _), x) in enumerate(zip(self._places, values, strict=True)):
+        for at, ((i, name), x) in enumerate(zip(self._places, values, strict=True)):
             of, part = divmod(i - number, 3)
             if isinstance(x, Tensor):
                 if i < number:
@@ -116,9 +128,10 @@ class Layout:
                     self.changing.append((at, runs, _writes_unseen(type(module))))
                 else:
                     tensors.append(at)
-            elif type(x) is list and i < number:
-                self.lists.append(at)
-            elif i >= number and part == 2 and x is not None:
+            elif i < number:
+                if name not in PARTS and self._leads_further(i, x):
+                    self.further.append(at)
+            elif part == 2 and x is not None:
                 modules.append(at)
         self.tensors = _at(tensors)
         self._modules = _at(modules)
@@ -138,15 +151,25 @@ class Layout:
             )
         )
 
-    def is_closed(self, states: Sequence[State], values: Sequence[Any]) -> bool:
-        """Whether modules have nothing but the tensors that are found in them, and what is torch's."""
+    def _leads_further(self, i: int, x: Any) -> bool:
+        is_own = len(own_classes(self.kind_of_each[i])) > 0
+        return type(x) not in ATOMS if is_own else isinstance(x, _GIVEN)
+
+    def is_closed(self, values: Sequence[Any]) -> bool:
+        """Whether modules without hooks have nothing but the tensors found in them, and what is torch's."""
         return (
             self._may_be_closed
             and [*map(_forward_of, self.kinds)] == self._forwards
             and all(map(operator.is_, self._plain(values), self._plain_values))
-            and not any(chain.from_iterable(map(hooks_of, states)))
             and not _torch.has_global_module_hook()
         )
+
+    def modules(self) -> list[nn.Module | None]:
+        return [reference() for reference in self.references]
+
+    def are_of_their_kinds(self, values: Sequence[Any]) -> bool:
+        kinds = [*map(type, self._modules(values))]
+        return kinds == self._kinds_inside and type(self._root()) is self.kind_of_each[0]
 
     def read(self, states: Sequence[State]) -> tuple[list[Any], Sequence[State]]:
         """All values that there are, and the dicts of parts in which some are."""
@@ -180,10 +203,11 @@ class Layout:
     def found(self, alone: bool) -> Modules | None:
         """What is there now, if it is of the same kind and in the same places."""
         try:
-            states = [*map(state_of, [reference() for reference in self.references])]
+            states = [*map(state_of, self.modules())]
             values, filled = self.read(states)
             if (
                 self.is_complete(states, filled, values)
+                and type(self._root()) is self.kind_of_each[0]
                 and [*map(type, values)] == self._types
                 and self._training(values) == self._modes
                 and [*map(id, self._modules(values))] == self._parts_inside
@@ -218,6 +242,7 @@ class Modules:
     """What modules have referred to in a forward."""
 
     __slots__ = (
+        "_hooks",
         "_states",
         "is_closed",
         "kept",
@@ -232,7 +257,8 @@ class Modules:
     def __init__(self, layout: Layout, states: list[State], values: list[Any], alone: bool) -> None:
         self.layout, self._states, self.values = layout, states, values
         # Whether all tensors are found that a call may use, beside those that it is given.
-        self.is_closed = layout.is_closed(states, values)
+        self._hooks = _hooks_in(states)
+        self.is_closed = self._hooks is None and layout.is_closed(values)
         self.versions = [*map(_version_of, layout.tensors(values))]
         # Tensors that are looked at one by one, and their versions.
         self.kept: list[tuple[int, Tensor, int | None]] = []
@@ -273,8 +299,10 @@ class Modules:
         return self.layout.tensors(self.values)
 
     def elsewhere(self) -> list[Any]:
-        """Lists, and tensors of what has no dicts."""
-        found: list[Any] = [self.values[at] for at in self.layout.lists]
+        """What leads further, hooks included, and tensors of what has no dicts."""
+        found: list[Any] = [self.values[at] for at in self.layout.further]
+        for hooks in self._hooks or ():
+            found += [hook for _, hook in hooks if not isinstance(hook, bool)]
         for reference in self.layout.scripted:
             if (module := reference()) is not None:
                 found += [*module.parameters(), *module.buffers()]
@@ -300,10 +328,38 @@ class Modules:
             values, filled = layout.read(states)
         except KeyError:
             return False
-        return layout.is_complete(states, filled, values) and all(map(operator.is_, values, self.values))
+        return (
+            layout.is_complete(states, filled, values)
+            and all(map(operator.is_, values, self.values))
+            and layout.are_of_their_kinds(values)
+            and _hooks_in(states) == self._hooks
+        )
+
+    def put_back_calls(self, name: object) -> Callable[[], None]:
+        """Let each module be of its class, and have its hooks. Returns what undoes it."""
+        now = [*map(type, self.layout.modules())], _hooks_in(self._states)
+        self._let_calls_be(name, self.layout.kind_of_each, self._hooks)
+        return functools.partial(self._let_calls_be, name, *now)
+
+    def _let_calls_be(self, name: object, kinds: Sequence[type], hooks: Hooks) -> None:
+        for module, kind in zip(self.layout.modules(), kinds, strict=True):
+            if module is not None and type(module) is not kind:
+                try:
+                    object.__setattr__(module, "__class__", kind)
+                except TypeError as error:
+                    raise MutationError(
+                        f"{name}: a module that it uses, {kind.__qualname__}, was made a "
+                        f"{type(module).__qualname__} since the forward, and cannot be made one again "
+                        f"({error}). Run the backward before."
+                    ) from None
+        if _hooks_in(self._states) != hooks:
+            of_each = [*chain.from_iterable(map(_forward_hooks_of, self._states))]
+            for there, items in zip(of_each, hooks or [[]] * len(of_each), strict=True):
+                there.clear()
+                there.update(items)
 
     def contents(self) -> list[Contents]:
-        """The same, dict by dict."""
+        """What is where, dict by dict."""
         found = []
         values = iter(self.values)
         number = len(self._states)
@@ -347,6 +403,12 @@ class Modules:
                 copy = self.layout.scratch_for(at, x) if copy is None else from_snapshot(copy, x)
             found.append((dicts[i], name, x, copy))
         return found
+
+
+def _hooks_in(states: Sequence[State]) -> Hooks:
+    if any(chain.from_iterable(map(hooks_of, states))):
+        return [[*there.items()] for there in chain.from_iterable(map(_forward_hooks_of, states))]
+    return None
 
 
 def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

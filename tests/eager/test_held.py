@@ -549,13 +549,13 @@ def test_a_large_array_of_numpy_that_changed():
 
 def test_what_others_do_meanwhile_stays():
     """A recomputation puts back what it has changed, and no more."""
-    seen, options, order = [1, 2], {"a": 1}, []
+    seen, options, order = [1, 2], {"a": 1}, Hidden([])
 
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            order.append((list(seen), dict(options)))
-            if len(order) == 2:  # another thread, as it were
+            order.x.append((list(seen), dict(options)))
+            if len(order.x) == 2:  # another thread, as it were
                 seen.append("other")
                 options["other"] = 1
             return x.clone()
@@ -568,7 +568,7 @@ def test_what_others_do_meanwhile_stays():
     seen[:] = [3]
     options.update(a=2, b=3)
     y.sum().backward()
-    assert order == [([1, 2], {"a": 1})] * 2
+    assert order.x == [([1, 2], {"a": 1})] * 2
     assert seen == [3, "other"] and options == {"a": 2, "b": 3, "other": 1}
 
 
