@@ -188,7 +188,7 @@ class Members(NamedTuple):
     of: type
     was: dict[str, Any]
 
-    def put_back(self) -> Callable[[], None] | None:
+    def put_back(self, name: object, check: bool) -> Callable[[], None] | None:
         there = vars(self.of)
         if all(map(operator.is_, map(there.get, self.was), self.was.values())):
             return None
@@ -200,7 +200,7 @@ class Members(NamedTuple):
         for name, x in members.items():
             if x is EMPTY:
                 delattr(self.of, name)
-            elif vars(self.of).get(name) is not x:
+            else:
                 setattr(self.of, name, x)
 
 
@@ -238,6 +238,30 @@ class Array:
             x[...] = numpy.frombuffer(now, x.dtype).reshape(x.shape)
 
         return undo
+
+
+class Bag:
+    """A set or a deque, and what was in it."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+        self._was = [*x]
+
+    def put_back(self, name: object, check: bool) -> Callable[[], None]:
+        now = [*self._x]
+        self._give(self._was)
+        return functools.partial(self._leave, now)
+
+    def _leave(self, now: list[Any]) -> None:
+        """With what was added meanwhile, as lists."""
+        x, was = self._x, self._was
+        self._give(now + ([*x.difference(was)] if isinstance(x, set) else [*x][len(was) :]))
+
+    def _give(self, items: list[Any]) -> None:
+        x = self._x
+        if len(x) != len(items) or not all(map(operator.is_, x, items)):
+            x.clear()
+            (x.update if isinstance(x, set) else x.extend)(items)
 
 
 # -- tensors ----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import itertools
 import operator
 import random
 import weakref
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from types import (
@@ -45,12 +45,22 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from ..errors import CheckpointError, MutationError, describe
-from ..lookup import OfClass, attributes_of, global_names, is_library, is_plain_python, names_of, own_classes
+from ..lookup import (
+    OfClass,
+    attributes_of,
+    global_names,
+    is_library,
+    is_of_library,
+    is_plain_python,
+    names_of,
+    own_classes,
+)
 from ..nodes import may_be_statistics
 from .contents import (
     EMPTY,
     Array,
     Attributes,
+    Bag,
     Contents,
     Members,
     Weak,
@@ -75,6 +85,7 @@ _PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
 _CONTAINERS = (list, tuple, dict)
 # Those whose contents are put back.
 _MUTABLE = {list, dict, OrderedDict, defaultdict, Counter}
+_BAGS = (set, deque)
 _DEEPEST = 4
 _STREAMS = (
     torch.Generator,
@@ -94,7 +105,6 @@ class Held:
 
     __slots__ = (
         "_again_as_before",
-        "_arrays",
         "_cells",
         "_contents",
         "_counted",
@@ -104,12 +114,12 @@ class Held:
         "_iterators",
         "_kinds",
         "_leaves",
-        "_members",
         "_modules",
         "_results",
         "_seen",
         "_tensors",
         "_variables",
+        "_wholes",
         "has_all_statistics",
         "may_count",
         "running",
@@ -126,9 +136,9 @@ class Held:
         self._leaves: list[tuple[weakref.ref[Tensor], int]] = []
         # The gradients of leaves, when one is asked for inside of f.
         self._gradients: list[tuple[Tensor, Any]] = []
-        self._arrays: list[Array] = []
+        # What is put back as a whole.
+        self._wholes: list[Array | Bag | Members] = []
         self._functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
-        self._members: list[Members] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._contents: list[Contents] = []
         self._iterators: list[tuple[Any, Any]] = []
@@ -199,14 +209,16 @@ class Held:
             for y in (x.func, *x.args, *x.keywords.values()):
                 self._search(y, depth + 1)
         elif isinstance(x, _CONTAINERS):
-            if kind in _MUTABLE:
+            if _is_mutable(kind):
                 self._take_contents(x, in_order=True)
+                if attributes := getattr(x, "__dict__", None):
+                    self._take_attributes(attributes, depth)
             else:
                 self._is_closed &= kind is tuple
             items = x.values() if isinstance(x, dict) else x
             if not _CONSTANTS.issuperset(map(type, items)):
                 for y in items:
-                    self._search(y, depth + 1)
+                    self._search(y, depth if type(y) in _MUTABLE else depth + 1)
         else:
             self._is_closed = False
             self._search_object(x, depth)
@@ -217,7 +229,11 @@ class Held:
             self._variables.append((x, x.get(EMPTY)))
         elif kind is numpy.ndarray:
             if not x.dtype.hasobject:
-                self._arrays.append(Array(x))
+                self._wholes.append(Array(x))
+        elif kind in _BAGS:
+            self._wholes.append(Bag(x))
+            for y in x:
+                self._search(y, depth + 1)
         elif isinstance(x, type):
             self._take_class(x, depth)
         elif kind in _ITERATORS:
@@ -236,15 +252,18 @@ class Held:
         for base in own_classes(type(x)):
             self._search(base, depth)
 
-    def _take_class(self, x: type, depth: int) -> None:
+    def _take_class(self, x: type, depth: int, is_closed: bool = False) -> None:
         there, (data, members) = vars(x), _members_of(x)
         if data:
             self._take_attributes(Attributes(x, {name: there[name] for name in data if name in there}), depth)
         if members:
             was = {name: there[name] for name in members if name in there}
-            self._members.append(Members(x, was))
+            self._wholes.append(Members(x, was))
             for y in was.values():
-                self._search(_function_of(y), depth + 1)
+                if is_closed and type(y) is FunctionType:  # which refers to torch alone
+                    self._take_parts(y)
+                else:
+                    self._search(_function_of(y), depth + 1)
 
     def _take_attributes(self, there: dict[str, Any], depth: int) -> None:
         self._take_contents(there, in_order=False)
@@ -265,7 +284,9 @@ class Held:
     def _search_below(self, modules: Modules) -> None:
         is_closed = self._is_closed
         for kind in modules.layout.own:
-            self._search(kind, 0)
+            if id(kind) not in self._seen:
+                self._seen.add(id(kind))
+                self._take_class(kind, 0, modules.is_closed)
         for x in modules.elsewhere():
             self._search(x, 1)
         # Of what is closed, layouts know that this leads to no tensors.
@@ -285,29 +306,32 @@ class Held:
                 self._search(value, depth + 1)
         if is_of_torch_or_ours(f):
             return
-        there = f.__globals__
-        self._functions.append((f, _parts(f)))
+        self._take_parts(f)
         self._is_closed &= not looks_further(f.__code__)
-        self.may_count |= "" in added_to(f.__code__)
         for value in f.__defaults__ or ():
             self._search(value, depth + 1)
         if f.__kwdefaults__:
             for value in f.__kwdefaults__.values():
                 self._search(value, depth + 1)
+        self._take_globals(f, f.__globals__, global_names(f.__code__), depth)
+
+    def _take_globals(self, f: FunctionType, there: dict[str, Any], names: Iterable[str], depth: int) -> None:
         variables: dict[str, Any] = {}
-        for name in global_names(f.__code__):
-            value = there.get(name)
-            if value is None:
+        for name in names:
+            value = there.get(name, EMPTY)
+            if value is EMPTY:
                 continue
             if isinstance(value, type):
                 self._search(value, depth + 1)
             elif isinstance(value, FunctionType):
-                if value.__globals__ is there:
+                if value.__globals__ is there or not is_of_library(value):
                     self._search(value, depth + 1)
                 else:
                     self._is_closed &= refers_to_torch_alone(value)
             elif self._take_stream(value, f) or isinstance(value, ModuleType):
                 self._is_closed &= is_torch(value)
+                if isinstance(value, ModuleType) and depth < _DEEPEST and not is_library(value.__name__):
+                    self._take_globals(f, vars(value), names_of(f.__code__), depth + 1)
             else:
                 variables[name] = value
                 if type(value) not in _CONTAINERS or len(value) <= _LONGEST:
@@ -316,6 +340,10 @@ class Held:
                     self._is_closed = False
         if variables:
             self._contents.append(Contents(there, variables, None))
+
+    def _take_parts(self, f: FunctionType) -> None:
+        self._functions.append((f, _parts(f)))
+        self.may_count |= "" in added_to(f.__code__)
 
     def _take_stream(self, x: Any, f: FunctionType | None = None) -> bool:
         """Whether it is a random stream, or draws from one where f uses it."""
@@ -469,11 +497,8 @@ class Here:
             if not all(map(operator.is_, present := _parts(function), parts)):
                 undo.append(functools.partial(_set_parts, function, present))
                 _set_parts(function, parts)
-        for members in held._members:
-            if (put_back := members.put_back()) is not None:
-                undo.append(put_back)
-        for array in held._arrays:
-            if (put_back := array.put_back(self._name, self._check)) is not None:
+        for whole in held._wholes:
+            if (put_back := whole.put_back(self._name, self._check)) is not None:
                 undo.append(put_back)
         for cell, value in held._cells:
             if not is_count(value, now := _contents(cell), held.counts):
@@ -560,6 +585,18 @@ def _parts(f: FunctionType) -> tuple[Any, ...]:
 
 def _set_parts(f: FunctionType, parts: tuple[Any, ...]) -> None:
     f.__code__, f.__defaults__, f.__kwdefaults__ = parts
+
+
+@OfClass
+def _is_mutable(kind: type) -> bool:
+    """Whether contents of such lists or dicts are put back."""
+    if kind in _MUTABLE or is_library(kind.__module__):
+        return kind in _MUTABLE
+    base = dict if issubclass(kind, dict) else list
+    read = ("__iter__", "__len__", "items", "values")
+    return issubclass(kind, base) and all(
+        getattr(kind, name, None) is getattr(base, name, None) for name in read
+    )
 
 
 @OfClass

@@ -2,11 +2,14 @@
 error says so. Torch's checkpoint gives that of what is there in the backward, in each of these cases.
 """
 
+import argparse
+import collections
 import functools
 
 import changes
 import pytest
 import torch
+from changes import by_factor
 from oracles import assert_same
 from torch import nn
 
@@ -82,6 +85,90 @@ def test_what_a_module_assigns_itself(nested):
     # Counters and lists go on in the recomputation, as with torch's.
     assert (m.calls, Counting.calls_of_all - before, m.seen, [*m.cache]) == (2, 2, [2, 2], [4])
     assert_same(found, torch.autograd.grad(f(x).sum(), [x, *f.parameters()]))
+
+
+class Named(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Reader(nn.Module):
+    def __init__(self, there):
+        super().__init__()
+        self.there = there
+
+    def forward(self, x):
+        return (x * self.scale).sin()
+
+
+class OfASet(Reader):
+    @property
+    def scale(self):
+        return len(self.there)
+
+
+class OfItems(Reader):
+    @functools.cached_property
+    def _deepest(self):
+        return self.there[0]["a"]["b"]["c"]["d"]
+
+    @property
+    def scale(self):
+        return self._deepest["e"]
+
+
+class OfAttributes(Reader):
+    @staticmethod
+    def by_global(x):
+        return x * changes.FACTOR
+
+    @property
+    def scale(self):
+        return self.by_global(self.there.k)
+
+
+def nested():
+    return [{"a": {"b": {"c": {"d": {"e": 2.0}}}}}]
+
+
+READERS = {
+    "set": (lambda: OfASet({"a"}), lambda m: m.there.add("b")),
+    "deque": (lambda: OfASet(collections.deque([1])), lambda m: m.there.append(2)),
+    "tuple": (lambda: OfItems((*nested(), 1.0)), lambda m: m._deepest.__setitem__("e", 3.0)),
+    "deep": (lambda: OfItems(nested()), lambda m: m._deepest.__setitem__("e", 3.0)),
+    "dict of one's own": (lambda: OfAttributes(Named(k=2.0)), lambda m: setattr(m.there, "k", 3.0)),
+    "namespace": (lambda: OfAttributes(argparse.Namespace(k=2.0)), lambda m: setattr(m.there, "k", 3.0)),
+    "global of a static method": (
+        lambda: OfAttributes(argparse.Namespace(k=2.0)),
+        lambda m: setattr(changes, "FACTOR", 3.0),
+    ),
+    "property": (
+        lambda: OfAttributes(Named(k=2.0)),
+        lambda m: setattr(OfAttributes, "scale", property(lambda self: 5.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_where_else_a_module_reads(name, monkeypatch):
+    monkeypatch.setattr(OfAttributes, "scale", OfAttributes.scale)
+    make, change = READERS[name]
+    for calls in (0, 3):
+        expected = run(plain, lambda m: None, calls, make)
+        found = run(lambda f: functools.partial(checkpoint, f), change, calls, make)
+        assert_same(found, expected)
+        changes.undo()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("change", ["global", "code"])
+@pytest.mark.parametrize("way", ["imported", "of a module"])
+def test_a_function_of_another_file(change, way, monkeypatch):
+    monkeypatch.setattr(changes.by_factor, "__code__", changes.by_factor.__code__)
+    f = (lambda x: by_factor(x).sin()) if way == "imported" else (lambda x: changes.by_factor(x).sin())
+    x = leaf(3)
+    y, expected = checkpoint(f, x), torch.autograd.grad(f(x).sum(), x)
+    changes.CHANGES[change](None)
+    assert_same(torch.autograd.grad(y.sum(), x), expected)
 
 
 class Scaled(nn.Module):
