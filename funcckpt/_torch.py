@@ -1159,9 +1159,16 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_PLAIN = (Tensor, torch.nn.Parameter)
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
 def alias(x: Tensor) -> Tensor:
     """`x.detach()`, with the version counter of `x` also where operators arrive below autograd."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False), plain():
+    if type(x) in _PLAIN and not (_is_excluded(_VERSIONS) or has_function_modes()):
+        return x.detach()
+    with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False), plain():
         return x.detach()
 
 

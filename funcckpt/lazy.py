@@ -17,6 +17,22 @@ class Redo(Exception):
     """The recomputation has to be run again, in full."""
 
 
+class Calls(set[int]):
+    """The numbers of the calls of one recomputation that were put off and then run."""
+
+    def __init__(self) -> None:
+        # Whether nobody watches any more what is written to, so that none may be run from here on.
+        self.is_over = False
+        # Those that were asked for then.
+        self.late: set[int] = set()
+
+    def add(self, number: int) -> None:
+        if self.is_over:
+            self.late.add(number)
+            raise Redo
+        super().add(number)
+
+
 class Cell:
     """A value that is there, or the call that will give it."""
 
@@ -44,7 +60,7 @@ class Lazy(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Where `Replay` is not the innermost mode.
+        # Where `Replay` is not the innermost mode, or has left.
         kwargs = kwargs or {}
         if kind_of(func) in WRITE and any([isinstance(x, Lazy) for x, _ in written(func, args, kwargs)]):
             raise Redo  # others may wait for what was there
@@ -91,7 +107,7 @@ class Deferred:
     )
 
     def __init__(
-        self, func: Any, args: Any, kwargs: dict[str, Any], number: int, ran: set[int], stream: Any
+        self, func: Any, args: Any, kwargs: dict[str, Any], number: int, ran: Calls, stream: Any
     ) -> None:
         self.waits_for: list[Cell] = []
         self.reads: list[Tensor] = []
@@ -144,6 +160,7 @@ class Deferred:
     def run(self) -> None:
         if self.is_done:
             return
+        self._ran.add(self.number)
         if self._versions != [None if x.is_inference() else x._version for x in self.reads]:
             raise Redo  # written to since, unseen
         if self._stream is not None and torch.accelerator.current_stream(self._stream.device) != self._stream:
@@ -151,7 +168,6 @@ class Deferred:
         args = [_filled(a) for a in self._args]
         kwargs = {k: _filled(a) for k, a in self._kwargs.items()}
         self._args, self._kwargs, self.waits_for, self.reads, self.is_done = [], {}, [], [], True
-        self._ran.add(self.number)
         out = self._func(*args, **kwargs)
         del args, kwargs
         outs = out if isinstance(out, (list, tuple)) else (out,)
@@ -173,7 +189,7 @@ def stream_of(x: Tensor) -> Any:
     return None if x.device.type in ("cpu", "meta") else torch.accelerator.current_stream(x.device)
 
 
-def write_later(func: Any, args: Any, kwargs: dict[str, Any], ran: set[int], stream: Any) -> Deferred | None:
+def write_later(func: Any, args: Any, kwargs: dict[str, Any], ran: Calls, stream: Any) -> Deferred | None:
     """Put off an in-place operator on a lazy tensor for which nobody waits, if nobody shares its memory."""
     target: Lazy = args[0]
     cell = target.cell

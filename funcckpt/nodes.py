@@ -72,7 +72,7 @@ def may_be_statistics(x: Tensor) -> bool:
         and x.is_floating_point()
         and not x.requires_grad
         and 0 < x.numel() <= _MAX_STATISTICS
-        and not isinstance(x, nn.Parameter)
+        and (type(x) is Tensor or not isinstance(x, nn.Parameter))
     )
 
 

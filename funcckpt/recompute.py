@@ -31,6 +31,7 @@ from . import _torch, world
 from .flops import flops_of, has_flops
 from .lazy import (
     PLAIN,
+    Calls,
     Deferred,
     Lazy,
     Look,
@@ -69,12 +70,17 @@ class Replay(Watch):
         self._lazy = lazy
         self._calls = 0
         self._depth = 0
+        # Whether one recording is part of another.
+        self._nests = False
         self._pulling = False
+        # Whether the pullback is nobody's business who has to be told what is lazy.
+        self._may_leave = False
+        self._has_left = False
         self._deferred: list[weakref.ref[Deferred]] = []
         # The calls that take time: all, those put off with their FLOPs, and those of them that were run.
         self._heavy: list[Any] = []
         self._put_off: dict[int, int] = {}
-        self._ran: set[int] = set()
+        self._ran = Calls()
         self._stream: Any = None
         self.has_interfered = False
 
@@ -87,7 +93,7 @@ class Replay(Watch):
         if not PLAIN.issuperset(types):
             return NotImplemented
         kind = kind_of_call(func, args, kwargs)
-        self._calls += 1
+        self._calls += not (self._pulling and self._may_leave)
         tensors = tensors_of(args, kwargs)
         if self._pulling:
             return self._run(func, kind, args, kwargs, tensors)
@@ -203,16 +209,36 @@ class Replay(Watch):
     def recording(self) -> Iterator[None]:
         """While a program is recorded, to be pulled back. The pullback of the outermost reads."""
         self._depth += 1
+        self._nests |= self._depth > 1
         try:
             yield
         finally:
             self._depth -= 1
         if self._depth == 0:
             self._pulling = True
+            is_simple = self._numbers is None and not self._nests and not _is_differentiated()
+            self._may_leave = is_simple and _torch.dispatch_modes() == [self]
+            if self._may_leave and self._plan is not None and self._plan.calls == (*self._heavy,):
+                self._leave()
+
+    def _leave(self) -> None:
+        """Watch no more: what is put off was not needed the last time.
+
+        Code of Python in a pullback may write, unseen, to what is still to be read. So if something is needed
+        after all, the recomputation has to be run again.
+        """
+        self.__exit__(None, None, None)
+        self._has_left = self._ran.is_over = True
+
+    def __exit__(self, *exception: Any) -> None:
+        if not self._has_left:
+            super().__exit__(*exception)
 
     def finish(self, outputs: Tensors) -> Tensors:
         """Outputs that are there, and nothing else that is not."""
         outputs = tuple([forced(y) for y in outputs])
+        if self._ran.late:
+            raise Redo  # which somebody has caught
         for collect in (False, True):
             if collect:
                 gc.collect()
@@ -222,9 +248,15 @@ class Replay(Watch):
             raise Redo  # f has put it somewhere, where others may look
         return outputs
 
+    @property
+    def is_late(self) -> bool:
+        """Whether something was needed that was not the last time, when it was too late."""
+        return bool(self._ran.late)
+
     def plan(self) -> _Plan:
         """What to put off the next time."""
-        unread = {number: flops for number, flops in self._put_off.items() if number not in self._ran}
+        needed = self._ran | self._ran.late
+        unread = {number: flops for number, flops in self._put_off.items() if number not in needed}
         if self._numbers is None and not _pays(sum(unread.values()), self._calls):
             unread = {}
         return _Plan(tuple(self._heavy), unread)
@@ -256,6 +288,13 @@ class _Plan(NamedTuple):
 FLOPS_WORTH_A_CALL = 10_000
 _NOT_KNOWN: Any = object()
 _plans: dict[Any, _Plan | None] = {}
+
+
+def _is_differentiated() -> bool:
+    """Whether more than one vmap is around a pullback: its own derivative may be taken there."""
+    interpreter = _torch.peek_interpreter_stack()
+    is_below = interpreter is None or (interpreter.level() == 1 and _torch.kind_of(interpreter) == "vmap")
+    return not is_below or _torch.has_dual_level() or torch.is_grad_enabled()
 
 
 # -- around the run of a program --------------------------------------------------------------------------
@@ -347,14 +386,15 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         # Ours to blame, or f's: without us it will show.
         if not replay.has_interfered:
             raise
-        ours = error.with_traceback(None)  # whose frames hold what was computed
-        _remember(key, _Plan((), {}))
+        ours = None if replay.is_late else error.with_traceback(None)  # whose frames hold what was computed
+        _remember(key, replay.plan() if replay.is_late else _Plan((), {}))
     else:
         if lazy:
             _remember(key, replay.plan())
         return outputs
     outputs = program.run(*inputs)
-    _blame(ours)
+    if ours is not None:
+        _blame(ours)
     return outputs
 
 

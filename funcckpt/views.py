@@ -72,10 +72,10 @@ _FLAGS = sorted(MODULE_FLAGS - {"_non_persistent_buffers_set"})
 _CHANGED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 _forward_of = operator.attrgetter("forward")
-_state_of = operator.attrgetter("__dict__")
-_parts_of = operator.itemgetter(*PARTS)
-_hooks_of = operator.itemgetter(*_HOOKS)
-_values_of = operator.methodcaller("values")
+state_of = operator.attrgetter("__dict__")
+parts_of = operator.itemgetter(*PARTS)
+hooks_of = operator.itemgetter(*_HOOKS)
+values_of = operator.methodcaller("values")
 _details_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _cells_of = operator.attrgetter("__closure__")
 _content_of = operator.attrgetter("cell_contents")
@@ -185,7 +185,7 @@ class View:
         self._kinds_once = {*self._kinds}
         self._functions = [weakref.ref(node.value) for node in functions]
         # Which parts of modules are filled; and of their attributes those that somebody may look up.
-        parts = [*chain.from_iterable([_parts_of(node.value.__dict__) for node in modules])]
+        parts = [*chain.from_iterable([parts_of(node.value.__dict__) for node in modules])]
         self._filled, self._empty = [*map(bool, parts)], [*map(operator.not_, parts)]
         self._attributes_of = [_attributes_of(node) for node in modules]
         # The dicts of classes; and calls that give what is looked up by name.
@@ -255,21 +255,21 @@ class View:
         if [*map(type, modules)] != self._kinds:
             return None
         try:
-            states = [*map(_state_of, modules)]
-            parts = [*chain.from_iterable(map(_parts_of, states))]
-            if any(compress(parts, self._empty)) or any(chain.from_iterable(map(_hooks_of, states))):
+            states = [*map(state_of, modules)]
+            parts = [*chain.from_iterable(map(parts_of, states))]
+            if any(compress(parts, self._empty)) or any(chain.from_iterable(map(hooks_of, states))):
                 return None
             filled = [*compress(parts, self._filled), *self._classes]
             values = [
                 *modules,
                 *functions,
-                *chain.from_iterable(map(_values_of, filled)),
+                *chain.from_iterable(map(values_of, filled)),
                 *chain.from_iterable(
                     [of(state) for of, state in zip(self._attributes_of, states, strict=True)]
                 ),
                 *map(_forward_of, self._kinds_once),
                 *chain.from_iterable(map(_details_of, functions)),
-                *map(bool, map(_state_of, functions)),
+                *map(bool, map(state_of, functions)),
                 *map(_content_of, chain.from_iterable(filter(None, map(_cells_of, functions)))),
                 *chain.from_iterable([look_up() for look_up in self._look_ups]),
             ]
@@ -379,11 +379,11 @@ def _is_viewable(node: Node) -> bool:
 
 def _attributes_of(node: ModuleNode) -> Callable[[Content], Iterable[Any]]:
     looked_up = [name for part, name in node.items if not part]
-    return _getter((*_FLAGS, *looked_up))
+    return getter((*_FLAGS, *looked_up))
 
 
 @functools.lru_cache(maxsize=4096)
-def _getter(names: tuple[str, ...]) -> Callable[[Content], Iterable[Any]]:
+def getter(names: tuple[str, ...]) -> Callable[[Content], Iterable[Any]]:
     return operator.itemgetter(*names)
 
 

@@ -57,6 +57,17 @@ def test_the_overhead_of_tiny_functions(capsys, tmp_path):
     assert capsys.readouterr().out.count(" to torch\n") == 6
 
 
+def test_the_script_for_calls_in_plain_eager_code(capsys, tmp_path):
+    import eager_overhead
+
+    path = tmp_path / "found.json"
+    rows = eager_overhead.main(["--toy", "--out", str(path)])
+    assert [row["case"] for row in rows] == [*eager_overhead.CASES]
+    assert all(row["forward"]["ratio"] > 0 < row["forward and backward"]["ratio"] for row in rows)
+    assert json.loads(path.read_text())["rows"] == rows
+    assert "a transformer layer" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("n", range(1, 20))
 def test_the_largest_batch(n):
     import gpu

@@ -231,6 +231,24 @@ def test_where_all_is_needed_nothing_is_watched_any_more(monkeypatch):
     grad(lambda w: remat(f)(x, w).sum())(w)
 
 
+@pytest.mark.parametrize("transform", [grad, lambda f: lambda w: vmap(grad(f))(w[None])])
+def test_once_it_is_known_what_is_needed_the_pullback_is_not_watched(monkeypatch, transform):
+    watched = []
+    seen = recompute._Unguarded.__torch_dispatch__
+
+    def sees(self, func, *args):
+        watched[-1].append(func)
+        return seen(self, func, *args)
+
+    monkeypatch.setattr(recompute._Unguarded, "__torch_dispatch__", sees)
+    x, w = draw(N, D), draw(D, H)
+    for _ in range(3):
+        watched.append([])
+        transform(lambda w: remat(lambda x, w: (x @ w).sin().cos() @ w.mT)(x, w).sum())(w)
+    first, *others = map(len, watched)
+    assert others[0] == others[1] < first / 2
+
+
 v = torch.linspace(-1, 1, D * D, dtype=torch.float64).view(D, D)
 
 
@@ -441,3 +459,47 @@ def test_a_pullback_that_writes_unseen_to_what_a_product_reads():
     expected = run(lambda f: f)
     for _ in range(3):
         assert_close(run(remat), expected)
+
+
+class ReadsLate(torch.autograd.Function):
+    """Its backward reads a product, in some runs."""
+
+    reads = False
+
+    @staticmethod
+    def forward(ctx, x, product):
+        ctx.save_for_backward(product)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, ct):
+        (product,) = ctx.saved_tensors
+        if not ReadsLate.reads:
+            return ct, None
+        try:
+            return ct * product.sum(), None
+        except Exception as error:
+            raise ArithmeticError from error
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_pullback_that_reads_what_it_did_not_read_the_last_time(monkeypatch, catches):
+    """The recomputation has stopped to watch by then, and runs again."""
+    w = weights()[0]
+
+    class Catches(ReadsLate):
+        @staticmethod
+        def backward(ctx, ct):
+            try:
+                return ReadsLate.backward(ctx, ct)
+            except ArithmeticError:
+                return ct * 0, None
+
+    def run(wrap):
+        x = points().requires_grad_()
+        function = Catches if catches else ReadsLate
+        return torch.autograd.grad(wrap(lambda x: function.apply(x.sin(), x @ w).sum())(x), x)
+
+    for reads in (False, False, True, True, False, True):
+        monkeypatch.setattr(ReadsLate, "reads", reads)
+        assert_close(run(remat), run(lambda f: f))

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, InputError, OptionError, describe
 from ..remat import call_compiled, instead, remat
 from . import redirect
 from .debug import logged
-from .region import Contexts, Region, is_of_checkpoint, title
+from .region import Contexts, Region, Title, is_of_checkpoint
 from .selective import Forward, Recompute, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
@@ -212,7 +212,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     """A call of :func:`checkpoint`."""
     if options.determinism_check not in _CHECKS:
         raise OptionError(
-            f"{title(f)}: determinism_check should be one of {list(_CHECKS)}, but got "
+            f"{Title(f)}: determinism_check should be one of {list(_CHECKS)}, but got "
             f"{options.determinism_check!r}."
         )
     if options.use_reentrant:
@@ -243,14 +243,14 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if enabled is not None:
         options = options._replace(debug=enabled)
     if options.debug and options.context_fn is not noop_context_fn:
-        raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
+        raise OptionError(f"{Title(f)}: debug=True is incompatible with non-default context_fn.")
     known = options.context_fn is noop_context_fn and _is_known(f, args, kwargs)
     if known or _torch.maybe_current_level() is not None or _torch.in_dual_level():
         return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
         return ask(
             f,
-            title(f),
+            str(Title(f)),
             lambda: f(*args, **kwargs),
             lambda **changes: _by_hooks(f, args, kwargs, options._replace(**_contexts(**changes))),
         )
@@ -310,12 +310,12 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _check_reentrant(f: Any, kwargs: dict[str, Any], options: Options) -> None:
     if kwargs:
         raise OptionError(
-            f"{title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
+            f"{Title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
             "torch takes none: pass use_reentrant=False."
         )
     if options.context_fn is not noop_context_fn or options.debug:
         raise OptionError(
-            f"{title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
+            f"{Title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
         )
 
 
@@ -325,7 +325,7 @@ def _check_reentrant_result(f: Any, args: tuple[Any, ...], out: Any) -> None:
         return
     if any(isinstance(y, Tensor) and y.requires_grad for y in pytree.tree_leaves(out)):
         raise OptionError(
-            f"{title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
+            f"{Title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
             "to the parameters that the function uses, or to tensors inside of containers. Pass "
             "use_reentrant=False, which gives it."
         )
@@ -340,7 +340,7 @@ def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
     elif is_selective(forward):
         if respect:
             raise OptionError(
-                f"{title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
+                f"{Title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
             )
         # Torch 2.15 would warn of ours, which it takes for the caller's.
@@ -446,7 +446,7 @@ def _in_contexts(
     for context in (forward, recompute):
         if is_selective(context):
             raise OptionError(
-                f"{title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
+                f"{Title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
                 "of the recomputation with those of the forward one by one, which cannot be done under "
                 "torch.func transforms or in forward mode, where the two differ. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
@@ -486,7 +486,7 @@ def _debugged(f: Callable[..., Any]) -> Callable[..., Any]:
             run.looks = looks
         elif run.looks != looks:
             raise CheckpointError(
-                f"{title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
+                f"{Title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
                 f"has to do the same each time.\n\n{listed()}"
             )
         return out

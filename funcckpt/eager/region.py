@@ -31,9 +31,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,37 +45,37 @@ from .. import _torch, world
 from ..errors import CheckpointError, MutationError, describe
 from ..nodes import may_be_statistics
 from . import redirect
-from .held import Held, Watch, another, changed, copies, is_still
+from .contents import assign, changed, is_as_before, snapshot
+from .held import Held, Watch, another
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _SIMPLE = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
 
 
-class Slot:
-    """What the graph keeps in place of a tensor: a place for it, for each backward that needs it."""
+class Slot(dict[Any, tuple[Tensor, int] | None]):
+    """What the graph keeps in place of a tensor: a place for it, for each backward that needs it.
 
-    __slots__ = ("__weakref__", "values")
+    By backward: the tensor and its version, or None once it was read.
+    """
 
-    def __init__(self) -> None:
-        # By backward: the tensor and its version, or None once it was read.
-        self.values: dict[Any, tuple[Tensor, int] | None] = {}
-
-
-class Look(NamedTuple):
-    """How a saved tensor looked in the forward."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    version: int
-    # What it is or is a view of, if that is a parameter.
-    parameter: weakref.ref[Tensor] | None
+    __slots__ = ("__weakref__",)
 
 
-def title(f: Callable[..., Any]) -> str:
-    """A call of checkpoint in words."""
-    return f"checkpoint({getattr(f, '__qualname__', None) or type(f).__qualname__})"
+# How a saved tensor looks; and what it is or is a view of, if that is a parameter.
+Look = tuple[tuple[torch.Size, torch.dtype, torch.device, int], weakref.ref[torch.nn.Parameter] | None]
+
+
+class Title:
+    """A call of checkpoint in words, for errors: a module is slow to say that it has no name."""
+
+    __slots__ = ("_f",)
+
+    def __init__(self, f: Callable[..., Any]) -> None:
+        self._f = f
+
+    def __str__(self) -> str:
+        return f"checkpoint({getattr(self._f, '__qualname__', None) or type(self._f).__qualname__})"
 
 
 class _Stop(BaseException):
@@ -99,6 +99,7 @@ class Region:
         again_as_before: bool = False,
     ) -> None:
         self._f = f
+        self._name = Title(f)
         self._check = check
         self._early_stop = early_stop
         self._contexts = contexts
@@ -108,7 +109,7 @@ class Region:
         )
         self._structure: Any = None
         leaves: Any = args
-        if kwargs or not all(type(x) in _SIMPLE for x in args):
+        if kwargs or not _SIMPLE.issuperset(map(type, args)):
             leaves = []
             self._structure = _take_leaves((args, kwargs), leaves)
         self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -126,7 +127,7 @@ class Region:
         # Sums of what is saved, if f may tell its recomputation from the forward.
         self._sums: list[Tensor | None] | None = [] if check and self._held.may_count else None
         # What looks like the statistics of a batch_norm that was not found, and was, by its id.
-        self._statistics: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._statistics: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         for x in self._held.statistics(leaves):
             self._take_statistics(x)
         self._complete = False
@@ -134,14 +135,6 @@ class Region:
         # The recomputation that was run for each backward.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
-
-    @property
-    def title(self) -> str:
-        return self._name
-
-    @property
-    def _name(self) -> str:
-        return title(self._f)
 
     # -- the forward --------------------------------------------------------------------------------
 
@@ -161,7 +154,7 @@ class Region:
                         "of the function, which therefore has no result. Let it pass."
                     )
         self._complete = True
-        if self._streams and len(world.random_streams(self._held.streams)) != len(self._streams):
+        if len(world.autocast_devices()) > 1 and self._streams and self._new_streams():
             raise CheckpointError(
                 f"{self._name}: a device was initialized in the forward, so that the state of its random "
                 "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
@@ -174,13 +167,15 @@ class Region:
             self._forget_unchanged()
         return out
 
+    def _new_streams(self) -> bool:
+        return len(world.random_streams(self._held.streams)) != len(self._streams)
+
     def _forget_unchanged(self) -> None:
-        with _torch.without_dispatch_modes(), torch.no_grad():
-            self._statistics = {
-                key: (ref, copy)
-                for key, (ref, copy) in self._statistics.items()
-                if (x := ref()) is not None and not is_still(x, copy)
-            }
+        self._statistics = {
+            key: (ref, copy)
+            for key, (ref, copy) in self._statistics.items()
+            if (x := ref()) is not None and not is_as_before(x, copy)
+        }
 
     def undo(self) -> None:
         """After an exception: as if the forward had not begun."""
@@ -194,47 +189,25 @@ class Region:
             self._looks.append(_look(x))
         if self._sums is not None:
             self._sums.append(_sum(x))
-        if x.dim() == 1 and type(x) is Tensor and may_be_statistics(x):
+        if not self._held.has_all_statistics and x.dim() == 1 and type(x) is Tensor and may_be_statistics(x):
             self._take_statistics(x)
         return slot
 
     def _take_statistics(self, x: Tensor) -> None:
         """Autograd saves the arguments of batch_norm before it has updated them."""
         known = self._statistics.get(id(x))
-        if (
-            (known is None or known[0]() is not x)
-            and not x._is_view()
-            and not x.is_inference()
-            and not self._held.is_statistics(x)
-        ):
-            self._statistics[id(x)] = weakref.ref(x), copies([x])[0]
+        if id(x) in self._held.running:
+            return
+        if (known is None or known[0]() is not x) and not x._is_view() and not x.is_inference():
+            self._statistics[id(x)] = weakref.ref(x), snapshot(x)
 
     def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
         key = _torch.backward_id()
-        alone = type(key) is object  # outside of a backward
-        if not self._complete:
-            self._held.gradient_begins(self._given)
-        try:
-            with self._lock:
-                if alone:
-                    self._recompute(key, only=slot)
-                elif key not in self._done:
-                    self._recompute(key)
-                    self._done.add(key)
-                    if isinstance(key, int):
-                        _torch.at_end_of_backward(_forgetting(self, key))
-                elif again and slot.values.get(key) is None:
-                    self._recompute(key, only=slot)
-        except CheckpointError as error:
-            if self._log is None:
-                raise
-            raise CheckpointError(
-                f"{error}\n\nYou are seeing this error because you passed `debug=True` to checkpoint; these "
-                f"are the operators of both runs.\n\n{self._log()}"
-            ) from error
-        if key not in slot.values:
+        if key not in self._done or (again and slot.get(key) is None):
+            self._fill(key, slot)
+        if key not in slot:
             raise self._differ(f"{len(self._slots)} tensors", "fewer")
-        value = slot.values[key]
+        value = slot[key]
         if value is None:
             raise CheckpointError(
                 f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. A "
@@ -246,10 +219,10 @@ class Region:
                     else "."
                 )
             )
-        if alone:
-            del slot.values[key]
+        if type(key) is object:  # outside of a backward
+            del slot[key]
         else:
-            slot.values[key] = None
+            slot[key] = None
         x, version = value
         if _version(x) != version:
             raise MutationError(
@@ -258,13 +231,34 @@ class Region:
             )
         return x
 
+    def _fill(self, key: Any, slot: Slot) -> None:
+        """Run f again for a backward; or for one slot, outside of one, or if it is read a second time."""
+        if not self._complete:
+            self._held.gradient_begins(self._given)
+        try:
+            with self._lock:
+                if type(key) is object or (key in self._done and slot.get(key) is None):
+                    self._recompute(key, only=slot)
+                elif key not in self._done:
+                    self._recompute(key)
+                    self._done.add(key)
+                    if isinstance(key, int):
+                        _torch.at_end_of_backward(_forgetting(self, key))
+        except CheckpointError as error:
+            if self._log is None:
+                raise
+            raise CheckpointError(
+                f"{error}\n\nYou are seeing this error because you passed `debug=True` to checkpoint; these "
+                f"are the operators of both runs.\n\n{self._log()}"
+            ) from error
+
     def _forget(self, key: int) -> None:
         """A backward is over: drop what it has recomputed and not read."""
         with self._lock:
             self._done.discard(key)
             for ref in self._slots:
                 if (slot := ref()) is not None:
-                    slot.values.pop(key, None)
+                    slot.pop(key, None)
 
     # -- the recomputation --------------------------------------------------------------------------
 
@@ -281,24 +275,35 @@ class Region:
         if self._structure is not None:
             args, kwargs = _with_leaves(self._structure, iter(leaves))
         del leaves
-        statistics = [(x, was) for ref, was in self._statistics.values() if (x := ref()) is not None]
         with (
             self._held.here(self._name, self._check) as held,
-            self._watching_replaced(held.copies),
-            _Unchanged(statistics) if statistics else nullcontext(),
-            self._world.replayed(),
-            _torch.torch_function_as(self._torch_function),
-            nullcontext() if self._redirected == redirect.is_active() else redirect.active(self._redirected),
-            world.streams_at(self._states),
+            self._as_in_forward(held.copies),
             # Random numbers are those of the forward, of which a vmap of the backward has no say.
             _torch.without_vmap_mode(),
-            torch.enable_grad(),
-            suppress(_Stop),
+            _torch.grad_mode(True),
         ):
             run = _Again(self, key, only, copies | held.copies)
-            with saved_tensors_hooks(run.pack, _itself):
+            with suppress(_Stop), saved_tensors_hooks(run.pack, _itself):
                 _torch.without_dynamo(self._run_again)(args, kwargs)
         run.check()
+
+    def _as_in_forward(self, copies: set[int]) -> AbstractContextManager[Any]:
+        """The world of the forward, where it is not here."""
+        contexts: list[AbstractContextManager[Any]] = []
+        if self._replaced:
+            contexts.append(self._watching_replaced(copies))
+        if self._statistics:
+            statistics = [(x, was) for ref, was in self._statistics.values() if (x := ref()) is not None]
+            contexts.append(_Unchanged(statistics))
+        if not self._world.is_here():
+            contexts.append(self._world.replayed())
+        if self._torch_function != _torch._get_torch_function_state():
+            contexts.append(_torch.torch_function_as(self._torch_function))
+        if self._redirected != redirect.is_active():
+            contexts.append(redirect.active(self._redirected))
+        if self._states:
+            contexts.append(world.streams_at(self._states))
+        return _all_of(contexts) if contexts else _NOTHING
 
     def _watching_replaced(self, copies: set[int]) -> AbstractContextManager[Any]:
         if not self._replaced:
@@ -325,6 +330,17 @@ class Region:
         )
 
 
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 def _forgetting(region: Region, key: int) -> Callable[[], None]:
     ref = weakref.ref(region)
 
@@ -340,34 +356,30 @@ class _Unchanged(TorchFunctionMode):
     which start from what they were, and the number of batches, which no autograd node saves.
     """
 
-    def __init__(self, statistics: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, statistics: Sequence[tuple[Tensor, Any]]) -> None:
         super().__init__()
-        self._before = [
-            (x, now) for (x, _), now in zip(statistics, copies([x for x, _ in statistics]), strict=True)
-        ]
+        self._before = [(x, snapshot(x)) for x, _ in statistics]
         for x, was in statistics:
-            _assign(x, was)
+            assign(x, was)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
-            self._before.append((args[0], *copies(args[:1])))
+            self._before.append((args[0], snapshot(args[0])))
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         for x, value in reversed(self._before):
-            _assign(x, value)
-
-
-def _assign(x: Tensor, value: Tensor) -> None:
-    with torch.no_grad(), _torch.version_kept(x):
-        x.copy_(value)
+            assign(x, value)
 
 
 # A module that is called with other tensors than its own: their names, and which they are.
 Replaced = tuple[weakref.ref[torch.nn.Module], list[tuple[str, int]]]
+
+
+_FUNCTIONAL_CALL = torch.func.functional_call.__code__
 
 
 def _replaced() -> list[Replaced]:
@@ -375,7 +387,7 @@ def _replaced() -> list[Replaced]:
     found: list[Replaced] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is torch.func.functional_call.__code__:
+        if frame.f_code is _FUNCTIONAL_CALL:
             there = frame.f_locals
             tensors = there["parameters_and_buffers"]
             found.append((weakref.ref(there["module"]), [(name, id(x)) for name, x in tensors.items()]))
@@ -406,55 +418,65 @@ class _Again:
         self._region = region
         self._key = key
         self._copies = copies
+        self._slots, self._looks = region._slots, region._looks
+        # After which of them to stop.
+        self._last = len(self._slots) - 1 if region._early_stop else -1
         self._count = 0
         self._more = False
         self._different: list[str] = []
         # Parameters that the forward did not have: of a module, unless f has made them itself.
-        self._others: list[weakref.ref[Tensor]] = []
+        self._others: list[weakref.ref[torch.nn.Parameter]] = []
 
     def pack(self, x: Tensor) -> Tensor:
-        region, i = self._region, self._count
-        self._count += 1
-        original, x = x, _torch.alias(x) if x.requires_grad else x
-        if i >= len(region._slots):
-            if region._complete:
-                raise CheckpointError(
-                    f"{region._name}: trying to save more tensors during recomputation than during the "
-                    f"original forward pass ({len(region._slots)}). {region._hint}"
-                )
-            self._more = True  # the forward asks for a backward of its own part, and goes on
-            return x
-        slot = region._slots[i]()
+        i = self._count
+        self._count = i + 1
+        # The graph of the recomputation would hold itself.
+        kept = _torch.alias(x) if x.requires_grad else x
+        if i >= len(self._slots):
+            self._no_slot_left()
+            return kept
+        slot = self._slots[i]()
         # None if someone has run a backward that needs it no more.
-        if slot is not None and self._only in (None, slot):
-            if region._check and self._finds_another(i, original):
-                x = _torch.same_memory(x)  # which does not keep alive what it is a view of
-            slot.values[self._key] = x, _version(x)
-        if region._early_stop and self._count == len(region._slots):
+        if slot is not None and (self._only is None or self._only is slot):
+            if self._looks:
+                (look, parameter), there = self._looks[i], _look(x)
+                is_same = look == there[0] and parameter is there[1] and self._region._sums is None
+                if not is_same and self._is_another(i, (look, parameter), there, x):
+                    kept = _torch.same_memory(kept)  # which does not keep alive what it is a view of
+            slot[self._key] = kept, _version(kept)
+        if i == self._last:
             raise _Stop
-        return x
+        return kept
 
-    def _finds_another(self, i: int, x: Tensor) -> bool:
-        """Compare what is saved with the forward; whether it is of another parameter."""
-        here, there = self._region._looks[i], _look(x)
-        if here[:3] != there[:3]:
+    def _no_slot_left(self) -> None:
+        region = self._region
+        if region._complete:
+            raise CheckpointError(
+                f"{region._name}: trying to save more tensors during recomputation than during the "
+                f"original forward pass ({len(self._slots)}). {region._hint}"
+            )
+        self._more = True  # the forward asks for a backward of its own part, and goes on
+
+    def _is_another(self, i: int, here: Look, there: Look, x: Tensor) -> bool:
+        """Whether `x` is of another parameter than in the forward; an error if it was changed."""
+        region = self._region
+        (look_here, parameter_here), (look_there, parameter) = here, there
+        if look_here[:3] != look_there[:3]:
             self._different.append(
-                f"tensor at position {i}:\nsaved metadata: {here}\nrecomputed metadata: {there}"
+                f"tensor at position {i}:\nsaved metadata: {look_here}\nrecomputed metadata: {look_there}"
             )
             return False
-        sums = self._region._sums
-        if sums is not None and not _is_near(sums[i], _sum(x)):
+        if region._sums is not None and not _is_near(region._sums[i], _sum(x)):
             raise CheckpointError(
-                f"{self._region._name}: the recomputation saves other values than the forward "
-                f"({describe(x)}). The function counts in a list or in a variable of the enclosing function, "
-                "and does another thing each time: pass the number as an argument."
+                f"{region._name}: the recomputation saves other values than the forward ({describe(x)}). The "
+                "function counts in a list or in a variable of the enclosing function, and does another "
+                "thing each time: pass the number as an argument."
             )
-        parameter = _parameter(x)
-        if parameter is not None and (here.parameter is None or here.parameter() is not parameter):
-            self._others.append(weakref.ref(parameter))
+        if parameter is not None and (parameter_here is None or parameter_here() is not parameter()):
+            self._others.append(parameter)
             return True
-        if here.version != there.version and not (self._copies and _torch.storage_of(x) in self._copies):
-            raise changed(self._region._name, describe(x))
+        if look_here != look_there and not (self._copies and _torch.storage_of(x) in self._copies):
+            raise changed(region._name, describe(x))
         return False
 
     def _alive(self) -> list[Tensor]:
@@ -527,18 +549,21 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+    try:
+        return x._version
+    except RuntimeError:  # of inference mode
+        return 0
 
 
 def _look(x: Tensor) -> Look:
-    parameter = _parameter(x)
-    return Look(
-        x.shape,
-        x.dtype,
-        x.device,
-        0 if x.is_inference() else x._version,
-        None if parameter is None else weakref.ref(parameter),
-    )
+    base = x._base
+    if base is None:
+        base = x
+    parameter = weakref.ref(base) if type(base) is torch.nn.Parameter else None
+    try:
+        return (x.shape, x.dtype, x.device, x._version), parameter
+    except RuntimeError:  # of inference mode
+        return (x.shape, x.dtype, x.device, 0), parameter
 
 
 def _sum(x: Tensor) -> Tensor | None:
@@ -551,8 +576,3 @@ def _sum(x: Tensor) -> Tensor | None:
 
 def _is_near(a: Tensor | None, b: Tensor | None) -> bool:
     return a is None or b is None or bool(torch.isclose(a, b, rtol=1e-3, equal_nan=True))
-
-
-def _parameter(x: Tensor) -> Tensor | None:
-    base = x._base if x._is_view() else x
-    return base if type(base) is torch.nn.Parameter else None

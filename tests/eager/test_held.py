@@ -5,6 +5,7 @@ Torch's checkpoint gives other gradients in these cases, without a word, where n
 
 import contextvars
 import functools
+import gc
 import itertools
 import random
 import threading
@@ -95,6 +96,177 @@ def test_a_leaf_is_found_on_any_way():
         p.add_(1)
     with pytest.raises(MutationError, match=r"float64\[3\]"):
         y.sum().backward()
+
+
+BIAS = nn.Parameter(torch.zeros(3, dtype=D))
+
+
+class Shifted(nn.Module):
+    """Finds a leaf that it does not own."""
+
+    def __init__(self, there=None):
+        super().__init__()
+        self.linear, self.there = nn.Linear(3, 3, dtype=D), there
+
+    def forward(self, x):
+        return ((x + self.shift()).tanh() + self.linear(x)).exp()
+
+
+def of_a_global(bias):
+    class OfGlobal(Shifted):
+        def shift(self):
+            return BIAS
+
+    return OfGlobal()
+
+
+def of_a_closure(bias):
+    class OfClosure(Shifted):
+        def shift(self):
+            return bias
+
+    return OfClosure()
+
+
+def of_a_class(bias):
+    class OfClass(Shifted):
+        own = bias
+
+        def shift(self):
+            return self.own
+
+    return OfClass()
+
+
+def of_an_attribute(there):
+    class OfAttribute(Shifted):
+        def shift(self):
+            return self.there["bias"]
+
+    return OfAttribute(there)
+
+
+def of_a_hook(bias):
+    linear = nn.Linear(3, 3, dtype=D)
+    linear.register_forward_hook(lambda module, args, out: (out + bias).tanh().exp())
+    return nn.Sequential(linear)
+
+
+def of_a_hook_of_all(bias, request):
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: (out + bias).tanh().exp())
+    request.addfinalizer(hook.remove)
+    return nn.Tanh()
+
+
+def of_an_instances_forward(bias):
+    tanh = nn.Tanh()
+    tanh.forward = lambda x: (x + bias).tanh().exp()
+    return nn.Sequential(tanh)
+
+
+def of_a_helper(bias):
+    scope = {"bias": bias, "__name__": "another_module"}
+    exec("def shifted(x): return (x + bias).tanh().exp()", scope)
+    shifted = scope["shifted"]
+    return lambda x: shifted(x)
+
+
+def of_a_deep_container(bias):
+    deep = [[[[[[[[bias]]]]]]]]
+    return lambda x: (x + deep[0][0][0][0][0][0][0][0]).tanh().exp()
+
+
+def of_what_is_looked_up(bias):
+    return lambda x: (x + globals()["BIAS"]).tanh().exp()
+
+
+HIDDEN = {
+    "global": of_a_global,
+    "closure": of_a_closure,
+    "class": of_a_class,
+    "dict": lambda bias: of_an_attribute({"bias": bias}),
+    "object": lambda bias: of_an_attribute(nn.ParameterDict({"bias": bias})),
+    "hook": of_a_hook,
+    "forward": of_an_instances_forward,
+    "helper": of_a_helper,
+    "deep": of_a_deep_container,
+    "looked up": of_what_is_looked_up,
+}
+
+
+@pytest.mark.parametrize("way", [*HIDDEN, "global hook"])
+@pytest.mark.parametrize("call", ["itself", "method", "function"])
+def test_a_hidden_leaf_is_found_where_others_need_no_search(way, call, request):
+    """Where code refers to nothing but to its module and to torch, no graph is searched. Here it does."""
+    f = of_a_hook_of_all(BIAS, request) if way == "global hook" else HIDDEN[way](BIAS)
+    if call == "method" and way != "global hook":  # which a method does not call
+        g = getattr(f, "forward", f)
+    else:
+        g = f if call == "itself" else lambda x: f(x)
+    x = leaf(2, 3)
+    checkpoint(g, x)
+    y = checkpoint(g, x)  # of a module that is known
+    with torch.no_grad():
+        BIAS.add_(1)
+    with pytest.raises(MutationError, match="in place since the forward"):
+        y.sum().backward()
+
+
+def test_no_graph_is_searched_where_all_is_found(monkeypatch):
+    from funcckpt.eager import held
+
+    monkeypatch.setattr(held, "_edges", None)
+    model, x = nn.Sequential(nn.Linear(3, 3, dtype=D), nn.Tanh(), nn.Linear(3, 3, dtype=D)), leaf(2, 3)
+    for f in (model, model.forward, lambda x: model(x).sin() * x, torch.sin, functools.partial(model)):
+        y = checkpoint(f, x)
+        assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(f(x).sum(), x))
+        y = checkpoint(lambda x: model(x).tanh(), x)
+        with torch.no_grad():
+            model[2].bias.add_(1)
+        with pytest.raises(MutationError, match="'bias'"):
+            y.sum().backward()
+
+
+def test_a_module_is_told_again(monkeypatch):
+    """No module is visited, unless there are others, or other kinds of values."""
+    from funcckpt.eager import modules
+
+    visited = []
+    find = modules.Layout.__init__
+    monkeypatch.setattr(
+        modules.Layout, "__init__", lambda self, root: (visited.append(root), find(self, root))[1]
+    )
+    model, x = nn.Sequential(nn.Linear(3, 3, dtype=D), nn.Dropout(0.0), nn.Linear(3, 3, dtype=D)), leaf(2, 3)
+
+    def run():
+        checkpoint(model, x).sum().backward()
+        return len(visited)
+
+    assert [run(), run()] == [1, 1]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert run() == 1
+    for number, change in enumerate(
+        [
+            lambda: model.eval(),
+            lambda: model.append(nn.Tanh()),
+            lambda: setattr(model[0], "scale", [2.0]),
+            lambda: model[2].register_parameter("bias", None),
+            lambda: model[0].register_buffer("mean", torch.zeros(3, dtype=D)),
+            lambda: model.__setitem__(3, nn.Tanh()),
+        ]
+    ):
+        change()
+        assert [run(), run()] == [number + 2, number + 2]
+
+
+def test_a_module_that_is_known_is_not_held():
+    model = nn.Sequential(nn.Linear(3, 3, dtype=D), nn.BatchNorm1d(3, dtype=D))
+    model[0].parent = [model]
+    checkpoint(model, leaf(4, 3)).sum().backward()
+    gone = [weakref.ref(x) for x in (model, model[0].weight, model[1].running_mean)]
+    del model
+    gc.collect()
+    assert [x() for x in gone] == [None] * 3
 
 
 def test_changed_and_not_needed_is_no_error():
@@ -661,7 +833,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_statistics_are_updated_once(norm, depth, needs_grad):
     def run(call):
@@ -672,7 +844,9 @@ def test_statistics_are_updated_once(norm, depth, needs_grad):
         def at(depth, x):
             return (call(at, depth - 1, x) if depth else model(x)).sin() * w
 
-        y = call(at, depth - 1, x)
+        y = call(at, depth - 1, x) if depth else call(model, x).sin() * w
+        y.sum().backward(retain_graph=True)
+        model.eval()
         y.sum().backward()
         return [*model.buffers(), w.grad, *([x.grad] if needs_grad else [])]
 

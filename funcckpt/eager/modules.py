@@ -1,0 +1,421 @@
+"""What modules refer to, told again by identity.
+
+A module that was searched is most often as it was when it is searched the next time, before the
+recomputation and after it. A `Layout` knows where a module, with all that is inside of it, has what it refers
+to: whoever looks again reads that in loops that run in C, and visits no module. It holds no module, and
+nothing of one that could hold it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from ..closure import WRITES_UNSEEN
+from ..lookup import ATOMS, OfClass, global_names, imported, names_of
+from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
+from ..views import getter, hooks_of, parts_of, state_of
+from .contents import Contents, from_snapshot, is_as_before, layout_of, snapshot, version
+
+# Buffers of up to so many elements are copied before a forward that may change them.
+_SMALL = 2**16
+
+# What these look up in their globals is not the user's.
+_LIBRARIES = ("torch.", "funcckpt.")
+
+# What a module has, and what does not change what it computes, or is changed inside.
+_FIXED = MODULE_HOOKS | MODULE_FLAGS - {"training"}
+
+_OF_TORCH = ("torch", "math", "builtins")
+_LOOKS_UP = {"globals", "vars", "eval", "exec", "__import__", "__globals__", "__dict__", "__subclasses__"}
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+
+_forward_of = operator.attrgetter("forward")
+_version_of = operator.attrgetter("_version")
+
+
+State = dict[str, Any]
+
+
+class Layout:
+    """Where a module, with all that is inside of it, has what it refers to."""
+
+    def __init__(self, root: nn.Module) -> None:
+        modules: list[nn.Module] = []
+        # Of TorchScript, which has parameters elsewhere.
+        scripted: list[nn.Module] = []
+        pending = [root]
+        found = {id(root)}
+        while pending:
+            module = pending.pop()
+            if type(module._parameters) is not dict:
+                scripted.append(module)
+                continue
+            modules.append(module)
+            for part in module._modules.values():
+                if part is not None and id(part) not in found:
+                    found.add(id(part))
+                    pending.append(part)
+        self.keys = frozenset(found)
+        self._root = weakref.ref(root, lambda _: _layouts.pop(key, None))
+        key = id(root)
+        self.references = [*map(weakref.ref, modules)]
+        self.scripted = [*map(weakref.ref, scripted)]
+        self.kinds = {*map(type, modules)}
+        states = [*map(state_of, modules)]
+        parts = [*chain.from_iterable(map(parts_of, states))]
+        names = [tuple([name for name in state if name not in _FIXED]) for state in states]
+        self._own = [*map(getter, names)]
+        self._sizes = [*map(len, states)]
+        self.names = [*names, *map(tuple, parts)]
+        self._part_names = [*chain.from_iterable(parts)]
+        places = [(i, name) for i, own in enumerate(names) for name in own]
+        at_parts = [at for at, (_, name) in enumerate(places) if name in PARTS]
+        at_parts.sort(key=lambda at: (places[at][0], [*PARTS].index(places[at][1])))
+        self._filled = _at([at for at, part in zip(at_parts, parts, strict=True) if part])
+        self._empty = _at([at for at, part in zip(at_parts, parts, strict=True) if not part])
+        self._training = _at([at for at, (_, name) in enumerate(places) if name == "training"])
+        places += [(len(states) + i, name) for i, part in enumerate(parts) for name in part]
+        self._places = places
+        values, _ = self.read(states)
+        self._types = [*map(type, values)]
+        self._modes = self._training(values)
+        self._look_at(values, len(states))
+        self._parts_inside = [*map(id, self._modules(values))]
+
+    def _look_at(self, values: Sequence[Any], number: int) -> None:
+        """Find where there are which values."""
+        tensors: list[int] = []
+        modules: list[int] = []
+        self._scratch: dict[int, Tensor] = {}
+        self.loose: list[int] = []
+        self.lists: list[int] = []
+        # Buffers that the forward may change, and whether it does so in any case, or unseen.
+        self.changing: list[tuple[int, bool, bool]] = []
+        # Whether all tensors have a version: one that has none may be exchanged for one that has.
+        self.is_settled = True
+        for at, ((i, _), x) in enumerate(zip(self._places, values, strict=True)):
+            of, part = divmod(i - number, 3)
+            if isinstance(x, Tensor):
+                if i < number:
+                    self.loose.append(at)
+                elif version(x) is None:
+                    self.is_settled = False
+                elif part == 1 and self._modes[of]:
+                    module: Any = self.references[of]()
+                    runs = module._buffers.get("running_mean") is not None
+                    self.changing.append((at, runs, _writes_unseen(type(module))))
+                else:
+                    tensors.append(at)
+            elif type(x) is list and i < number:
+                self.lists.append(at)
+            elif i >= number and part == 2 and x is not None:
+                modules.append(at)
+        self.tensors = _at(tensors)
+        self._modules = _at(modules)
+        plain = [at for at, x in enumerate(values) if isinstance(x, (tuple, *_FUNCTIONS))]
+        self._plain = _at(plain)
+        self._plain_values = self._plain(values)
+        held = {*tensors, *self.loose, *[at for at, _, _ in self.changing], *plain}
+        self._forwards = [*map(_forward_of, self.kinds)]
+        self.is_of_torch = all(kind.__module__.startswith("torch.nn.modules.") for kind in self.kinds)
+        self._may_be_closed = (
+            not self.scripted
+            and all(map(_is_of_torch_alone, self.kinds))
+            and all(map(_is_plain, self._plain_values))
+            and all(
+                at in held or i >= number or name in PARTS or type(values[at]) in ATOMS
+                for at, (i, name) in enumerate(self._places)
+            )
+        )
+
+    def is_closed(self, states: Sequence[State], values: Sequence[Any]) -> bool:
+        """Whether modules have nothing but the tensors that are found in them, and what is torch's."""
+        return (
+            self._may_be_closed
+            and [*map(_forward_of, self.kinds)] == self._forwards
+            and all(map(operator.is_, self._plain(values), self._plain_values))
+            and not any(chain.from_iterable(map(hooks_of, states)))
+            and not _torch.has_global_module_hook()
+        )
+
+    def read(self, states: Sequence[State]) -> tuple[list[Any], Sequence[State]]:
+        """All values that there are, and the dicts of parts in which some are."""
+        values: list[Any] = []
+        for own, state in zip(self._own, states, strict=True):
+            values += own(state)
+        filled = self._filled(values)
+        for part in filled:
+            values += part.values()
+        return values, filled
+
+    def is_complete(self, states: Sequence[State], filled: Sequence[State], values: Sequence[Any]) -> bool:
+        """Whether there are no others, and these have their names."""
+        return (
+            [*map(len, states)] == self._sizes
+            and not any(self._empty(values))
+            and [*chain.from_iterable(filled)] == self._part_names
+        )
+
+    def place(self, at: int) -> tuple[int, str]:
+        """In which of all dicts a value is, and its name there."""
+        return self._places[at]
+
+    def scratch_for(self, at: int, x: Tensor) -> Tensor:
+        """A tensor that may be written to in place of `x`, and is read by no one."""
+        scratch = self._scratch.get(at)
+        if scratch is None or (scratch.shape, scratch.dtype, scratch.device) != (x.shape, x.dtype, x.device):
+            scratch = self._scratch[at] = from_snapshot(x.detach(), x)
+        return scratch
+
+    def found(self, alone: bool) -> Modules | None:
+        """What is there now, if it is of the same kind and in the same places."""
+        try:
+            states = [*map(state_of, [reference() for reference in self.references])]
+            values, filled = self.read(states)
+            if (
+                self.is_complete(states, filled, values)
+                and [*map(type, values)] == self._types
+                and self._training(values) == self._modes
+                and [*map(id, self._modules(values))] == self._parts_inside
+            ):
+                return Modules(self, states, values, alone)
+        except (AttributeError, KeyError, RuntimeError, ValueError):
+            pass  # a module is gone, or an attribute; or a tensor has no version any more
+        return None
+
+
+# By the ids of their roots.
+_layouts: dict[int, Layout] = {}
+
+
+def modules_of(root: nn.Module, alone: bool) -> Modules:
+    """What a module, with all that is inside of it, refers to now.
+
+    `alone`: it is called with nothing but tensors and constants, and nobody else has it meanwhile.
+    """
+    layout = _layouts.get(id(root))
+    found = None if layout is None else layout.found(alone)
+    if found is None:
+        layout = Layout(root)
+        found = layout.found(alone)
+        assert found is not None
+        if layout.is_settled:
+            _layouts[id(root)] = layout
+    return found
+
+
+class Modules:
+    """What modules have referred to in a forward."""
+
+    __slots__ = (
+        "_states",
+        "is_closed",
+        "kept",
+        "layout",
+        "may_be_unchanged",
+        "results",
+        "snapshots",
+        "values",
+        "versions",
+    )
+
+    def __init__(self, layout: Layout, states: list[State], values: list[Any], alone: bool) -> None:
+        self.layout, self._states, self.values = layout, states, values
+        # Whether all tensors are found that a call may use, beside those that it is given.
+        self.is_closed = layout.is_closed(states, values)
+        self.versions = [*map(_version_of, layout.tensors(values))]
+        # Tensors that are looked at one by one, and their versions.
+        self.kept: list[tuple[int, Tensor, int | None]] = []
+        # Buffers that the forward may change, or has changed: copies of what they were, if that matters.
+        self.snapshots: dict[int, tuple[Any, bool]] = {}
+        # Where there are tensors with a graph.
+        self.results: list[int] = []
+        # Whether some of those may be copies of what is still the same: statistics are not compared.
+        self.may_be_unchanged = False
+        if layout.loose or layout.changing:
+            self._look_closer(alone)
+
+    def _look_closer(self, alone: bool) -> None:
+        layout, values = self.layout, self.values
+        for at in layout.loose:
+            if values[at].grad_fn is not None:
+                self.results.append(at)
+            elif (now := version(values[at])) is not None:
+                self.kept.append((at, values[at], now))
+        for at, runs, unseen in layout.changing:
+            x = values[at]
+            self.kept.append((at, x, x._version))
+            if runs and alone and self.is_closed and layout.is_of_torch:
+                # In training, batch_norm updates them and does not read them; nor does anybody else.
+                self.snapshots[at] = None, True
+            elif x.layout is torch.strided and (runs or unseen or x.numel() <= _SMALL):
+                self.snapshots[at] = snapshot(x), runs
+                self.may_be_unchanged |= not runs
+
+    @property
+    def running(self) -> list[Tensor]:
+        """What batch_norm updates without a word to the version counter."""
+        return [self.values[at] for at, runs, _ in self.layout.changing if runs]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Parameters, and buffers that the forward does not change."""
+        return self.layout.tensors(self.values)
+
+    def elsewhere(self) -> list[Any]:
+        """Lists, and tensors of what has no dicts."""
+        found: list[Any] = [self.values[at] for at in self.layout.lists]
+        for reference in self.layout.scripted:
+            if (module := reference()) is not None:
+                found += [*module.parameters(), *module.buffers()]
+        return found
+
+    def forget_unchanged(self) -> None:
+        """After the forward: buffers that it has not changed need no copies."""
+        dicts = self._dicts()
+        for at, x, before in self.kept:
+            copy, runs = self.snapshots.get(at, (None, True))
+            if not runs and x._version == before and is_as_before(x, copy):
+                i, name = self.layout.place(at)
+                if dicts[i].get(name) is x:
+                    del self.snapshots[at]
+
+    def _dicts(self) -> list[State]:
+        return [*self._states, *chain.from_iterable(map(parts_of, self._states))]
+
+    def is_here(self) -> bool:
+        """Whether everything is where it was."""
+        layout, states = self.layout, self._states
+        try:
+            values, filled = layout.read(states)
+        except KeyError:
+            return False
+        return layout.is_complete(states, filled, values) and all(map(operator.is_, values, self.values))
+
+    def contents(self) -> list[Contents]:
+        """The same, dict by dict."""
+        found = []
+        values = iter(self.values)
+        number = len(self._states)
+        for i, (there, names) in enumerate(zip(self._dicts(), self.layout.names, strict=True)):
+            was = dict(zip(names, islice(values, len(names)), strict=True))
+            kind = i % 3 if (i := i - number) >= 0 else -1
+            if kind == -1:
+                was |= {name: x for name, x in there.items() if name in _FIXED}
+            elif kind == 0:  # fully_shard exchanges sharded and whole parameters as it sees fit
+                for name, x in was.items():
+                    if layout_of(now := there.get(name, x)) != layout_of(x):
+                        was[name] = now
+            found.append(Contents(there, was, len(was), in_order=kind == 2))
+        return found
+
+    def changed(self) -> list[tuple[str, Tensor]]:
+        """Tensors that were changed in place and of which there is no copy, with their names."""
+        found = []
+        if self.kept:
+            kept = [(at, x, before) for at, x, before in self.kept if at not in self.snapshots]
+            found = [(at, x) for at, x, before in kept if x._version != before]
+        now = [*map(_version_of, self.tensors)]
+        if now != self.versions:
+            at = self.layout.tensors(range(len(self.values)))
+            found += [
+                (i, self.values[i]) for i, was, is_ in zip(at, self.versions, now, strict=True) if was != is_
+            ]
+        return [(self.layout.place(at)[1], x) for at, x in found] if found else []
+
+    def updated(self, for_another_run: bool = False) -> list[tuple[State, str, Tensor, Any]]:
+        """Where there are buffers that the forward has changed, these, and copies of what they were.
+
+        The copies are snapshots, or tensors that another run may change.
+        """
+        dicts = self._dicts()
+        found = []
+        for at, (copy, _) in self.snapshots.items():
+            i, name = self.layout.place(at)
+            x = self.values[at]
+            if for_another_run:
+                copy = self.layout.scratch_for(at, x) if copy is None else from_snapshot(copy, x)
+            found.append((dicts[i], name, x, copy))
+        return found
+
+
+def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    at = slice(places[0], places[0] + 1) if places else slice(0)
+    return operator.itemgetter(at)
+
+
+@OfClass
+def _is_of_torch_alone(kind: type) -> bool:
+    """Whether the code of a class of modules refers to nothing but to the module, and to what is torch's."""
+    return all(
+        refers_to_torch_alone(member)
+        if isinstance(member, FunctionType)
+        else type(member) in ATOMS or name[:2] == "__"
+        for base in kind.__mro__
+        if base is not object and not base.__module__.startswith("torch.nn.modules.")
+        for name, member in vars(base).items()
+        if name != "__init__"
+    )
+
+
+def refers_to_torch_alone(f: Any) -> bool:
+    """Whether a function refers to nothing but to its arguments, and to what is torch's."""
+    if isinstance(f, BuiltinFunctionType):
+        return (f.__module__ or "torch").partition(".")[0] in _OF_TORCH
+    if not isinstance(f, FunctionType):
+        return False
+    code, there = f.__code__, f.__globals__
+    if {*code.co_freevars} - {"__class__"} or not ATOMS.issuperset(map(type, f.__defaults__ or ())):
+        return False
+    return there.get("__name__", "").startswith("torch.") or not (
+        f.__kwdefaults__
+        or looks_further(code)
+        or not all(map(is_torch, [there[name] for name in global_names(code) if name in there]))
+    )
+
+
+def is_torch(x: Any) -> bool:
+    """Whether it is a module of Python's that belongs to torch, or has no tensors."""
+    return isinstance(x, ModuleType) and x.__name__.partition(".")[0] in _OF_TORCH
+
+
+@functools.lru_cache(maxsize=4096)
+def looks_further(code: CodeType) -> bool:
+    """Whether code may look up what is not among its variables and global names."""
+    return not _LOOKS_UP.isdisjoint(names_of(code)) or any(
+        name.partition(".")[0] not in _OF_TORCH for name in imported(code)
+    )
+
+
+def _is_plain(x: Any) -> bool:
+    return ATOMS.issuperset(map(type, x)) if isinstance(x, tuple) else refers_to_torch_alone(x)
+
+
+def is_of_torch_or_ours(f: FunctionType) -> bool:
+    name: str = f.__globals__.get("__name__", "")
+    return name.startswith(_LIBRARIES)
+
+
+@OfClass
+def _writes_unseen(kind: type) -> bool:
+    """Whether the forward of a module may write to buffers past their version counters."""
+    names, functions = {"forward"}, [getattr(kind, "forward", None)]
+    while functions:
+        f = functions.pop()
+        if isinstance(f, FunctionType) and not is_of_torch_or_ours(f):
+            more = names_of(f.__code__) - names
+            names |= more
+            functions += [getattr(kind, name, None) or f.__globals__.get(name) for name in more]
+    return not names.isdisjoint(WRITES_UNSEEN)
