@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from . import _torch
 from .closure import WRITES_UNSEEN
-from .lookup import GONE, is_of_library
+from .lookup import GONE, assigned_by, is_of_library
 
 # What leads out of a tensor, or into it unseen, and what draws random numbers.
 _LEADS_OUT = frozenset(WRITES_UNSEEN) | frozenset(
@@ -157,8 +157,8 @@ class Names:
 
 @functools.lru_cache(maxsize=4096)
 def names_if_closed(code: types.CodeType) -> Names | None:
-    """The global names of code that has no other way out of itself."""
-    paths = None if code.co_freevars or not _ARE_TORCHS else _paths(code)
+    """The global names of code that has no other way out of itself but to read variables around it."""
+    paths = _paths(code) if _ARE_TORCHS and not assigned_by(code) else None
     return None if paths is None else Names(code, paths)
 
 
@@ -203,7 +203,7 @@ def _reads(paths: Iterable[Path], content: dict[str, Any], seen: set[Any]) -> It
             yield vars(module).get, name, value
         if not ATTRIBUTES.issuperset(attributes):
             raise _NotAllowed
-        if id(value) in _ALLOWED or type(value) in _CONSTANTS or _is_operator(value):
+        if is_constant(value):
             continue
         if type(value) is not types.FunctionType or not is_of_library(value):
             raise _NotAllowed
@@ -231,6 +231,11 @@ _DETAILS: Sequence[Callable[[types.FunctionType], Any]] = (
     operator.attrgetter("__kwdefaults__"),
     lambda function: bool(function.__dict__),
 )
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is one that nobody can change, and that leads to no tensor."""
+    return id(value) in _ALLOWED or type(value) in _CONSTANTS or _is_operator(value)
 
 
 def _is_operator(value: Any) -> bool:

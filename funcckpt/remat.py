@@ -21,13 +21,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar
+from itertools import compress, repeat
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closed import Closed, found_if_closed, names_of
+from .closed import closed_call, names_of
 from .closure import Closure, code_of, take_for_own
 from .errors import (
     CheckpointError,
@@ -360,9 +361,10 @@ def _call(
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
     plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
-    found = None if names is None or kwargs else found_if_closed(f, names, args)
-    if found is not None:
-        return Closed(f, name, found, options.determinism_check != "none").call(args, plain)
+    if names is not None and not kwargs:
+        closed = closed_call(f, name, names, args, options.determinism_check != "none")
+        if closed is not None:
+            return closed[0].call(closed[1], plain)
     if _torch.is_tracing() and all(layer.kind != "grad" for layer in _torch.active_layers()):
         # make_fx records values and no graph of plain autograd, and forward mode saves nothing.
         return f(*args, **kwargs)
@@ -489,14 +491,16 @@ class _Call(Call):
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         # One tensor may stand for several by which f refers to it.
         self._originals: dict[int, list[int]] = {}
-        captured = {id(x): x for x in (*self._closure.tensors, *hidden)}
+        found = (*self._closure.tensors, *hidden)
+        captured = dict(zip(map(id, found), found, strict=True))
         if net.is_replacing():
             for x in {**captured, **{id(x): x for x in arguments.tensors}}.values():
                 self._originals.setdefault(id(net.stand_in(x)), []).append(id(x))
             captured = {id(stand_in): stand_in for stand_in in map(net.stand_in, captured.values())}
             arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
-        given = {id(x) for x in arguments.tensors}
-        self._captured = [x for key, x in captured.items() if key not in given]
+        for x in arguments.tensors:
+            captured.pop(id(x), None)
+        self._captured = [*captured.values()]
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
@@ -719,7 +723,8 @@ class _Call(Call):
     ) -> list[Tensor]:
         """The captured tensors to which the graph of the outputs leads."""
         # An argument that is captured as well is an input twice.
-        tensors = [x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad]
+        tensors = [*self._arguments.tensors, *self._captured]
+        tensors = [*compress(tensors, map(_torch.require_grad, tensors))]
         known = dict(zip(_edges(tensors), tensors, strict=True))
         searched = False
         used: list[Tensor] = []
@@ -946,7 +951,9 @@ def _edge(x: Tensor) -> _Edge:
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[_Edge]:
-    functions = map(operator.attrgetter("grad_fn"), tensors)
+    functions = [*map(_function_of, tensors)]
+    if functions.count(None) == len(functions):
+        return [*zip(map(id, tensors), repeat(_LEAF))]
     return [
         (id(x), _LEAF) if function is None else (function, x.output_nr)
         for x, function in zip(tensors, functions, strict=True)
@@ -1023,13 +1030,24 @@ def _dress(x: Tensor, attributes: dict[str, Any]) -> Tensor:
     return x
 
 
-def _counts_of_hooks(tensors: Iterable[Tensor]) -> list[int]:
-    return [len(hooks) if (hooks := x._backward_hooks) else 0 for x in tensors]
+def _counts_of_hooks(tensors: Sequence[Tensor]) -> list[int]:
+    hooks = [*map(_hooks_of, tensors)]
+    return [len(of_one) if of_one else 0 for of_one in hooks] if any(hooks) else [0] * len(hooks)
 
 
-def _gradients(tensors: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+def _gradients(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
     """What tells whether the `.grad` of tensors was assigned or added to."""
+    if _NO_GRADIENT.issuperset(map(type, map(_gradient_of, compress(tensors, map(_is_leaf, tensors))))):
+        return [None] * len(tensors)
     return [(id(g), g._version) if x.is_leaf and (g := x.grad) is not None else None for x in tensors]
+
+
+# Asked of many tensors at once, in loops that run in C.
+_function_of = operator.attrgetter("grad_fn")
+_gradient_of = operator.attrgetter("grad")
+_hooks_of = operator.attrgetter("_backward_hooks")
+_is_leaf = operator.attrgetter("is_leaf")
+_NO_GRADIENT = frozenset({type(None)})
 
 
 def _copy(x: Tensor) -> Tensor | None:
