@@ -1010,6 +1010,11 @@ def backward_id() -> Any:
     return object() if number == -1 else number
 
 
+def accumulates_all() -> bool:
+    """Whether the backward that runs is one without `inputs`, and none of `torch.autograd.grad`."""
+    return torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined]
+
+
 def at_end_of_backward(f: Callable[[], None]) -> None:
     """Call `f` when the backward that runs in this thread is over; public torch can tell of leaves alone."""
     torch.autograd.Variable._execution_engine.queue_callback(f)  # type: ignore[attr-defined]
