@@ -38,6 +38,7 @@ from .lazy import (
     Redo,
     forced,
     is_plain,
+    is_subclass_first,
     looks_of,
     run_deferred,
     run_forced,
@@ -90,7 +91,7 @@ class Replay(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not PLAIN.issuperset(types):
+        if is_subclass_first(types):
             return NotImplemented
         kind = kind_of_call(func, args, kwargs)
         self._calls += not (self._pulling and self._may_leave)

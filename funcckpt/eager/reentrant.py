@@ -28,7 +28,7 @@ class _Reentrant(torch.autograd.Function):
         if not _torch.accumulates_all():
             raise CheckpointError(
                 f"{ctx.title}: When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() "
-                "or passing an `inputs` parameter to .backward(). Pass use_reentrant=False, which allows both."
+                "or passing an `inputs` parameter to .backward(). Pass use_reentrant=False: that allows both."
             )
         _ = ctx.saved_tensors
         if not ctx.are_differentiable:
