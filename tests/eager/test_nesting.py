@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcckpt import (
     CheckpointPolicy,
+    _torch,
     checkpoint,
     checkpoint_scope,
     create_selective_checkpoint_contexts,
@@ -225,6 +226,24 @@ FAMILIES = {
     "gradients inside": (set(STEPS) - UPDATES, set(ONCE)),
     "updates": (set(STEPS) - {"inner_gradient"}, set(ALL) - {"theirs"}),
 }
+
+
+@pytest.fixture(autouse=True)
+def as_where_nothing_is_compiled(monkeypatch):
+    """Other tests compile; remat then leaves out nothing."""
+    monkeypatch.setattr(_torch, "has_compiled", lambda: False)
+
+
+def test_a_cell_in_a_checkpoint_in_remat():
+    """An operator that saves other tensors of what remat has put off."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 4, dtype=D, requires_grad=True)
+
+    def f(x, call):
+        return call(lambda x: model.cell(x.sin(), x @ x).tanh(), (x @ x.t()).softmax(-1) @ x).sin()
+
+    y = remat(lambda x: f(x, checkpoint))(x)
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(f(x, lambda g, x: g(x)).sum(), x))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
