@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 import funcckpt
 from funcckpt.errors import MutationError, OptionError
 
-from .implementations import D, both, gradients, leaf, plain, theirs
+from .implementations import D, both, draw, gradients, leaf, plain, theirs
 
 
 def chain(x, w):
@@ -371,6 +371,16 @@ def test_random_numbers_are_the_same(checkpoint):
         return y.detach(), x.grad, after, torch.rand(3)
 
     assert_same(run(checkpoint), run(lambda f, x: f(x)))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_random_numbers_of_other_devices(other_device, preserve):
+    x = leaf(4)
+    y = funcckpt.checkpoint(lambda x: (x * draw(x)).sin(), x, preserve_rng_state=preserve)
+    end, scale = other_device.get_state(), torch.rand(4, dtype=D, generator=torch.Generator().manual_seed(5))
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g, (scale * (x * scale).cos()).detach()) == preserve
+    assert torch.equal(other_device.get_state(), end) == preserve
 
 
 @both
