@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from types import FrameType, MappingProxyType
@@ -503,7 +503,7 @@ def has_dual_level() -> bool:
 
 def in_dual_level() -> bool:
     """Whether plain forward mode is active: a dual level is open, and looked at."""
-    return has_dual_level() and torch._C._is_fwd_grad_enabled()
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -609,6 +609,38 @@ def is_tracing() -> bool:
     ) and get_proxy_mode() is not None
 
 
+# Torch's functions that are written in C: of `torch` itself, whose class nobody can change, and in modules.
+FUNCTIONS = torch._C._VariableFunctions  # type: ignore[attr-defined]
+NAMESPACES = tuple(
+    [getattr(torch._C, name) for name in ("_nn", "_special", "_linalg", "_fft") if hasattr(torch._C, name)]
+)
+# Modules that its functions in Python go through.
+PASSAGES = (torch._C, torch.nn._reduction)
+# What its functions in Python ask about their arguments, and call only for those of a subclass.
+FOR_SUBCLASSES = (
+    torch._C._has_torch_function,
+    torch._C._has_torch_function_unary,
+    torch._C._has_torch_function_variadic,
+    torch.overrides.handle_torch_function,
+)
+
+# The kernels that Python code has registered for operators, by their names. Torch goes on to register such as
+# compute nothing, and decompositions under vmap.
+_kernels = torch.library._impls
+_torchs_kernels = frozenset(_kernels)
+_number_of_kernels, _are_torchs = len(_kernels), True
+
+
+def kernels_are_torchs() -> bool:
+    """Whether no Python code of others has registered a kernel for an operator of torch."""
+    global _number_of_kernels, _are_torchs
+    if len(_kernels) != _number_of_kernels:
+        _number_of_kernels = len(_kernels)
+        added = [name for name in _kernels - _torchs_kernels if name.startswith("aten/")]
+        _are_torchs = all([name.endswith(("/Meta", "/FuncTorchBatched")) for name in added])
+    return _are_torchs
+
+
 # The number of the function modes that are active.
 has_function_modes = torch._C._len_torch_function_stack
 
@@ -674,13 +706,18 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 require_grad = operator.attrgetter("requires_grad")
 
 
-def as_leaves(tensors: Sequence[Tensor], values: Sequence[Tensor], level: int) -> list[Tensor]:
-    """Tensors without history, of which require grad those that do; at a level, given what is below."""
-    if not level:
-        return [x.detach().requires_grad_() if x.requires_grad else x for x in tensors]
-    leaves = wrapped_for_grad(values, level)
-    require_grad_at_this_level(leaves, [i for i, x in enumerate(tensors) if x.requires_grad])
-    return leaves
+def with_leaves(
+    values: Sequence[Tensor], wrt: Iterable[int], level: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Values in which leaves that require grad stand for some, and the leaves; at a level, if it is not 0."""
+    if level:
+        tensors = wrapped_for_grad(values, level)
+        return tensors, require_grad_at_this_level(tensors, wrt)
+    tensors, leaves = [*values], []
+    for i in wrt:
+        tensors[i] = leaf = tensors[i].detach().requires_grad_()
+        leaves.append(leaf)
+    return tensors, leaves
 
 
 def detached(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
@@ -695,7 +732,7 @@ def without_detour(function: Any) -> Any:
     return function
 
 
-def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
     """`x.requires_grad_()` of some, which functorch otherwise forbids inside of a transform."""
     chosen = []
     set_inplace_requires_grad_allowed(True)

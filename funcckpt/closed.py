@@ -1,9 +1,10 @@
 """Functions that can reach nothing but their arguments: their calls need no search and no net.
 
 A function is closed if it refers to nothing outside of itself, and names nothing but methods of tensors and
-of Python's own types that are written in C. Given tensors of no subclass, without attributes, where no mode
-is active, it has no way to a tensor that it was not given, or to a place where it could store one. That
-nobody has changed the methods of tensors is checked in each call.
+of Python's own types that are written in C, and what `names` allows. Given tensors of no subclass, without
+attributes, where no mode is active, it has no way to a tensor that it was not given, or to a place where it
+could store one. That nobody has changed the methods of tensors, or what the names stand for, is checked in
+each call.
 
 Such a function may run where it is called, among the levels of the caller, if only the innermost of them
 differentiates its arguments: no other level would record what it computes. All else (several levels that
@@ -12,72 +13,41 @@ differentiate, other spellings of `dispatch`) goes the way of all programs.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _torch, dispatch, net, world
-from .closure import WRITES_UNSEEN
+from . import _torch, dispatch, net, recompute, world
+from .errors import MutationError
 from .flat import Call, Outputs, are_distinct_tensors
-from .lookup import assigned_by, global_names, holds_nothing, imported, is_of_library
-from .program import Tensors
-
-# What leads out of a tensor, or into it unseen, and what draws random numbers.
-_LEADS_OUT = frozenset(WRITES_UNSEEN) | frozenset(
-    "grad grad_fn output_nr requires_grad requires_grad_ retain_grad".split()
-)
-_DRAWS = frozenset(
-    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_ "
-    "uniform_".split()
-)
-# What Tensor has in Python beside what is written in C, and nobody can change.
-_IN_PYTHON = vars(Tensor)
-_METHODS = (*_IN_PYTHON.values(),)
-_FUNCTIONS = {name: f for name, f in _IN_PYTHON.items() if isinstance(f, types.FunctionType)}
-_NAMES = {
-    name
-    for kind in (Tensor, list, tuple, dict, int, float, str, slice)
-    for name in dir(kind)
-    if not name.startswith("_")
-} - (_LEADS_OUT | _DRAWS | _FUNCTIONS.keys())
-_ARE_TORCHS = all(map(is_of_library, _FUNCTIONS.values()))
+from .names import NOTHING, Found, Names, methods_are_torchs, names_if_closed
+from .nodes import versions_of
+from .program import Tensors, pulled
 
 
-def code_if_closed(f: Any) -> types.CodeType | None:
-    """The code of f, if that can reach nothing but what it is given."""
-    return f.__code__ if type(f) is types.FunctionType and _names_nothing(f.__code__) else None
+def names_of(f: Any) -> Names | None:
+    """What f names, if its code can reach nothing but what it is given."""
+    return names_if_closed(f.__code__) if type(f) is types.FunctionType else None
 
 
-def is_closed(f: Any, code: types.CodeType, args: tuple[Any, ...]) -> bool:
-    """Whether f, whose code is closed, can reach nothing else in a call with some arguments."""
-    return (
-        f.__code__ is code
-        and holds_nothing(f)
+def found_if_closed(f: Any, names: Names, args: tuple[Any, ...]) -> Found | None:
+    """What the names of f stand for, if it can reach nothing else in a call with some arguments."""
+    if (
+        (f.__code__ is names.code or f.__code__ == names.code)
+        and not (f.__defaults__ or f.__kwdefaults__)
         and are_distinct_tensors(args)
         and not any(map(vars, args))
-        and (*_IN_PYTHON.values(),) == _METHODS
+        and methods_are_torchs()
+        and _torch.kernels_are_torchs()
         and _torch.is_bare()
         and not net.is_replacing()
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_nothing(code: types.CodeType) -> bool:
-    """Whether code names nothing that could lead out of it."""
-    return (
-        _ARE_TORCHS
-        and not (code.co_freevars or global_names(code) or imported(code) or assigned_by(code))
-        and _all_names(code) <= _NAMES
-    )
-
-
-def _all_names(code: types.CodeType) -> set[str]:
-    inner = [_all_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*inner)
+    ):
+        return names.find(f)
+    return None
 
 
 class Closed(Call):
@@ -85,9 +55,10 @@ class Closed(Call):
 
     is_closed = True
 
-    def __init__(self, f: Any, name: str, compares: bool) -> None:
+    def __init__(self, f: Any, name: str, found: Found, compares: bool) -> None:
         super().__init__(name, f.__code__)
         self._f = f
+        self._found = found
         self._compares = compares
         self._dtype = torch.get_default_dtype()
 
@@ -107,8 +78,8 @@ class Closed(Call):
 
     def _run_checked(self, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> Tensors:
         """Raise if f changes the values, which no level wraps."""
-        versions = self.versions(values)
-        outputs = self.run(*inputs)
+        versions = versions_of(values)
+        outputs = self._run_first(inputs)
         self.check_versions(versions, values)
         return outputs
 
@@ -117,7 +88,8 @@ class Closed(Call):
 
         `values` are those of the inputs below the only level that differentiates them.
         """
-        leaves = _torch.as_leaves(inputs, values, level)
+        wrt = compress(range(len(inputs)), map(_torch.require_grad, inputs))
+        leaves, _ = _torch.with_leaves(values, wrt, level)
         outputs = self._run_checked(leaves, _torch.all_below_wrappers(values) if level else values)
         active = [*map(_torch.require_grad, outputs)]
         if not any(active):
@@ -138,7 +110,7 @@ class Closed(Call):
     def run(self, *inputs: Tensor) -> Tensors:
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
-    def _run_first(self, inputs: Tensors) -> Tensors:
+    def _run_first(self, inputs: Sequence[Tensor]) -> Tensors:
         try:
             out = self._f(*inputs)
         except RuntimeError as error:
@@ -149,19 +121,64 @@ class Closed(Call):
         self._outputs = Outputs(self._name, out, inputs, views_tell=True)
         return self._outputs.take()
 
-    def _run_again(self, inputs: Tensors) -> Tensors:
-        first, f, code = self._outputs, self._f, self.code
-        assert first is not None
-        if f.__code__ is not code or not holds_nothing(f):
-            f = types.FunctionType(code, f.__globals__)  # it was given defaults since, or other code
+    def _run_again(self, inputs: Sequence[Tensor]) -> Tensors:
         if _torch.is_bare() and torch.get_default_dtype() is self._dtype:
-            out = f(*inputs)
+            out = self._f_again()(*inputs)
         else:
             with world.World.bare(self._dtype).replayed():
-                out = f(*inputs)
+                out = self._f_again()(*inputs)
+        return self._as_first(out)
+
+    def _f_again(self) -> Any:
+        """f as it was: it may have been given defaults or other code since, and the globals other values."""
+        f, code, found = self._f, self.code, self._found
+        is_as_it_was = f.__code__ is code and not (f.__defaults__ or f.__kwdefaults__)
+        if found is not NOTHING:
+            if not found.holds():
+                raise MutationError(
+                    f"remat({self._name}) uses a function of a module ({found.changed()}) that was assigned "
+                    "another value since the forward. Assign it before the forward, or after the backward."
+                )
+            is_as_it_was = is_as_it_was and found.is_in(f.__globals__)
+        return f if is_as_it_was else types.FunctionType(code, found.as_globals())
+
+    def _as_first(self, out: Any) -> Tensors:
+        first = self._outputs
+        assert first is not None
         if first.is_one_like(out):
             return (out,)
         again = Outputs(self._name, out)
         if self._compares and (difference := first.difference(again)) is not None:
             raise self._not_the_same(difference)
         return again.as_in(first)
+
+    def pulls(self, inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
+        """Whether `pull` may run in the world that there is, with nothing to be put off."""
+        return (
+            _torch.is_bare()
+            and torch.get_default_dtype() is self._dtype
+            and not torch.is_inference_mode_enabled()
+            and not recompute.puts_off(self, (*inputs, *cotangents))
+        )
+
+    def pull(
+        self,
+        inputs: list[Tensor],
+        needed: Sequence[bool],
+        cotangents: Sequence[Tensor],
+        at_level: bool = False,
+    ) -> Sequence[Tensor | None]:
+        """The gradients that are needed, in a backward at which nobody looks.
+
+        It is `Vjp` that is no program. The inputs are taken away when they have been used.
+        """
+        with _torch.recording_level() if at_level else _torch.grad_mode(True) as level:
+            tensors, leaves = _torch.with_leaves(inputs, compress(range(len(inputs)), needed), level or 0)
+            inputs.clear()
+            outputs = [*self._as_first(self._f_again()(*tensors))]
+        del tensors
+        found = pulled(outputs, leaves, cotangents)
+        if len(found) < len(needed):
+            gradients = iter(found)
+            found = [next(gradients) if need else None for need in needed]
+        return found

@@ -304,6 +304,53 @@ def _may_stay_batched(tensors: Sequence[Tensor], arity: int, level: int) -> bool
     )
 
 
+def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
+    """The interpreter of a level, if the backward that is running is the last that this will see.
+
+    Nobody can differentiate at the level any more: what it would record is dead weight.
+    """
+    interpreter = _torch.peek_interpreter_stack()
+    if (
+        interpreter is not None
+        and interpreter.level() == level
+        and not _torch.is_dead_tensor_wrapper(x)
+        and _torch.is_final_backward(level, thread)
+    ):
+        return interpreter
+    return None
+
+
+def _pulled_in_place(
+    program: Any, last: Any, inputs: list[Tensor], needed: Sequence[bool], cotangents: Sequence[Any]
+) -> Sequence[Tensor | None] | None:
+    """The gradients of a closed function, if nobody looks at the backward, which needs no rule then.
+
+    `last` is the interpreter of the innermost level, if the backward is the last that it sees; or None, if
+    the function was called in plain eager code.
+    """
+    if _NONE in map(type, cotangents) or not program.pulls(inputs, cotangents):
+        return None
+    if last is None:
+        is_looked_at = (
+            torch.is_grad_enabled()
+            or _torch.peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
+            or any(map(_torch.is_functorch_wrapped_tensor, cotangents))
+            or any(map(_torch.is_legacy_batchedtensor, cotangents))
+        )
+        return None if is_looked_at else program.pull(inputs, needed, cotangents)
+    level, arity = last.level(), len(inputs)
+    values = _torch.unwrapped_for_grad([*inputs, *cotangents], level)
+    with _torch.lower(last, "grad"):
+        if not _may_stay_batched(values, arity, level - 1):
+            return None
+        found = program.pull(values[:arity], needed, values[arity:], at_level=True)
+    return [None if g is None else _torch._wrap_for_grad(_torch.alive(g), level) for g in found]
+
+
+_NONE = type(None)
+
+
 class _Node:
     """What all autograd nodes of remat share: they save their inputs, and what a policy keeps."""
 
@@ -320,9 +367,15 @@ class _Node:
         if active is None:
             active = [is_differentiable(y) for y in outputs]
         ctx.set_materialize_grads(False)
-        ctx.program, ctx.home, ctx.level, ctx.thread = program, home, level, threading.get_ident()
-        ctx.kept, tensors = recompute.kept_for(program)
-        ctx.save_for_backward(*inputs, *tensors)
+        ctx.program, ctx.home, ctx.level = program, home, level
+        if level:
+            ctx.thread = threading.get_ident()
+        if program.is_closed:  # for which there is no policy
+            ctx.kept = None
+            ctx.save_for_backward(*inputs)
+        else:
+            ctx.kept, tensors = recompute.kept_for(program)
+            ctx.save_for_backward(*inputs, *tensors)
         if not all(active):
             ctx.mark_non_differentiable(
                 *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
@@ -342,26 +395,25 @@ class _Node:
         ctx: Any, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         program, level, needed = ctx.program, ctx.level, ctx.needs_input_grad
-        arity = len(inputs)
+        primals, arity = [*inputs], len(inputs)
+        del inputs
         leading = len(needed) - arity
+        last = _interpreter_of_last(level, ctx.thread, primals[0]) if level else None
+        if program.is_closed and (last is not None or not level):
+            found = _pulled_in_place(program, last, primals, needed[leading:], cotangents)
+            if found is not None:
+                return (*(None,) * leading, *found)
         wrt = (*compress(range(arity), needed[leading:]),)
         given = [ct is not None for ct in cotangents]
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
         vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
-        arguments: list[Any] = [*inputs, *compress(cotangents, given)]
-        del inputs, cotangents
-        interpreter = _torch.peek_interpreter_stack() if level else None
-        if (
-            interpreter is not None
-            and interpreter.level() == level
-            and not _torch.is_dead_tensor_wrapper(arguments[0])
-            and _torch.is_final_backward(level, ctx.thread)
-        ):
-            # Nobody can differentiate at this level any more: what it would record is dead weight.
+        arguments: list[Any] = [*primals, *compress(cotangents, given)]
+        del primals, cotangents
+        if last is not None:
             arguments = _torch.unwrapped_for_grad(arguments, level)
-            with _torch.lower(interpreter, "grad"):
+            with _torch.lower(last, "grad"):
                 if program.source.is_closed and _may_stay_batched(arguments, arity, level - 1):
                     results = net.run(vjp, arguments)
                 else:
@@ -372,10 +424,10 @@ class _Node:
         if len(results) == arity:
             return (*(None,) * leading, *results)
         gradients: list[Tensor | None] = [None] * len(needed)
-        found = iter(results)
+        remaining = iter(results)
         for i, connected in zip(wrt, vjp.connected, strict=True):
             if connected:
-                gradients[leading + i] = next(found)
+                gradients[leading + i] = next(remaining)
         return tuple(gradients)
 
 

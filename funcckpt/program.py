@@ -20,15 +20,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge
 
 from . import _torch, recompute, recording
 from .errors import CheckpointError, ClosureError, describe
 
 Tensors = tuple[Tensor, ...]
+
+_NOWHERE = nullcontext()
 
 
 class Program(ABC):
@@ -47,6 +52,8 @@ class Program(ABC):
     home: int
     # Whether this is, or is made from, the pullback of another program.
     is_pullback = False
+    # Whether this is a user's function that can reach no tensor but its inputs, and not made from one.
+    is_closed = False
 
     @abstractmethod
     def run(self, *inputs: Tensor) -> Tensors: ...
@@ -64,9 +71,6 @@ class Leaf(Program):
     replaces = False
     # Whether this is a graph that `torch.compile` traces: plain autograd goes through it.
     is_compiled = False
-
-    # Whether it can reach no tensor but its inputs.
-    is_closed = False
     # Whether a run draws random numbers; None before the first.
     random: bool | None = None
     # What its code is, to expect of another call what this one did.
@@ -78,7 +82,8 @@ class Leaf(Program):
 
     def __init__(self) -> None:
         self.home = _torch.current_level()
-        self.torch_function = _torch._get_torch_function_state()
+        if not self.is_closed:  # no subclass is among the inputs of one that is
+            self.torch_function = _torch._get_torch_function_state()
 
     @property
     def source(self) -> Leaf:  # type: ignore[override]
@@ -256,25 +261,25 @@ class Vjp(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
-        if source.torch_function != _torch._get_torch_function_state():
+        if not source.is_closed and source.torch_function != _torch._get_torch_function_state():
             with _torch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
         arity = self.arity
         primals, cotangents = [*inputs[:arity]], inputs[arity:]
         del inputs
-        originals: list[Tensor] = []
+        originals: Sequence[Tensor] = ()
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
-        is_bottom = _torch.peek_interpreter_stack() is None
-        is_plain = is_bottom and not self.at_level and not _torch.in_dual_level()
+        is_plain = (
+            not self.at_level and _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
+        )
         if is_plain and not nested and not source.is_closed:
             originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
-        replay = recompute.replay_of(source)
-        if replay is None:
-            outputs, leaves = self._record(primals, nested, is_plain)
-        else:
-            with replay.recording():
-                outputs, leaves = self._record(primals, nested, is_plain)
+        with _NOWHERE if (replay := recompute.replay_of(source)) is None else replay.recording():
+            if is_plain:
+                outputs, leaves = self._record_plain(primals, nested)
+            else:
+                outputs, leaves = self._record_at_level(primals)
         primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
@@ -284,12 +289,6 @@ class Vjp(_Derived):
         if self.batches and not nested:
             gradients = tuple([_torch.fresh(g) for g in gradients])
         return gradients
-
-    def _record(
-        self, primals: list[Tensor], nested: bool, is_plain: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs that have cotangents, and the inputs that are differentiated, as leaves."""
-        return self._record_plain(primals, nested) if is_plain else self._record_at_level(primals)
 
     def _record_plain(self, primals: list[Tensor], nested: bool) -> tuple[list[Tensor], list[Tensor]]:
         """With no level active plain autograd is enough, and takes what functorch refuses."""
@@ -338,7 +337,7 @@ class Vjp(_Derived):
         self,
         outputs: list[Tensor],
         leaves: list[Tensor],
-        originals: list[Tensor],
+        originals: Sequence[Tensor],
         cotangents: Sequence[Tensor],
         create_graph: bool,
     ) -> Tensors:
@@ -357,43 +356,52 @@ class Vjp(_Derived):
         self,
         outputs: list[Tensor],
         leaves: list[Tensor],
-        originals: list[Tensor],
+        originals: Sequence[Tensor],
         cotangents: Sequence[Tensor],
         create_graph: bool,
     ) -> Tensors:
         if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
             _refuse_once_differentiable(outputs)
-        # Edges, since the values of the outputs are needed no more.
-        edges, used = [], []
-        for y, ct in zip(outputs, cotangents, strict=True):
-            if y.requires_grad:
-                edges.append(_edge(y))
-                used.append(ct)
-        del y
-        outputs.clear()
-        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(originals))
-        if edges and leaves:
-            found = _torch.gradients(edges, [*leaves, *originals], used, create_graph)
+        gradients = pulled(outputs, [*leaves, *originals], cotangents, create_graph)
         # `originals` are the inputs for which the leaves stand. If the graph leads to one, f reached
         # it by a way that was not found, and the gradient of its leaf is not all there is.
-        for x, g in zip(originals, found[len(leaves) :], strict=True):
+        for x, g in zip(originals, gradients[len(leaves) :], strict=True):
             if g is not None:
                 raise ClosureError(
                     f"remat({self.source.name}) uses an input ({describe(x)}) by a second "
                     "way that could not be traced, so that its gradient would be incomplete. "
                     "Use it as an argument only."
                 )
-        gradients = found[: len(leaves)]
+        gradients = gradients[: len(leaves)]
         self.settle(tuple([g is not None for g in gradients]))
         return (*_torch.all_alive([g for g in gradients if g is not None]),)
+
+
+def pulled(
+    outputs: list[Tensor],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    create_graph: bool = False,
+) -> Sequence[Tensor | None]:
+    """The gradients of some inputs. The outputs, of which no value is needed any more, are taken away."""
+    edges, used = [], []
+    for y, ct in zip(outputs, cotangents, strict=True):
+        if ct is not None and y.requires_grad:
+            edges.append(_edge(y))
+            used.append(ct)
+    del y
+    outputs.clear()
+    if not edges or not inputs:
+        return (None,) * len(inputs)
+    return _torch.gradients(edges, inputs, used, create_graph)
 
 
 def _edge(y: Tensor) -> Any:
     if (node := y.grad_fn) is None:
         return y
     # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
-    owner: Any = y if isinstance(node, torch.autograd.function.FunctionCtx) else None
-    return torch.autograd.graph.GradientEdge(node, y.output_nr, owner)
+    owner: Any = y if isinstance(node, FunctionCtx) else None
+    return GradientEdge(node, y.output_nr, owner)
 
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:

@@ -20,7 +20,7 @@ import gc
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -353,6 +353,11 @@ def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
     return kept, tensors
 
 
+def puts_off(source: Any, inputs: Iterable[Tensor]) -> bool:
+    """Whether a pullback of inputs may take so long that it is worth to put off what nobody may read."""
+    return _most_flops(inputs) >= FLOPS_WORTH_A_CALL and source.may_put_off and not _torch.has_compiled()
+
+
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before."""
     source = program.source
@@ -360,7 +365,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if not program.is_pullback:
         return program.run(*inputs)
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
-    lazy = _most_flops(inputs) >= FLOPS_WORTH_A_CALL and source.may_put_off and not _torch.has_compiled()
+    lazy = puts_off(source, inputs)
     # What nobody reads is eliminated from a graph that is traced.
     if (not lazy and kept is None) or source.is_compiled or _torch.is_tracing():
         return program.run(*inputs)
@@ -407,7 +412,7 @@ def _pays(flops: int, calls: int) -> bool:
     return flops >= FLOPS_WORTH_A_CALL * calls
 
 
-def _most_flops(inputs: Sequence[Tensor]) -> int:
+def _most_flops(inputs: Iterable[Tensor]) -> int:
     """No product of some of the inputs takes more: half of them times the other half."""
     elements = sum(map(Tensor.numel, inputs))
     return elements * elements // 2

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closed import Closed, code_if_closed, is_closed
+from .closed import Closed, found_if_closed, names_of
 from .closure import Closure, code_of, take_for_own
 from .errors import (
     CheckpointError,
@@ -38,6 +38,7 @@ from .errors import (
     describe,
 )
 from .flat import Arguments, Call, Outputs
+from .names import Names
 from .nodes import may_be_statistics, snapshot_of_statistics, versions_of
 from .program import Tensors
 
@@ -292,7 +293,7 @@ class _Checkpointed:
         functools.update_wrapper(self, wrapped, assigned=assigned, updated=updated)
         self._made_of = f, name, options
         # What every call needs to know of them.
-        self._closed_code = code_if_closed(f) if options.are_common else None
+        self._names = names_of(f) if options.are_common else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -306,7 +307,7 @@ class _Checkpointed:
                 lambda: f(*args, **kwargs),
                 lambda **changes: _call(*self._with(changes), args, kwargs),
             )
-        return _call(*self._made_of, args, kwargs, self._closed_code)
+        return _call(*self._made_of, args, kwargs, self._names)
 
     def _with(self, changes: dict[str, Any]) -> tuple[Callable[..., Any], str, _Options]:
         """What this is made of, were it made with other options."""
@@ -347,7 +348,7 @@ def _call(
     options: _Options,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    closed_code: types.CodeType | None = None,
+    names: Names | None = None,
 ) -> Any:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         if _torch.differentiates_in_inference_mode():
@@ -359,8 +360,9 @@ def _call(
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
     plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
-    if closed_code is not None and not kwargs and is_closed(f, closed_code, args):
-        return Closed(f, name, options.determinism_check != "none").call(args, plain)
+    found = None if names is None or kwargs else found_if_closed(f, names, args)
+    if found is not None:
+        return Closed(f, name, found, options.determinism_check != "none").call(args, plain)
     if _torch.is_tracing() and all(layer.kind != "grad" for layer in _torch.active_layers()):
         # make_fx records values and no graph of plain autograd, and forward mode saves nothing.
         return f(*args, **kwargs)

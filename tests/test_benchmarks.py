@@ -47,6 +47,16 @@ def test_the_script_for_a_gpu(capsys):
     assert "largest" in capsys.readouterr().out
 
 
+def test_the_overhead_of_tiny_functions(capsys, tmp_path):
+    import overhead
+
+    rows = overhead.main(["--toy", "--out", str(tmp_path / "overhead.json")])
+    assert {row["problem"] for row in rows} == {*overhead.CASES}
+    assert all(row["seconds"] > 0 for row in rows)
+    assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == rows
+    assert capsys.readouterr().out.count(" to torch\n") == 6
+
+
 def test_the_script_for_calls_in_plain_eager_code(capsys, tmp_path):
     import eager_overhead
 

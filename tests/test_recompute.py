@@ -231,6 +231,24 @@ def test_where_all_is_needed_nothing_is_watched_any_more(monkeypatch):
     grad(lambda w: remat(f)(x, w).sum())(w)
 
 
+@pytest.mark.parametrize("transform", [grad, lambda f: lambda w: vmap(grad(f))(w[None])])
+def test_once_it_is_known_what_is_needed_the_pullback_is_not_watched(monkeypatch, transform):
+    watched = []
+    seen = recompute._Unguarded.__torch_dispatch__
+
+    def sees(self, func, *args):
+        watched[-1].append(func)
+        return seen(self, func, *args)
+
+    monkeypatch.setattr(recompute._Unguarded, "__torch_dispatch__", sees)
+    x, w = draw(N, D), draw(D, H)
+    for _ in range(3):
+        watched.append([])
+        transform(lambda w: remat(lambda x, w: (x @ w).sin().cos() @ w.mT)(x, w).sum())(w)
+    first, *others = map(len, watched)
+    assert others[0] == others[1] < first / 2
+
+
 v = torch.linspace(-1, 1, D * D, dtype=torch.float64).view(D, D)
 
 
