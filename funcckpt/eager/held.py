@@ -59,14 +59,8 @@ from .contents import (
     leave_cell,
     version,
 )
-from .modules import (
-    Modules,
-    is_of_torch_or_ours,
-    is_torch,
-    looks_further,
-    modules_of,
-    refers_to_torch_alone,
-)
+from .modules import Modules, modules_of
+from .reach import is_of_torch_or_ours, is_torch, looks_further, refers_to_torch_alone
 
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
 _PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
@@ -101,7 +95,6 @@ class Held:
         "_is_closed",
         "_iterators",
         "_kinds",
-        "_leaves",
         "_modules",
         "_results",
         "_seen",
@@ -120,7 +113,6 @@ class Held:
         self.running: set[int] = set()
         # Tensors beside those of modules, and leaves that are found in the graph; and their versions.
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
-        self._leaves: list[tuple[weakref.ref[Tensor], int]] = []
         # The gradients of leaves, when one is asked for inside of f.
         self._gradients: list[tuple[Tensor, Any]] = []
         self._arrays: list[Array] = []
