@@ -577,8 +577,7 @@ class Closure:
             self._values_now = values
         errors = {}
         now = versions_of(self.constants)
-        triples = zip(self.constants, self._versions, now, strict=True)
-        for x, version, version_now in triples if now != self._versions else ():
+        for x, version, version_now in zip(self.constants, self._versions, now, strict=True):
             if version is not None and version_now != version:
                 error = MutationError(
                     f"{self.where(id(x))} ({describe(x)}), which remat({name}) captured, was changed in "

@@ -56,7 +56,7 @@ _CONSTANTS = frozenset(
 _IN_BUILTINS = vars(builtins)
 _COMPUTE = (
     "abs all any bool complex dict divmod enumerate filter float int isinstance len list map max min pow "
-    "range reversed round set slice sorted sum tuple zip"
+    "range reversed round slice sorted sum tuple zip"
 ).split()
 # What may be called, by its id: what computes, what is raised, what makes a constant of numbers, and what is
 # nothing to tensors of no subclass.

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar
-from itertools import compress, repeat
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -491,16 +490,14 @@ class _Call(Call):
         # Inside of another recomputation some tensors stand for others, by which f refers to them.
         # One tensor may stand for several by which f refers to it.
         self._originals: dict[int, list[int]] = {}
-        found = (*self._closure.tensors, *hidden)
-        captured = dict(zip(map(id, found), found, strict=True))
+        captured = {id(x): x for x in (*self._closure.tensors, *hidden)}
         if net.is_replacing():
             for x in {**captured, **{id(x): x for x in arguments.tensors}}.values():
                 self._originals.setdefault(id(net.stand_in(x)), []).append(id(x))
             captured = {id(stand_in): stand_in for stand_in in map(net.stand_in, captured.values())}
             arguments.tensors = [net.stand_in(x) for x in arguments.tensors]
-        for x in arguments.tensors:
-            captured.pop(id(x), None)
-        self._captured = [*captured.values()]
+        given = {id(x) for x in arguments.tensors}
+        self._captured = [x for key, x in captured.items() if key not in given]
         # What is put in place of the original by a mode, since it cannot be by rebuilding f.
         # Held here, since an id is good for as long as its object lives.
         self._replaced = {id(x): x for x in (*hidden, *self._closure.loose)}
@@ -723,8 +720,7 @@ class _Call(Call):
     ) -> list[Tensor]:
         """The captured tensors to which the graph of the outputs leads."""
         # An argument that is captured as well is an input twice.
-        tensors = [*self._arguments.tensors, *self._captured]
-        tensors = [*compress(tensors, map(_torch.require_grad, tensors))]
+        tensors = [x for x in (*self._arguments.tensors, *self._captured) if x.requires_grad]
         known = dict(zip(_edges(tensors), tensors, strict=True))
         searched = False
         used: list[Tensor] = []
@@ -951,9 +947,7 @@ def _edge(x: Tensor) -> _Edge:
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[_Edge]:
-    functions = [*map(_function_of, tensors)]
-    if functions.count(None) == len(functions):
-        return [*zip(map(id, tensors), repeat(_LEAF))]
+    functions = map(operator.attrgetter("grad_fn"), tensors)
     return [
         (id(x), _LEAF) if function is None else (function, x.output_nr)
         for x, function in zip(tensors, functions, strict=True)
@@ -1030,24 +1024,13 @@ def _dress(x: Tensor, attributes: dict[str, Any]) -> Tensor:
     return x
 
 
-def _counts_of_hooks(tensors: Sequence[Tensor]) -> list[int]:
-    hooks = [*map(_hooks_of, tensors)]
-    return [len(of_one) if of_one else 0 for of_one in hooks] if any(hooks) else [0] * len(hooks)
+def _counts_of_hooks(tensors: Iterable[Tensor]) -> list[int]:
+    return [len(hooks) if (hooks := x._backward_hooks) else 0 for x in tensors]
 
 
-def _gradients(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+def _gradients(tensors: Iterable[Tensor]) -> list[tuple[int, int] | None]:
     """What tells whether the `.grad` of tensors was assigned or added to."""
-    if _NO_GRADIENT.issuperset(map(type, map(_gradient_of, compress(tensors, map(_is_leaf, tensors))))):
-        return [None] * len(tensors)
     return [(id(g), g._version) if x.is_leaf and (g := x.grad) is not None else None for x in tensors]
-
-
-# Asked of many tensors at once, in loops that run in C.
-_function_of = operator.attrgetter("grad_fn")
-_gradient_of = operator.attrgetter("grad")
-_hooks_of = operator.attrgetter("_backward_hooks")
-_is_leaf = operator.attrgetter("is_leaf")
-_NO_GRADIENT = frozenset({type(None)})
 
 
 def _copy(x: Tensor) -> Tensor | None:

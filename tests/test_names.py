@@ -156,6 +156,7 @@ wrapped = functools.wraps(torch.sin)(lambda x: x * weight)
         lambda x: eval("weight") * x,
         lambda x: globals()["weight"] * x,
         lambda x: id(x) * x,
+        lambda x: set([x, x.sin()]).pop(),
         lambda x: type(x),
         lambda x: print(x),
         lambda x: next(iter(x)),
