@@ -266,7 +266,10 @@ class Held:
             value = there.get(name)
             if value is None:
                 continue
-            if isinstance(value, type):
+            if type(value) is ModuleType:
+                self._is_closed &= is_torch(value)
+                self._take_stream(value, f)
+            elif isinstance(value, type):
                 self._search(value, depth + 1)
             elif isinstance(value, FunctionType):
                 if value.__globals__ is there:
@@ -274,7 +277,7 @@ class Held:
                 else:
                     self._is_closed &= refers_to_torch_alone(value)
             elif self._take_stream(value, f) or isinstance(value, ModuleType):
-                self._is_closed &= is_torch(value)
+                self._is_closed = False
             else:
                 variables[name] = value
                 if type(value) not in _CONTAINERS or len(value) <= _LONGEST:
