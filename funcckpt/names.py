@@ -37,7 +37,10 @@ _DRAWS = frozenset(
 )
 # What Tensor has in Python beside what is written in C, and nobody can change.
 _IN_PYTHON = vars(Tensor)
-_METHODS = (*_IN_PYTHON.values(),)
+_methods = (*_IN_PYTHON.values(),)
+# What `copyreg` notes in a class when somebody copies one of its objects.
+_NOTE = "__slotnames__"
+_METHODS = [x for name, x in _IN_PYTHON.items() if name != _NOTE]
 _FUNCTIONS = {name: f for name, f in _IN_PYTHON.items() if isinstance(f, types.FunctionType)}
 _ARE_TORCHS = all(map(is_of_library, _FUNCTIONS.values()))
 ATTRIBUTES = {
@@ -96,7 +99,14 @@ class _NotAllowed(Exception):
 
 def methods_are_torchs() -> bool:
     """Whether the methods of tensors are those that torch has brought."""
-    return (*_IN_PYTHON.values(),) == _METHODS
+    global _methods
+    now = (*_IN_PYTHON.values(),)
+    if now == _methods:
+        return True
+    if [x for name, x in _IN_PYTHON.items() if name != _NOTE] != _METHODS:
+        return False
+    _methods = now
+    return True
 
 
 class Found:
