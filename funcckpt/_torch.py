@@ -175,6 +175,8 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 # A subclass whose operators only `__torch_dispatch__` sees.
 no_torch_function = torch._C._disabled_torch_function_impl
+# What a subclass has that leaves operators as they are.
+no_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 
 
 def without_memory(
@@ -1045,6 +1047,11 @@ def backward_id() -> Any:
         return group
     number = torch._C._current_graph_task_id()
     return object() if number == -1 else number
+
+
+def accumulates_all() -> bool:
+    """Whether the backward that runs is one without `inputs`, and none of `torch.autograd.grad`."""
+    return torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined]
 
 
 def at_end_of_backward(f: Callable[[], None]) -> None:

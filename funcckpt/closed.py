@@ -1,10 +1,10 @@
 """Functions that can reach nothing but their arguments: their calls need no search and no net.
 
-A function is closed if it refers to nothing outside of itself, and names nothing but methods of tensors and
-of Python's own types that are written in C, and what `names` allows. Given tensors of no subclass, without
-attributes, where no mode is active, it has no way to a tensor that it was not given, or to a place where it
-could store one. That nobody has changed the methods of tensors, or what the names stand for, is checked in
-each call.
+A function is closed if it refers to nothing outside of itself but to tensors and constants, in variables
+around it, and names nothing but methods of tensors and of Python's own types that are written in C, and what
+`names` allows. Given tensors of no subclass, without attributes, where no mode is active, it has no way to a
+tensor that it was not given, or to a place where it could store one. That nobody has changed the methods of
+tensors, or what the names stand for, is checked in each call.
 
 Such a function may run where it is called, among the levels of the caller, if only the innermost of them
 differentiates its arguments: no other level would record what it computes. All else (several levels that
@@ -24,18 +24,20 @@ from torch import Tensor
 from . import _torch, dispatch, net, recompute, world
 from .errors import MutationError
 from .flat import Call, Outputs, are_distinct_tensors
-from .names import NOTHING, Found, Names, methods_are_torchs, names_if_closed
+from .names import NOTHING, Found, Names, is_constant, methods_are_torchs, names_if_closed
 from .nodes import versions_of
 from .program import Tensors, pulled
 
 
 def names_of(f: Any) -> Names | None:
-    """What f names, if its code can reach nothing but what it is given."""
+    """What f names, if its code can reach nothing but what it is given, and its variables hold."""
     return names_if_closed(f.__code__) if type(f) is types.FunctionType else None
 
 
-def found_if_closed(f: Any, names: Names, args: tuple[Any, ...]) -> Found | None:
-    """What the names of f stand for, if it can reach nothing else in a call with some arguments."""
+def closed_call(
+    f: Any, name: str, names: Names, args: tuple[Any, ...], compares: bool = True
+) -> tuple[Closed, Sequence[Tensor]] | None:
+    """A call of f with some arguments, and its inputs, if f can reach nothing else."""
     if (
         (f.__code__ is names.code or f.__code__ == names.code)
         and not (f.__defaults__ or f.__kwdefaults__)
@@ -45,21 +47,67 @@ def found_if_closed(f: Any, names: Names, args: tuple[Any, ...]) -> Found | None
         and _torch.kernels_are_torchs()
         and _torch.is_bare()
         and not net.is_replacing()
+        and (found := names.find(f)) is not None
     ):
-        return names.find(f)
+        if f.__closure__ is None:
+            return Closed(f, name, found, compares), args
+        if (taken := _variables(f.__closure__, args)) is not None:
+            inputs, variables = taken
+            return Closed(f, name, found, compares, len(args), variables), inputs
     return None
 
 
+# What a variable of an enclosing function holds: an input, by its number, or else a constant.
+_Variable = tuple[int | None, Any]
+
+
+def _variables(
+    cells: tuple[types.CellType, ...], args: Sequence[Tensor]
+) -> tuple[list[Tensor], list[_Variable]] | None:
+    """The inputs of a function around some variables, and what these hold; None if that is something else."""
+    inputs = [*args]
+    variables: list[_Variable] = []
+    numbers = {id(x): i for i, x in enumerate(args)}
+    for cell in cells:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # it has none yet
+            return None
+        if are_distinct_tensors((value,)) and not vars(value):
+            number = numbers.setdefault(id(value), len(inputs))
+            if number == len(inputs):
+                inputs.append(value)
+            variables.append((number, None))
+        elif is_constant(value):
+            variables.append((None, value))
+        else:
+            return None
+    return inputs, variables
+
+
 class Closed(Call):
-    """A call of a function that has captured nothing, with tensors for arguments."""
+    """A call of a function that reaches no tensor but its inputs.
+
+    These are its arguments, `arity` of them, and what the variables around it hold. Of the function itself
+    nothing is kept: it may be given defaults, other code or other variables after the call.
+    """
 
     is_closed = True
 
-    def __init__(self, f: Any, name: str, found: Found, compares: bool) -> None:
+    def __init__(
+        self,
+        f: types.FunctionType,
+        name: str,
+        found: Found,
+        compares: bool,
+        arity: int | None = None,
+        variables: Sequence[_Variable] = (),
+    ) -> None:
         super().__init__(name, f.__code__)
-        self._f = f
+        self._globals = f.__globals__
         self._found = found
         self._compares = compares
+        self._arity, self._variables = arity, variables
         self._dtype = torch.get_default_dtype()
 
     def call(self, inputs: Sequence[Tensor], plain: bool) -> Any:
@@ -99,7 +147,10 @@ class Closed(Call):
         return dispatch.attach(self, detached, active, inputs, level)
 
     def where(self, i: int) -> str:
-        return f"argument [{i}]"
+        if self._arity is None or i < self._arity:
+            return f"argument [{i}]"
+        numbers = [number for number, _ in self._variables]
+        return f"closure variable {self.code.co_freevars[numbers.index(i)]!r}"
 
     def take_layers(self) -> list[_torch.Layer] | None:
         return [] if self._outputs is None else None
@@ -112,7 +163,7 @@ class Closed(Call):
 
     def _run_first(self, inputs: Sequence[Tensor]) -> Tensors:
         try:
-            out = self._f(*inputs)
+            out = self._apply(inputs, self._globals)
         except RuntimeError as error:
             if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                 raise self._changed_input(inputs) from error
@@ -123,24 +174,30 @@ class Closed(Call):
 
     def _run_again(self, inputs: Sequence[Tensor]) -> Tensors:
         if _torch.is_bare() and torch.get_default_dtype() is self._dtype:
-            out = self._f_again()(*inputs)
+            out = self._apply(inputs, self._globals_again())
         else:
             with world.World.bare(self._dtype).replayed():
-                out = self._f_again()(*inputs)
+                out = self._apply(inputs, self._globals_again())
         return self._as_first(out)
 
-    def _f_again(self) -> Any:
-        """f as it was: it may have been given defaults or other code since, and the globals other values."""
-        f, code, found = self._f, self.code, self._found
-        is_as_it_was = f.__code__ is code and not (f.__defaults__ or f.__kwdefaults__)
-        if found is not NOTHING:
-            if not found.holds():
-                raise MutationError(
-                    f"remat({self._name}) uses a function of a module ({found.changed()}) that was assigned "
-                    "another value since the forward. Assign it before the forward, or after the backward."
-                )
-            is_as_it_was = is_as_it_was and found.is_in(f.__globals__)
-        return f if is_as_it_was else types.FunctionType(code, found.as_globals())
+    def _apply(self, inputs: Sequence[Tensor], content: dict[str, Any]) -> Any:
+        """What f returns, made around other variables, with some globals."""
+        if self._arity is None:
+            return types.FunctionType(self.code, content)(*inputs)
+        cells = [types.CellType(value if i is None else inputs[i]) for i, value in self._variables]
+        return types.FunctionType(self.code, content, None, None, (*cells,))(*inputs[: self._arity])
+
+    def _globals_again(self) -> dict[str, Any]:
+        """The globals of f, in which names stand for what they did in the forward."""
+        found = self._found
+        if found is NOTHING:
+            return self._globals
+        if not found.holds():
+            raise MutationError(
+                f"remat({self._name}) uses a function of a module ({found.changed()}) that was assigned "
+                "another value since the forward. Assign it before the forward, or after the backward."
+            )
+        return self._globals if found.is_in(self._globals) else found.as_globals()
 
     def _as_first(self, out: Any) -> Tensors:
         first = self._outputs
@@ -175,7 +232,7 @@ class Closed(Call):
         with _torch.recording_level() if at_level else _torch.grad_mode(True) as level:
             tensors, leaves = _torch.with_leaves(inputs, compress(range(len(inputs)), needed), level or 0)
             inputs.clear()
-            outputs = [*self._as_first(self._f_again()(*tensors))]
+            outputs = [*self._as_first(self._apply(tensors, self._globals_again()))]
         del tensors
         found = pulled(outputs, leaves, cotangents)
         if len(found) < len(needed):

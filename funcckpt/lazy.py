@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -268,6 +268,14 @@ def as_given(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
 
 
 PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, Lazy, _torch.FakeTensor}
+
+
+def is_subclass_first(types: Iterable[Any]) -> bool:
+    """Whether a subclass among `types` acts on an operator itself, and its inner tensors come by later."""
+    return not PLAIN.issuperset(types) and any(
+        t not in PLAIN and t.__torch_dispatch__ is not _torch.no_torch_dispatch for t in types
+    )
+
 
 _looks: dict[Any, Any] = {}
 _MANY = 4096

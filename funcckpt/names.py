@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from . import _torch
 from .closure import WRITES_UNSEEN
-from .lookup import GONE, is_of_library
+from .lookup import GONE, assigned_by, is_of_library
 
 # What leads out of a tensor, or into it unseen, and what draws random numbers.
 _LEADS_OUT = frozenset(WRITES_UNSEEN) | frozenset(
@@ -37,7 +37,10 @@ _DRAWS = frozenset(
 )
 # What Tensor has in Python beside what is written in C, and nobody can change.
 _IN_PYTHON = vars(Tensor)
-_METHODS = (*_IN_PYTHON.values(),)
+_methods = (*_IN_PYTHON.values(),)
+# What `copyreg` notes in a class when somebody copies one of its objects.
+_NOTE = "__slotnames__"
+_METHODS = [x for name, x in _IN_PYTHON.items() if name != _NOTE]
 _FUNCTIONS = {name: f for name, f in _IN_PYTHON.items() if isinstance(f, types.FunctionType)}
 _ARE_TORCHS = all(map(is_of_library, _FUNCTIONS.values()))
 ATTRIBUTES = {
@@ -56,7 +59,7 @@ _CONSTANTS = frozenset(
 _IN_BUILTINS = vars(builtins)
 _COMPUTE = (
     "abs all any bool complex dict divmod enumerate filter float int isinstance len list map max min pow "
-    "range reversed round set slice sorted sum tuple zip"
+    "range reversed round slice sorted sum tuple zip"
 ).split()
 # What may be called, by its id: what computes, what is raised, what makes a constant of numbers, and what is
 # nothing to tensors of no subclass.
@@ -96,7 +99,14 @@ class _NotAllowed(Exception):
 
 def methods_are_torchs() -> bool:
     """Whether the methods of tensors are those that torch has brought."""
-    return (*_IN_PYTHON.values(),) == _METHODS
+    global _methods
+    now = (*_IN_PYTHON.values(),)
+    if now == _methods:
+        return True
+    if [x for name, x in _IN_PYTHON.items() if name != _NOTE] != _METHODS:
+        return False
+    _methods = now
+    return True
 
 
 class Found:
@@ -157,8 +167,8 @@ class Names:
 
 @functools.lru_cache(maxsize=4096)
 def names_if_closed(code: types.CodeType) -> Names | None:
-    """The global names of code that has no other way out of itself."""
-    paths = None if code.co_freevars or not _ARE_TORCHS else _paths(code)
+    """The global names of code that has no other way out of itself but to read variables around it."""
+    paths = _paths(code) if _ARE_TORCHS and not assigned_by(code) else None
     return None if paths is None else Names(code, paths)
 
 
@@ -203,7 +213,7 @@ def _reads(paths: Iterable[Path], content: dict[str, Any], seen: set[Any]) -> It
             yield vars(module).get, name, value
         if not ATTRIBUTES.issuperset(attributes):
             raise _NotAllowed
-        if id(value) in _ALLOWED or type(value) in _CONSTANTS or _is_operator(value):
+        if is_constant(value):
             continue
         if type(value) is not types.FunctionType or not is_of_library(value):
             raise _NotAllowed
@@ -231,6 +241,11 @@ _DETAILS: Sequence[Callable[[types.FunctionType], Any]] = (
     operator.attrgetter("__kwdefaults__"),
     lambda function: bool(function.__dict__),
 )
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is one that nobody can change, and that leads to no tensor."""
+    return id(value) in _ALLOWED or type(value) in _CONSTANTS or _is_operator(value)
 
 
 def _is_operator(value: Any) -> bool:

@@ -38,6 +38,7 @@ from .lazy import (
     Redo,
     forced,
     is_plain,
+    is_subclass_first,
     looks_of,
     run_deferred,
     run_forced,
@@ -82,6 +83,7 @@ class Replay(Watch):
         self._put_off: dict[int, int] = {}
         self._ran = Calls()
         self._stream: Any = None
+        self._hooks = _torch.top_saved_tensors_hooks()
         self.has_interfered = False
 
     def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
@@ -90,7 +92,7 @@ class Replay(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not PLAIN.issuperset(types):
+        if is_subclass_first(types):
             return NotImplemented
         kind = kind_of_call(func, args, kwargs)
         self._calls += not (self._pulling and self._may_leave)
@@ -141,6 +143,9 @@ class Replay(Watch):
 
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], number: int) -> Any:
         if any(type(x) not in PLAIN for x in tensors_of(args, kwargs)):
+            return None
+        # A checkpoint inside of f counts what is saved: some operators save other tensors of those put off.
+        if _torch.top_saved_tensors_hooks() != self._hooks:
             return None
         looks = looks_of(func, args, kwargs)
         if looks is None or not self._is_home(args, kwargs):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch, world
 from .flops import flops_of
-from .lazy import PLAIN, Look, look_of
+from .lazy import Look, is_subclass_first, look_of
 from .numbering import Numbers, Place
 from .offload import Offloaded, is_far
 from .operators import WRITE, kind_of_call, reshapes, returns_argument, tensors_of, written
@@ -197,8 +197,8 @@ class Record(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(t not in PLAIN for t in types):
-            return NotImplemented  # A subclass acts first; its inner tensors come by here.
+        if is_subclass_first(types):
+            return NotImplemented
         kind = kind_of_call(func, args, kwargs)
         if kind == "asks":
             return func(*args, **kwargs)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closed import Closed, found_if_closed, names_of
+from .closed import closed_call, names_of
 from .closure import Closure, code_of, take_for_own
 from .errors import (
     CheckpointError,
@@ -360,9 +360,10 @@ def _call(
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
     plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
-    found = None if names is None or kwargs else found_if_closed(f, names, args)
-    if found is not None:
-        return Closed(f, name, found, options.determinism_check != "none").call(args, plain)
+    if names is not None and not kwargs:
+        closed = closed_call(f, name, names, args, options.determinism_check != "none")
+        if closed is not None:
+            return closed[0].call(closed[1], plain)
     if _torch.is_tracing() and all(layer.kind != "grad" for layer in _torch.active_layers()):
         # make_fx records values and no graph of plain autograd, and forward mode saves nothing.
         return f(*args, **kwargs)

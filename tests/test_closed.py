@@ -1,6 +1,7 @@
 """Functions that can reach nothing but their arguments: what counts as one, and that no check is lost."""
 
 import types
+import weakref
 from contextlib import ExitStack
 
 import pytest
@@ -9,7 +10,7 @@ from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 
 from funcckpt import ClosureError, MutationError, names, remat
-from funcckpt.closed import Closed, found_if_closed, names_of
+from funcckpt.closed import Closed, closed_call, names_of
 
 weight = torch.tensor(3.0)
 
@@ -17,7 +18,7 @@ weight = torch.tensor(3.0)
 def is_closed(f):
     """Whether a call of f, of tensors, would be one of a closed function."""
     found = names_of(f)
-    return found is not None and found_if_closed(f, found, ()) is not None
+    return found is not None and closed_call(f, "f", found, ()) is not None
 
 
 def tiny(x):
@@ -327,3 +328,153 @@ def test_plain_forward_mode_over_a_transform():
             return forward_ad.unpack_dual(grad(lambda x: f(x).sum())(dual))[:2]
 
     assert_close(tangents(remat(tiny)), tangents(tiny))
+
+
+# -- variables of the enclosing function ------------------------------------------------------------------
+
+
+def around(w, scale=2.0, act=torch.tanh):
+    return lambda x: act((lambda y: y * w)(x)).sin() * scale
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize(
+    "function_of_both",
+    [
+        lambda wrap: lambda x: wrap(around(x * 2))(x),
+        lambda wrap: lambda x: wrap(around(x))(x.detach()),
+        lambda wrap: lambda x: wrap(around(x))(torch.ones(5, dtype=torch.float64)) * x,
+        lambda wrap: lambda x: wrap(around(torch.ones(5, dtype=torch.float64)))(x),
+    ],
+    ids=["both", "the same", "the variable", "the argument"],
+)
+def test_values_around_variables(function_of_both, stack, monkeypatch):
+    """What they hold gets its gradient, batch dimension and tangent."""
+    calls = of_calls(monkeypatch)
+    found = STACKS[stack](function_of_both(remat), X)
+    assert_close(found, STACKS[stack](function_of_both(lambda f: f), X))
+    assert len(calls) == 1
+
+
+def test_the_same_tensor_is_one_input(monkeypatch):
+    calls = of_calls(monkeypatch)
+    x = X.clone().requires_grad_()
+    w, same = x, x
+    y = remat(lambda x: x * w * same)(x)
+    assert len(calls) == 1 and len(y.grad_fn.saved_tensors) == 1
+    assert_close(torch.autograd.grad(y.sum(), x), (3 * X**2,))
+
+
+def test_variables_of_the_forward(monkeypatch):
+    """They may hold something else by the time of the recomputation, or nothing."""
+    calls = of_calls(monkeypatch)
+    x = X.clone().requires_grad_()
+    ys = []
+    w = scale = None
+    for scale in (1.0, 2.0):
+        w = X * scale
+        ys.append(remat(lambda x: (x * w * scale).sin())(x))  # noqa: B023
+    w = scale = None
+    for y, factor in zip(ys, (1.0, 4.0), strict=True):
+        assert_close(torch.autograd.grad(y.sum(), x), (X * factor * (X * X * factor).cos(),))
+    assert len(calls) == 2
+
+
+def test_variables_without_a_gradient():
+    """One that f does not use, and one that does not require it."""
+    x, w, unused = X.clone().requires_grad_(), X.clone(), X.clone().requires_grad_()
+    y = remat(lambda x: x * w if x.dim() else x * unused)(x)
+    assert_close(torch.autograd.grad(y.sum(), (x, unused), allow_unused=True), (X, None))
+
+
+def test_tensors_in_variables_are_freed():
+    leaf = X.clone().requires_grad_()
+    w = leaf.exp()
+    f = around(w)
+    y = remat(f)(X)
+    reference = weakref.ref(w)
+    y.sum().backward()
+    del w, f
+    assert reference() is None
+    assert y.grad_fn is not None
+
+
+@pytest.mark.parametrize("stack", ["plain", "grad", "vmap(grad)", "jvp"])
+def test_variables_are_not_changed(stack):
+    def g(x):
+        w = torch.ones(5, dtype=torch.float64)
+        return remat(lambda x: w.mul_(2) * x)(x)
+
+    with pytest.raises(MutationError, match="closure variable 'w'"):
+        STACKS[stack](g, X)
+
+
+def test_variables_that_are_changed_afterwards():
+    w = X.clone()
+    x = X.clone().requires_grad_()
+    f = remat(lambda x: (x * w).sin())
+    y, (z, pull) = f(x), torch.func.vjp(f, X)
+    w.mul_(2)
+    for backward in (lambda: y.sum().backward(), lambda: pull(z)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward()
+
+
+def marked(w):
+    w.cos = torch.sin
+    return w
+
+
+def that_is_empty():
+    def f(x):
+        return x * later
+
+    return f
+    later = 1
+
+
+def that_assigns_a_variable():
+    n = 0
+
+    def f(x):
+        nonlocal n
+        n += 1
+        return x * n
+
+    return f
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        around(torch.nn.Parameter(X)),
+        around(marked(X.clone())),
+        around(torch.nn.Buffer(X)),
+        around(X, scale=[X]),
+        around(X, scale=(1.0,)),
+        around(X, act=tiny),
+        around(X, act=torch.nn.functional.relu),
+        around(X, act=torch.nn.Tanh()),
+        around(X, act=torch.dropout),
+        around(X, act=torch),
+        that_is_empty(),
+        that_assigns_a_variable(),
+    ],
+)
+def test_not_closed_around_variables(f):
+    assert not is_closed(f)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_under_a_mode_variables_are_searched(stack, monkeypatch):
+    calls = of_calls(monkeypatch)
+
+    def of_both(wrap):
+        def g(x):
+            with Doubling(x):
+                return wrap(around(x * x))(torch.ones(5, dtype=torch.float64)) * x
+
+        return STACKS[stack](g, X)
+
+    check_or_refuse(of_both)
+    assert not calls

@@ -156,6 +156,7 @@ wrapped = functools.wraps(torch.sin)(lambda x: x * weight)
         lambda x: eval("weight") * x,
         lambda x: globals()["weight"] * x,
         lambda x: id(x) * x,
+        lambda x: set([x, x.sin()]).pop(),
         lambda x: type(x),
         lambda x: print(x),
         lambda x: next(iter(x)),
@@ -398,3 +399,11 @@ def test_builtins_of_another_kind():
         (lambda x: sum([x, x])).__code__, {"__builtins__": {"sum": lambda xs: xs[0] * weight}}
     )
     assert not is_closed(f)
+
+
+def test_what_copying_a_tensor_leaves_in_its_class(monkeypatch):
+    """`copyreg` notes the slots of a class when an object of it is copied."""
+    monkeypatch.setattr(torch.Tensor, "__slotnames__", [], raising=False)
+    assert names.methods_are_torchs()
+    monkeypatch.setattr(torch.Tensor, "sin", torch.Tensor.cos, raising=False)
+    assert not names.methods_are_torchs()

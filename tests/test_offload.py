@@ -212,6 +212,20 @@ def simply(wrap, f, x, w):
     return wrap(f)(x, w).sum()
 
 
+@pytest.mark.parametrize("wrap", [by_remat, by_hooks])
+def test_the_memory_of_the_host_is_pinned(late, wrap, monkeypatch):
+    asked = []
+
+    def host_memory(x, pinned):
+        asked.append(pinned)
+        return torch.empty_like(x)
+
+    monkeypatch.setattr(offload, "_host_memory", host_memory)
+    x, w = torch.randn(2, 3, requires_grad=True), torch.randn(3, 3)
+    wrap(read_only)(x, w).sum().backward()
+    assert asked and all(asked)
+
+
 @pytest.mark.parametrize("f", [read_only, writes_inside])
 @pytest.mark.parametrize("use", [simply, changed_by_the_caller])
 @pytest.mark.parametrize("wrap", [by_remat, by_hooks])

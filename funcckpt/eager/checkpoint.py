@@ -26,7 +26,7 @@ from torch.utils.checkpoint import noop_context_fn
 from .. import _torch, compiled
 from ..errors import CheckpointError, InputError, OptionError, describe
 from ..remat import call_compiled, instead, remat
-from . import redirect
+from . import redirect, reentrant
 from .debug import logged
 from .region import Contexts, Region, Title, is_of_checkpoint
 from .selective import Forward, Recompute, create_selective_checkpoint_contexts
@@ -107,8 +107,8 @@ def checkpoint(
     *args, **kwargs
         What to call it with; tensors of any shape, anything else, and any nesting of them.
     use_reentrant : bool or None
-        False and None are the same. True is the variant that torch gives up, and accepted where the
-        result is the same.
+        False and None are the same. True is the variant that torch gives up: it is accepted where the
+        result is the same, and raises where torch's does, in the call or in the backward.
     preserve_rng_state : bool
         Draw in the recomputation the random numbers of the forward.
     context_fn : callable
@@ -216,7 +216,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             f"{options.determinism_check!r}."
         )
     if options.use_reentrant:
-        _check_reentrant(f, kwargs, options)
+        reentrant.check(Title(f), kwargs, options.context_fn is not noop_context_fn or options.debug)
     if torch.compiler.is_compiling() or _torch.is_tracing_plain():
         # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
         # read, not even at its default.
@@ -297,38 +297,9 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             raise
         region.undo()
     else:
-        if options.use_reentrant:
-            _check_reentrant_result(f, args, out)
-        return out
+        return reentrant.with_conditions(Title(f), args, out) if options.use_reentrant else out
     _remember(f, args, kwargs)
     return _functional(f, args, kwargs, options)
-
-
-# -- use_reentrant=True -------------------------------------------------------------------------
-
-
-def _check_reentrant(f: Any, kwargs: dict[str, Any], options: Options) -> None:
-    if kwargs:
-        raise OptionError(
-            f"{Title(f)}: Unexpected keyword arguments: {','.join(kwargs)}. With use_reentrant=True "
-            "torch takes none: pass use_reentrant=False."
-        )
-    if options.context_fn is not noop_context_fn or options.debug:
-        raise OptionError(
-            f"{Title(f)}: Passing `context_fn` or `debug` is only supported when use_reentrant=False."
-        )
-
-
-def _check_reentrant_result(f: Any, args: tuple[Any, ...], out: Any) -> None:
-    """Torch's reentrant variant gives no gradient at all if no argument requires one."""
-    if any(isinstance(x, Tensor) and x.requires_grad for x in args):
-        return
-    if any(isinstance(y, Tensor) and y.requires_grad for y in pytree.tree_leaves(out)):
-        raise OptionError(
-            f"{Title(f)}: use_reentrant=True, and no argument requires grad: torch would give no gradient "
-            "to the parameters that the function uses, or to tensors inside of containers. Pass "
-            "use_reentrant=False, which gives it."
-        )
 
 
 def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:

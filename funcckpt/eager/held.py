@@ -71,14 +71,8 @@ from .contents import (
     leave_cell,
     version,
 )
-from .modules import (
-    Modules,
-    is_of_torch_or_ours,
-    is_torch,
-    looks_further,
-    modules_of,
-    refers_to_torch_alone,
-)
+from .modules import Modules, modules_of
+from .reach import is_of_torch_or_ours, is_torch, looks_further, refers_to_torch_alone
 
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes}
 _PLAIN = {*_CONSTANTS, Tensor, nn.Parameter}
@@ -113,7 +107,6 @@ class Held:
         "_is_closed",
         "_iterators",
         "_kinds",
-        "_leaves",
         "_modules",
         "_results",
         "_seen",
@@ -133,7 +126,6 @@ class Held:
         self.running: set[int] = set()
         # Tensors beside those of modules, and leaves that are found in the graph; and their versions.
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
-        self._leaves: list[tuple[weakref.ref[Tensor], int]] = []
         # The gradients of leaves, when one is asked for inside of f.
         self._gradients: list[tuple[Tensor, Any]] = []
         # What is put back as a whole.
@@ -289,6 +281,8 @@ class Held:
                 self._take_class(kind, 0, modules.is_closed)
         for x in modules.elsewhere():
             self._search(x, 1)
+        for hook in modules.hooks():
+            self._search(hook, 2)  # which does not go into objects of libraries, which are at work there
         # Of what is closed, layouts know that this leads to no tensors.
         self._is_closed = is_closed
 
@@ -321,17 +315,21 @@ class Held:
             value = there.get(name, EMPTY)
             if value is EMPTY:
                 continue
-            if isinstance(value, type):
+            if type(value) is ModuleType:
+                self._is_closed &= is_torch(value)
+                self._take_stream(value, f)
+                if depth < _DEEPEST and not is_library(value.__name__):
+                    self._take_globals(f, vars(value), names_of(f.__code__), depth + 1)
+            elif isinstance(value, type):
                 self._search(value, depth + 1)
             elif isinstance(value, FunctionType):
                 if value.__globals__ is there or not is_of_library(value):
+                    variables[name] = value
                     self._search(value, depth + 1)
                 else:
                     self._is_closed &= refers_to_torch_alone(value)
             elif self._take_stream(value, f) or isinstance(value, ModuleType):
-                self._is_closed &= is_torch(value)
-                if isinstance(value, ModuleType) and depth < _DEEPEST and not is_library(value.__name__):
-                    self._take_globals(f, vars(value), names_of(f.__code__), depth + 1)
+                self._is_closed = False
             else:
                 variables[name] = value
                 if type(value) not in _CONTAINERS or len(value) <= _LONGEST:

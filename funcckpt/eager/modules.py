@@ -13,32 +13,26 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from ..closure import WRITES_UNSEEN
 from ..errors import MutationError
-from ..lookup import ATOMS, OfClass, global_names, imported, names_of, own_classes
+from ..lookup import ATOMS, own_classes
 from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
 from ..views import getter, hooks_of, parts_of, state_of
 from .contents import Contents, from_snapshot, is_as_before, layout_of, snapshot, version
+from .reach import is_of_torch_alone, is_plain, writes_unseen
 
 # Buffers of up to so many elements are copied before a forward that may change them.
 _SMALL = 2**16
 
-# What these look up in their globals is not the user's.
-_LIBRARIES = ("torch.", "funcckpt.")
-
 # What a module has, and what does not change what it computes, or is changed inside.
 _FIXED = MODULE_HOOKS | MODULE_FLAGS - {"training"}
 
-_OF_TORCH = ("torch", "math", "builtins")
-_LOOKS_UP = {"globals", "vars", "eval", "exec", "__import__", "__globals__", "__dict__", "__subclasses__"}
-_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 # Of a module of a library, attributes that lead to what is the user's.
 _GIVEN = (list, FunctionType, MethodType, functools.partial)
 
@@ -64,7 +58,7 @@ class Layout:
         found = {id(root)}
         while pending:
             module = pending.pop()
-            if type(module._parameters) is not dict:
+            if type(module._parameters) is not dict or "training" not in module.__dict__:
                 scripted.append(module)
                 continue
             modules.append(module)
@@ -91,11 +85,13 @@ class Layout:
         places = [(i, name) for i, own in enumerate(names) for name in own]
         at_parts = [at for at, (_, name) in enumerate(places) if name in PARTS]
         at_parts.sort(key=lambda at: (places[at][0], [*PARTS].index(places[at][1])))
+        self.parts = _at(at_parts)
         self._filled = _at([at for at, part in zip(at_parts, parts, strict=True) if part])
         self._empty = _at([at for at, part in zip(at_parts, parts, strict=True) if not part])
         self._training = _at([at for at, (_, name) in enumerate(places) if name == "training"])
         places += [(len(states) + i, name) for i, part in enumerate(parts) for name in part]
-        self._places = places
+        # In which of all dicts each value is, and its name there.
+        self.places = places
         values, _ = self.read(states)
         self._types = [*map(type, values)]
         self._modes = self._training(values)
@@ -115,7 +111,7 @@ class Layout:
         self.changing: list[tuple[int, bool, bool]] = []
         # Whether all tensors have a version: one that has none may be exchanged for one that has.
         self.is_settled = True
-        for at, ((i, name), x) in enumerate(zip(self._places, values, strict=True)):
+        for at, ((i, name), x) in enumerate(zip(self.places, values, strict=True)):
             of, part = divmod(i - number, 3)
             if isinstance(x, Tensor):
                 if i < number:
@@ -125,7 +121,7 @@ class Layout:
                 elif part == 1 and self._modes[of]:
                     module: Any = self.references[of]()
                     runs = module._buffers.get("running_mean") is not None
-                    self.changing.append((at, runs, _writes_unseen(type(module))))
+                    self.changing.append((at, runs, writes_unseen(type(module))))
                 else:
                     tensors.append(at)
             elif i < number:
@@ -135,19 +131,25 @@ class Layout:
                 modules.append(at)
         self.tensors = _at(tensors)
         self._modules = _at(modules)
-        plain = [at for at, x in enumerate(values) if isinstance(x, (tuple, *_FUNCTIONS))]
+        self._find_others(values, {*tensors, *self.loose, *[at for at, _, _ in self.changing]}, number)
+
+    def _find_others(self, values: Sequence[Any], tensors: set[int], number: int) -> None:
+        """Find whether there may be something that leads to tensors that are not found."""
+        plain = [
+            at for at, x in enumerate(values) if isinstance(x, tuple | FunctionType | BuiltinFunctionType)
+        ]
         self._plain = _at(plain)
         self._plain_values = self._plain(values)
-        held = {*tensors, *self.loose, *[at for at, _, _ in self.changing], *plain}
+        found = tensors.union(plain)
         self._forwards = [*map(_forward_of, self.kinds)]
         self.is_of_torch = all(kind.__module__.startswith("torch.nn.modules.") for kind in self.kinds)
         self._may_be_closed = (
             not self.scripted
-            and all(map(_is_of_torch_alone, self.kinds))
-            and all(map(_is_plain, self._plain_values))
+            and all(map(is_of_torch_alone, self.kinds))
+            and all(map(is_plain, self._plain_values))
             and all(
-                at in held or i >= number or name in PARTS or type(values[at]) in ATOMS
-                for at, (i, name) in enumerate(self._places)
+                at in found or i >= number or name in PARTS or type(values[at]) in ATOMS
+                for at, (i, name) in enumerate(self.places)
             )
         )
 
@@ -188,10 +190,6 @@ class Layout:
             and not any(self._empty(values))
             and [*chain.from_iterable(filled)] == self._part_names
         )
-
-    def place(self, at: int) -> tuple[int, str]:
-        """In which of all dicts a value is, and its name there."""
-        return self._places[at]
 
     def scratch_for(self, at: int, x: Tensor) -> Tensor:
         """A tensor that may be written to in place of `x`, and is read by no one."""
@@ -299,14 +297,15 @@ class Modules:
         return self.layout.tensors(self.values)
 
     def elsewhere(self) -> list[Any]:
-        """What leads further, hooks included, and tensors of what has no dicts."""
+        """What leads further, and tensors of what has no dicts."""
         found: list[Any] = [self.values[at] for at in self.layout.further]
-        for hooks in self._hooks or ():
-            found += [hook for _, hook in hooks if not isinstance(hook, bool)]
         for reference in self.layout.scripted:
             if (module := reference()) is not None:
                 found += [*module.parameters(), *module.buffers()]
         return found
+
+    def hooks(self) -> list[Any]:
+        return [hook for hooks in self._hooks or () for _, hook in hooks if not isinstance(hook, bool)]
 
     def forget_unchanged(self) -> None:
         """After the forward: buffers that it has not changed need no copies."""
@@ -314,12 +313,12 @@ class Modules:
         for at, x, before in self.kept:
             copy, runs = self.snapshots.get(at, (None, True))
             if not runs and x._version == before and is_as_before(x, copy):
-                i, name = self.layout.place(at)
+                i, name = self.layout.places[at]
                 if dicts[i].get(name) is x:
                     del self.snapshots[at]
 
     def _dicts(self) -> list[State]:
-        return [*self._states, *chain.from_iterable(map(parts_of, self._states))]
+        return [*self._states, *self.layout.parts(self.values)]
 
     def is_here(self) -> bool:
         """Whether everything is where it was."""
@@ -387,7 +386,7 @@ class Modules:
             found += [
                 (i, self.values[i]) for i, was, is_ in zip(at, self.versions, now, strict=True) if was != is_
             ]
-        return [(self.layout.place(at)[1], x) for at, x in found] if found else []
+        return [(self.layout.places[at][1], x) for at, x in found] if found else []
 
     def updated(self, for_another_run: bool = False) -> list[tuple[State, str, Tensor, Any]]:
         """Where there are buffers that the forward has changed, these, and copies of what they were.
@@ -397,7 +396,7 @@ class Modules:
         dicts = self._dicts()
         found = []
         for at, (copy, _) in self.snapshots.items():
-            i, name = self.layout.place(at)
+            i, name = self.layout.places[at]
             x = self.values[at]
             if for_another_run:
                 copy = self.layout.scratch_for(at, x) if copy is None else from_snapshot(copy, x)
@@ -416,68 +415,3 @@ def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
         return operator.itemgetter(*places)
     at = slice(places[0], places[0] + 1) if places else slice(0)
     return operator.itemgetter(at)
-
-
-@OfClass
-def _is_of_torch_alone(kind: type) -> bool:
-    """Whether the code of a class of modules refers to nothing but to the module, and to what is torch's."""
-    return all(
-        refers_to_torch_alone(member)
-        if isinstance(member, FunctionType)
-        else type(member) in ATOMS or name[:2] == "__"
-        for base in kind.__mro__
-        if base is not object and not base.__module__.startswith("torch.nn.modules.")
-        for name, member in vars(base).items()
-        if name != "__init__"
-    )
-
-
-def refers_to_torch_alone(f: Any) -> bool:
-    """Whether a function refers to nothing but to its arguments, and to what is torch's."""
-    if isinstance(f, BuiltinFunctionType):
-        return (f.__module__ or "torch").partition(".")[0] in _OF_TORCH
-    if not isinstance(f, FunctionType):
-        return False
-    code, there = f.__code__, f.__globals__
-    if {*code.co_freevars} - {"__class__"} or not ATOMS.issuperset(map(type, f.__defaults__ or ())):
-        return False
-    return there.get("__name__", "").startswith("torch.") or not (
-        f.__kwdefaults__
-        or looks_further(code)
-        or not all(map(is_torch, [there[name] for name in global_names(code) if name in there]))
-    )
-
-
-def is_torch(x: Any) -> bool:
-    """Whether it is a module of Python's that belongs to torch, or has no tensors."""
-    return isinstance(x, ModuleType) and x.__name__.partition(".")[0] in _OF_TORCH
-
-
-@functools.lru_cache(maxsize=4096)
-def looks_further(code: CodeType) -> bool:
-    """Whether code may look up what is not among its variables and global names."""
-    return not _LOOKS_UP.isdisjoint(names_of(code)) or any(
-        name.partition(".")[0] not in _OF_TORCH for name in imported(code)
-    )
-
-
-def _is_plain(x: Any) -> bool:
-    return ATOMS.issuperset(map(type, x)) if isinstance(x, tuple) else refers_to_torch_alone(x)
-
-
-def is_of_torch_or_ours(f: FunctionType) -> bool:
-    name: str = f.__globals__.get("__name__", "")
-    return name.startswith(_LIBRARIES)
-
-
-@OfClass
-def _writes_unseen(kind: type) -> bool:
-    """Whether the forward of a module may write to buffers past their version counters."""
-    names, functions = {"forward"}, [getattr(kind, "forward", None)]
-    while functions:
-        f = functions.pop()
-        if isinstance(f, FunctionType) and not is_of_torch_or_ours(f):
-            more = names_of(f.__code__) - names
-            names |= more
-            functions += [getattr(kind, name, None) or f.__globals__.get(name) for name in more]
-    return not names.isdisjoint(WRITES_UNSEEN)

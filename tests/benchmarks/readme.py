@@ -164,12 +164,36 @@ def loops() -> list[str]:
     return table(head, body) + sources("loops")
 
 
+def overhead() -> list[str]:
+    """Of calls of `remat`, to what each case is compared with."""
+    ratios: dict[str, dict[str, float]] = {}
+    for row in load("overhead")["rows"]:
+        ratios.setdefault(row["problem"], {})[row["method"]] = row["time_ratio"]
+    body = []
+    for case, of in ratios.items():
+        peer = next(method for method, ratio in of.items() if ratio == 1)
+        body.append([case, "`torch.utils.checkpoint`" if peer == "torch" else peer, f"{of['remat']:.2f}"])
+    return table(["`remat`", "compared with", "time"], body) + sources("overhead")
+
+
+def eager_overhead() -> list[str]:
+    """Of calls of `checkpoint`, to torch's."""
+    body = [
+        [row["case"], *[f"{row[which]['ratio']:.2f}" for which in ("forward", "forward and backward")]]
+        for row in load("eager_overhead")["rows"]
+    ]
+    head = ["`checkpoint`, compared with torch's", "forward", "forward and backward"]
+    return table(head, body) + sources("eager_overhead")
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "per_sample": partial(grid, "per_sample"),
     "issues": issues,
     "depth": depth,
     "chunks": chunks,
     "loops": loops,
+    "overhead": overhead,
+    "eager_overhead": eager_overhead,
     "bilevel": partial(grid, "bilevel"),
     "maml": partial(grid, "maml", ["sinusoid, 500 steps", "digits, 500 steps"]),
 }

@@ -25,6 +25,10 @@ def theirs(f, *args, **kwargs):
     return torch.utils.checkpoint.checkpoint(f, *args, **{"use_reentrant": False, **kwargs})
 
 
+def draw(x):
+    return torch.ops.funcckpt_tests.draw(x.detach())
+
+
 both = pytest.mark.parametrize("checkpoint", [theirs, funcckpt.checkpoint], ids=["torch", "ours"])
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 import funcckpt
 from funcckpt.errors import MutationError, OptionError
 
-from .implementations import D, both, gradients, leaf, plain, theirs
+from .implementations import D, both, draw, gradients, leaf, plain, theirs
 
 
 def chain(x, w):
@@ -371,6 +371,16 @@ def test_random_numbers_are_the_same(checkpoint):
         return y.detach(), x.grad, after, torch.rand(3)
 
     assert_same(run(checkpoint), run(lambda f, x: f(x)))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_random_numbers_of_other_devices(other_device, preserve):
+    x = leaf(4)
+    y = funcckpt.checkpoint(lambda x: (x * draw(x)).sin(), x, preserve_rng_state=preserve)
+    end, scale = other_device.get_state(), torch.rand(4, dtype=D, generator=torch.Generator().manual_seed(5))
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g, (scale * (x * scale).cos()).detach()) == preserve
+    assert torch.equal(other_device.get_state(), end) == preserve
 
 
 @both
@@ -803,25 +813,64 @@ def _detached(call, x):
     return x.grad
 
 
-# What torch's own tests ask of use_reentrant=True and of nothing else: that it fails. Ours does as without.
+def _with_inputs(call, x):
+    call(torch.sin, x).sum().backward(inputs=[x])
+    return x.grad
+
+
+def _a_constant_of_two(call, x):
+    call(lambda x, w: (x, 1), torch.ones(3, dtype=D), x)[0].sum().backward()
+
+
+# What torch's own tests ask of use_reentrant=True: that it fails.
 REFUSED = {
-    "incompatible with .grad()": _grad,
-    "Trying to backward through the graph a second time": _twice,
-    "none of output has requires_grad=True": _detached,
+    "grad": ("torch.utils.checkpoint is incompatible with .grad()", _grad),
+    "inputs": ("torch.utils.checkpoint is incompatible with .grad()", _with_inputs),
+    "twice": ("Trying to backward through the graph a second time", _twice),
+    "detached": ("none of output has requires_grad=True", _detached),
+    "constant": (
+        "none of output has requires_grad=True, this checkpoint() is not necessary",
+        _a_constant_of_two,
+    ),
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_torchs_reentrant_variant_refuses(words):
-    def run(call):
-        return REFUSED[words](functools.partial(call, use_reentrant=True), leaf(3))
+@both
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_torchs_reentrant_variant_refuses(case, checkpoint):
+    """Ours refuses it too, and is right with use_reentrant=False."""
+    words, run = REFUSED[case]
+    with pytest.raises(RuntimeError, match=re.escape(words)) as error:
+        run(functools.partial(checkpoint, use_reentrant=True), leaf(3))
+    assert checkpoint is theirs or case == "twice" or "use_reentrant=False" in str(error.value)
+    if case != "constant":  # no gradient is wanted there at all
+        torch.manual_seed(0)
+        expected = run(plain, leaf(3))
+        torch.manual_seed(0)
+        assert_same(run(funcckpt.checkpoint, leaf(3)), expected)
 
-    with pytest.raises(RuntimeError, match=re.escape(words)):
-        run(theirs)
-    torch.manual_seed(0)
-    expected = run(plain)
-    torch.manual_seed(0)
-    assert_same(run(funcckpt.checkpoint), expected)
+
+@both
+def test_what_torchs_reentrant_variant_does(checkpoint):
+    """Several outputs, of which some are arguments or need no gradient; twice with `retain_graph`; nested."""
+
+    def f(x, w, scale):
+        return x * w, None, w, x.detach(), scale, x.argmax()
+
+    def g(call, x, w):
+        a, _, b, c, scale, i = call(f, x, w, 3)
+        assert i.dtype is torch.int64
+        return (call(lambda a, b: call(torch.mul, a, b).sin(), a, b) * c * scale).sum()
+
+    def run(call):
+        torch.manual_seed(0)
+        x, w = leaf(3), leaf(3)
+        y = g(call, x, w)
+        y.backward(retain_graph=True)
+        y.backward()
+        return y.detach(), x.grad, w.grad
+
+    assert_same(run(functools.partial(checkpoint, use_reentrant=True)), run(plain))
 
 
 def test_reentrant_is_refused_where_torch_would_give_no_gradient():

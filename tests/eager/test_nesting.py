@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcckpt import (
     CheckpointPolicy,
+    _torch,
     checkpoint,
     checkpoint_scope,
     create_selective_checkpoint_contexts,
@@ -225,6 +226,18 @@ FAMILIES = {
     "gradients inside": (set(STEPS) - UPDATES, set(ONCE)),
     "updates": (set(STEPS) - {"inner_gradient"}, set(ALL) - {"theirs"}),
 }
+
+
+@pytest.fixture(autouse=True)
+def as_where_nothing_is_compiled(monkeypatch):
+    """Other tests compile; remat then leaves out nothing."""
+    monkeypatch.setattr(_torch, "has_compiled", lambda: False)
+
+
+def test_an_operator_that_saves_other_tensors_of_what_remat_puts_off():
+    steps = [("scope", [("cell", None)]), ("without_grad", None)]
+    program = [("remat", [("matmul", None), ("debug", steps)])]
+    assert_same(run(program, 4, False, "once"), run(program, 4, True, "once"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -159,6 +159,44 @@ def test_many_threads():
     assert not errors
 
 
+def test_install_while_threads_enter_and_leave_blocks():
+    errors, done = [], threading.Event()
+
+    def work():
+        try:
+            while not done.is_set():
+                with funcckpt.patched():
+                    works()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for _ in range(50):
+        funcckpt.install()
+        works()
+        funcckpt.uninstall()
+        refused()
+    done.set()
+    for t in threads:
+        t.join()
+    assert not errors
+
+
+def test_one_attribute_is_touched():
+    def state():
+        places = (torch.utils.checkpoint, torch.autograd.graph, torch.autograd.Function, torch.Tensor, WORKS)
+        return {(i, name): id(x) for i, place in enumerate(places) for name, x in vars(place).items()}
+
+    before = state()
+    with funcckpt.patched():
+        works()
+        now = state()
+        assert [key for key in now | before if now.get(key) != before.get(key)] == [(4, "__dynamo_disable")]
+    assert state() == before
+
+
 class Nested(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -18,12 +18,12 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcckpt import checkpoint, checkpoint_scope, remat
+from funcckpt import checkpoint, checkpoint_scope, remat, world
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import FuncckptError, MutationError, TransformError
 from funcckpt.meter import Meter
 
-from .implementations import D, Ops, both, leaf
+from .implementations import D, Ops, both, draw, leaf
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,43 @@ def test_random_numbers():
         return (x * y * z).sin() * between.sum()
 
     same(f, (64,))
+
+
+def test_random_streams_are_recorded_for_each_device_and_on_first_use(other_device, monkeypatch):
+    recorded, states = [], world.states
+    monkeypatch.setattr(world, "states", lambda streams: (recorded.append(streams), states(streams))[1])
+    a = leaf(4)
+    with checkpoint_scope():
+        x = a.sin()
+        assert not recorded
+        scale = draw(x)
+        assert recorded == [[torch.default_generator, other_device]]
+        y = x * scale
+    z, end = (y * y).sum(), other_device.get_state()
+    scale = scale.detach().clone()
+    assert_same(torch.autograd.grad(z, a)[0], (2 * a.sin() * a.cos() * scale**2).detach())
+    assert torch.equal(other_device.get_state(), end)
+
+
+def test_nothing_of_torch_is_patched():
+    def state():
+        places = (
+            torch.Tensor,
+            torch.autograd.graph,
+            saved_tensors_hooks,
+            save_on_cpu,
+            torch.utils.checkpoint,
+        )
+        return [{name: id(x) for name, x in vars(place).items()} for place in places]
+
+    before = state()
+    with checkpoint_scope():
+        x = leaf(3).sin()
+        assert state() == before
+    y = x.exp()
+    assert state() == before
+    y.sum().backward()
+    assert state() == before
 
 
 def test_a_generator_of_ones_own():
