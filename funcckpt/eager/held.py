@@ -12,8 +12,9 @@ recomputation is undone, but for what a caller looks at: counters count on, and 
 and closure variables to which f adds are not put back at all: by those, programs tell the forward from the
 recomputation, and torch's checkpoint lets them. There, what is saved is compared by value.
 
-The search goes where code of f leads directly: modules with all that is inside of them, closures,
-defaults, globals that the code names, partial arguments, methods, containers and plain objects. Leaves that
+The search goes where code of f leads directly: modules with all that is inside of them and their hooks,
+classes with their methods, closures, defaults, globals that the code names, partial arguments, containers and
+plain objects; not into the code of libraries, nor what their modules have for attributes. Leaves that
 require grad are found wherever they come from, in the graph of what f has returned.
 """
 
