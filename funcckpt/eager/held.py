@@ -393,6 +393,7 @@ class Held:
                     f"{name}: the function takes items from a {type(iterator).__name__} that it has from "
                     "outside, and would get the next ones in the recomputation. Pass it the items, or a list."
                 )
+        self._modules = [modules.initialized() for modules in self._modules]
         for modules in self._modules:
             if modules.may_be_unchanged:
                 modules.forget_unchanged()

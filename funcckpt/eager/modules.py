@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .. import _torch
 from ..errors import MutationError
@@ -67,7 +68,7 @@ class Layout:
                     found.add(id(part))
                     pending.append(part)
         self.keys = frozenset(found)
-        self._root = weakref.ref(root, lambda _: _layouts.pop(key, None))
+        self.root = weakref.ref(root, lambda _: _layouts.pop(key, None))
         key = id(root)
         self.references = [*map(weakref.ref, modules)]
         self.scripted = [*map(weakref.ref, scripted)]
@@ -111,6 +112,8 @@ class Layout:
         self.changing: list[tuple[int, bool, bool]] = []
         # Whether all tensors have a version: one that has none may be exchanged for one that has.
         self.is_settled = True
+        # Whether some get their shape in the first call.
+        self.is_lazy = any(map(is_lazy, values))
         for at, ((i, name), x) in enumerate(zip(self.places, values, strict=True)):
             of, part = divmod(i - number, 3)
             if isinstance(x, Tensor):
@@ -171,7 +174,7 @@ class Layout:
 
     def are_of_their_kinds(self, values: Sequence[Any]) -> bool:
         kinds = [*map(type, self._modules(values))]
-        return kinds == self._kinds_inside and type(self._root()) is self.kind_of_each[0]
+        return kinds == self._kinds_inside and type(self.root()) is self.kind_of_each[0]
 
     def read(self, states: Sequence[State]) -> tuple[list[Any], Sequence[State]]:
         """All values that there are, and the dicts of parts in which some are."""
@@ -205,7 +208,7 @@ class Layout:
             values, filled = self.read(states)
             if (
                 self.is_complete(states, filled, values)
-                and type(self._root()) is self.kind_of_each[0]
+                and type(self.root()) is self.kind_of_each[0]
                 and [*map(type, values)] == self._types
                 and self._training(values) == self._modes
                 and [*map(id, self._modules(values))] == self._parts_inside
@@ -231,7 +234,7 @@ def modules_of(root: nn.Module, alone: bool) -> Modules:
         layout = Layout(root)
         found = layout.found(alone)
         assert found is not None
-        if layout.is_settled:
+        if layout.is_settled and not layout.is_lazy:
             _layouts[id(root)] = layout
     return found
 
@@ -285,6 +288,11 @@ class Modules:
             elif x.layout is torch.strided and (runs or unseen or x.numel() <= _SMALL):
                 self.snapshots[at] = snapshot(x), runs
                 self.may_be_unchanged |= not runs
+
+    def initialized(self) -> Modules:
+        """After the forward, in which lazy modules have become what they are from then on."""
+        root = self.layout.root() if self.layout.is_lazy else None
+        return self if root is None else modules_of(root, alone=False)
 
     @property
     def running(self) -> list[Tensor]:

@@ -1102,3 +1102,18 @@ def test_backwards_in_threads_replay_their_own_numbers():
     for t in threads:
         t.join()
     assert not different
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LazyLinear(3), lambda: nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())]
+)
+def test_modules_that_are_initialized_in_their_first_call(make, calls):
+    def run(checkpoint):
+        torch.manual_seed(0)
+        net, x = make(), torch.randn(4, 2, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        for _ in range(calls):
+            checkpoint(net, x).square().sum().backward()
+        return [x.grad, *[p.grad for p in net.parameters()], *net.buffers()]
+
+    assert_same(run(checkpoint), run(lambda net, x: net(x)))
