@@ -89,7 +89,8 @@ def module_that_goes_elsewhere(x):
 
 
 def one_of_two_modules(x):
-    return (torch if x.dim() else F).relu(x)
+    module = torch if x.dim() else F
+    return module.relu(x)
 
 
 def attribute_is_set(x):
