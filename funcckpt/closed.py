@@ -152,6 +152,20 @@ class Closed(Call):
         numbers = [number for number, _ in self._variables]
         return f"closure variable {self.code.co_freevars[numbers.index(i)]!r}"
 
+    def changed_since(self, error: RuntimeError) -> RuntimeError:
+        names = [
+            repr(name)
+            for name, (number, _) in zip(self.code.co_freevars, self._variables, strict=False)
+            if number is not None
+        ]
+        if not names or "modified by an inplace operation" not in str(error):
+            return error
+        return MutationError(
+            f"remat({self._name}): an argument, or what it captured ({', '.join(names)}), was changed in "
+            "place between the forward and the recomputation. Pass a copy of it, or change it after the backward. "
+            f"Autograd says: {error}"
+        )
+
     def take_layers(self) -> list[_torch.Layer] | None:
         return [] if self._outputs is None else None
 

@@ -385,7 +385,11 @@ class _Node:
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.kept is None:
-            return _Node.pull(ctx, ctx.saved_tensors, cotangents)
+            try:
+                inputs = ctx.saved_tensors
+            except RuntimeError as error:
+                raise ctx.program.source.changed_since(error) from None
+            return _Node.pull(ctx, inputs, cotangents)
         inputs, kept = recording.split(ctx.kept, ctx.saved_tensors)
         with recompute.handing_out(ctx.program.source, ctx.kept, kept):
             return _Node.pull(ctx, inputs, cotangents)

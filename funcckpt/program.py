@@ -105,6 +105,10 @@ class Leaf(Program):
     def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
         """How often each input was changed in place."""
 
+    def changed_since(self, error: RuntimeError) -> RuntimeError:
+        """What to raise where autograd finds that an input is not what it was."""
+        return error
+
     @abstractmethod
     def held(self) -> list[Tensor]:
         """The tensors that are kept for a recomputation, beside the inputs."""
