@@ -162,8 +162,8 @@ class Closed(Call):
             return error
         return MutationError(
             f"remat({self._name}): an argument, or what it captured ({', '.join(names)}), was changed in "
-            "place between the forward and the recomputation. Pass a copy of it, or change it after the backward. "
-            f"Autograd says: {error}"
+            "place between the forward and the recomputation. Pass a copy of it, or change it after the "
+            f"backward. Autograd says: {error}"
         )
 
     def take_layers(self) -> list[_torch.Layer] | None:
