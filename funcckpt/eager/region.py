@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import sys
 import threading
 import weakref
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -189,7 +191,7 @@ class Region:
             self._looks.append(_look(x))
         if self._sums is not None:
             self._sums.append(_sum(x))
-        if not self._held.has_all_statistics and x.dim() == 1 and type(x) is Tensor and may_be_statistics(x):
+        if type(x) is Tensor and x.dim() == 1 and not self._held.has_all_statistics and may_be_statistics(x):
             self._take_statistics(x)
         return slot
 
@@ -555,13 +557,15 @@ def _version(x: Tensor) -> int:
         return 0
 
 
+_metadata_of = operator.attrgetter("shape", "dtype", "device", "_version")
+
+
 def _look(x: Tensor) -> Look:
-    base = x._base
-    if base is None:
+    if (base := x._base) is None:
         base = x
-    parameter = weakref.ref(base) if type(base) is torch.nn.Parameter else None
+    parameter = weakref.ref(base) if type(base) is Parameter else None
     try:
-        return (x.shape, x.dtype, x.device, x._version), parameter
+        return _metadata_of(x), parameter
     except RuntimeError:  # of inference mode
         return (x.shape, x.dtype, x.device, 0), parameter
 
