@@ -381,10 +381,12 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             for x, place in zip(tensors, kept.places, strict=True)
         ]
     replay = (_Unguarded if kept is None else Replay)(source, kept, coming, plan, lazy)
+    # What is lazy around us is not computed as part of this.
+    inputs = [forced(x) for x in inputs]
     ours: Exception | None = None
     try:
         with replay:
-            outputs = program.run(*[forced(x) for x in inputs])
+            outputs = program.run(*inputs)
             with torch.no_grad():
                 outputs = replay.finish(outputs)
     except Exception as error:

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import policies, recompute, remat
+from funcckpt.demo import language_model
 from funcckpt.dispatch import using
 from funcckpt.lazy import Lazy
 from funcckpt.meter import measure
@@ -199,6 +200,30 @@ def test_blocks_of_a_real_size(monkeypatch, transform):
     product = 2 * 64 * 128 * 256 * 1024
     assert flops(lambda f: f) == (24 * 6 - 1) * product  # nobody asks for the gradient of x
     assert flops(remat) == (24 * 7 - 1) * product == 717_259_538_432
+
+
+def test_blocks_in_a_segment_put_off_what_they_do_alone(monkeypatch):
+    """What is lazy in the segment is none of what a block of it computes, and none of its plan."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = language_model.init(language_model.Shape(4, 64, 4, 128), generator=generator)["blocks"]
+    x = torch.randn(128, 64, generator=generator)
+
+    def alone(blocks, x):
+        for p in blocks:
+            x = remat(language_model.block)(p, x)
+        return x
+
+    def in_segments(blocks, x):
+        return remat(alone)(blocks[2:], remat(alone)(blocks[:2], x))
+
+    def flops(f):
+        return measure(lambda: grad(lambda x: f(blocks, x).square().sum())(x)).flops
+
+    monkeypatch.setattr(recompute, "_plans", {})
+    assert flops(in_segments) == flops(in_segments)
+    known = flops(alone)
+    monkeypatch.setattr(recompute, "_plans", {})
+    assert known == flops(alone)
 
 
 def test_also_in_the_middle():
