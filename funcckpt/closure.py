@@ -22,12 +22,11 @@ import contextvars
 import enum
 import functools
 import operator
-import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -104,7 +103,6 @@ from .nodes import (
     version_of,
     versions_of,
 )
-from .views import View, Views
 from .world import PythonStream
 
 # Libraries that have random streams of their own.
@@ -164,30 +162,15 @@ class Closure:
         # What lies so deep that Python's stack would not reach it.
         self._deep: list[tuple[Node, Iterable[tuple[Any, Any]]]] = []
         self._root: int | None = None
-        # What is not among the nodes, as long as it is as it was in an earlier search; and the values there.
-        self._view: View | None = None
-        self._values: Sequence[Any] = ()
-        self._values_now: Sequence[Any] | None = None
         # A root that has no nodes; and its code, if it is a function that refers to nothing.
         self._opaque: Any = None
         self._code: types.CodeType | None = None
-        followed: _Plan | None = None
         if type(root) is types.FunctionType and refers_to_nothing(root):
             self._names = set(names_of(root.__code__))
             self._opaque, self._code = root, root.__code__
-        elif everything:
-            self._search(root)
         else:
-            key = code_of(root[0] if type(root) is tuple else root)  # with its arguments
-            plans = _plans.get(key, ())
-            followed = next((plan for plan in plans if self._follow(plan, root)), None)
-            if followed is None:
-                self._search(root)
-                if (plan := self._plan()) is not None:
-                    if len(_plans) >= _MAX_PLANS:
-                        _plans.clear()
-                    _plans[key] = (plan, *plans[: _MAX_PLANS_EACH - 1])
-        habits = _habits_of(self._names) if followed is None else followed.habits
+            self._search(root)
+        habits = _habits_of(self._names)
         self.writes_unseen = habits.writes_unseen
         self.moves_streams = habits.moves_streams
         self.retains_gradients = habits.retains_gradients
@@ -199,8 +182,6 @@ class Closure:
             self._share()
             _spread(self._nodes)
         self.is_pure = self.is_pure and not habits.tells_by_identity and not self._is_told_by_identity()
-        if followed is not None and self._view is None:
-            self._make_view(followed)
         self._versions = versions_of(self.constants)
 
     @property
@@ -214,173 +195,6 @@ class Closure:
         self._opaque = root if self._root is None else None  # a builtin function
         self._visit_named()
 
-    def _plan(self) -> _Plan | None:
-        """How to find all of this again without a search, if what was found says so by its types."""
-        if self._root is None or self.generators or _is_transient(self._nodes[self._root].value):
-            return None
-        numbers = {key: i for i, key in enumerate(self._nodes)}
-        found_by = {self._root: (-1, 0)}
-        steps = []
-        for i, node in enumerate(self._nodes.values()):
-            items = node.read(node.value)
-            pairs = [*items.items(), *node.extra()]
-            children, same = [], []
-            for position, (name, value) in enumerate(pairs):
-                kind = type(value)
-                if not _is_plain_name(name) or _is_transient(value):
-                    return None
-                if kind in ATOMS:
-                    continue
-                if (child := node.children.get(name)) is not None and child == id(value):
-                    children.append((position, name, numbers[child]))
-                    if self._nodes[child].parent == node.key:
-                        found_by.setdefault(child, (i, position))
-                elif isinstance(value, _HOLDS_UNSEEN):
-                    return None
-                elif isinstance(value, _TOLD_BY_VALUE):
-                    if not isinstance(getattr(value, "__self__", None), types.ModuleType | None):
-                        return None
-                    same.append((position, value))
-            if items.keys() != node.items.keys() or node.key not in found_by:
-                return None
-            marks = {slot: getattr(node, slot) for slot in ("looked_up", "is_called") if hasattr(node, slot)}
-            steps.append(
-                _Step(
-                    type(node),
-                    type(node.value),
-                    *found_by[node.key],
-                    node.label,
-                    node.identity(),
-                    tuple(marks.items()),
-                    [name for name, _ in pairs],
-                    [type(value) for _, value in pairs],
-                    children,
-                    same,
-                )
-            )
-        inner = self._reached_from_modules()
-        outer = [i for i, key in enumerate(self._nodes) if key not in inner]
-        entries = [(i, position, child) for i in outer for position, _, child in steps[i].children]
-        return _Plan(
-            steps,
-            self._names,
-            _habits_of(self._names),
-            self.is_pure,
-            self.reaches_packages,
-            self.has_rnn,
-            outer,
-            sorted([numbers[key] for key in inner]),
-            [entry for entry in entries if entry[2] not in outer],
-            Views(),
-        )
-
-    def _reached_from_modules(self) -> set[int]:
-        pending = [node.key for node in self._nodes.values() if type(node) is ModuleNode]
-        reached: set[int] = set()
-        while pending:
-            if (key := pending.pop()) not in reached:
-                reached.add(key)
-                pending.extend(self._nodes[key].children.values())
-        return reached
-
-    def _follow(self, plan: _Plan, root: Any) -> bool:
-        """Look where another search has looked; False if it would look elsewhere now."""
-        nodes: dict[int, Node] = {}
-        contents: dict[int, list[Any]] = {}
-        if not self._walk(plan, plan.outer, root, nodes, contents):
-            return False
-        found = None
-        if plan.inner and self._is_plain():
-            keys = tuple([id(contents[i][position]) for i, position, _ in plan.entries])
-            found = plan.views.find(keys or (id(root),))
-        if found is not None and any([node.key in found[0] for node in nodes.values()]):
-            found = None
-        if found is None and not self._walk(plan, plan.inner, root, nodes, contents):
-            return False
-        numbers = sorted(nodes) if plan.inner else nodes
-        self._nodes = {nodes[i].key: nodes[i] for i in numbers}
-        if len(self._nodes) < len(nodes):
-            return False
-        for i in numbers:
-            content = contents[i]
-            for position, name, child in plan.steps[i].children:
-                key = nodes[i].children[name] = id(content[position])
-                if child in nodes and nodes[child].key != key:
-                    return False
-        self._root = id(root)
-        self._names, self.is_pure, self.has_rnn = plan.names, plan.is_pure, plan.has_rnn
-        self.reaches_packages = plan.reaches_packages
-        for i in numbers:
-            node = nodes[i]
-            if type(node) is TensorNode:
-                self._take(node)
-            elif type(node.value) is Cached:
-                self._caches.append(node.value)
-        for i in numbers:
-            if isinstance(nodes[i], ModuleNode):
-                self._take_buffers_of(nodes[i])
-        if found is not None:
-            self._view, self._values, *tensors = found
-            for i, position, child in plan.entries:
-                stand_in = self._in_view(contents[i][position])
-                if plan.steps[child].parent == i:
-                    stand_in.parent = nodes[i].key
-            self._take_in_view(*tensors)
-        return True
-
-    def _is_plain(self) -> bool:
-        """Whether no transform is active, and tensors have values, and stand for themselves."""
-        return (
-            self._stand_in is _itself
-            and _torch.peek_interpreter_stack() is None
-            and not _torch.has_dual_level()
-            and not _torch.takes_only_fake()
-        )
-
-    def _in_view(self, value: Any) -> Any:
-        assert self._view is not None
-        return self._nodes.setdefault(id(value), self._view.stand_in(id(value), value))
-
-    def _take_in_view(self, tracked: list[Tensor], others: list[Tensor]) -> None:
-        assert self._view is not None
-        self._caches += [self._values[i] for i in self._view.caches]
-        self.tensors += tracked
-        self.constants += others
-        for x in others:
-            if may_be_statistics(x):
-                self._in_view(x).take_snapshot(of_buffer=False)
-        for i in self._view.updated:
-            if not (x := self._values[i]).requires_grad:
-                self._in_view(x).take_snapshot(of_buffer=True)
-
-    def _make_view(self, plan: _Plan) -> None:
-        if not plan.inner or self.writes_unseen or plan.habits.asks_for_state or not self._is_plain():
-            return
-        nodes = [*self._nodes.values()]
-        keys = tuple([nodes[child].key for _, _, child in plan.entries])
-        plan.views.make(keys or (nodes[0].key,), [nodes[i] for i in plan.inner])
-
-    def _leave_view(self) -> None:
-        """Let there be nodes for what is in the view, as it was in the search."""
-        view, self._view = self._view, None
-        if view is None:
-            return
-        nodes = view.nodes(self._values)
-        self._values = ()
-        for node in nodes.values():
-            if isinstance(node, FunctionNode):
-                node.leave_state(node.items)  # as long as there was a view, nothing was assigned
-            self._file(node)
-        for key, node in self._nodes.items():
-            if key not in view or isinstance(node, TensorNode):
-                nodes[key] = node
-            elif node.parent is not None:
-                nodes[key].parent = node.parent
-        for x in self.constants:
-            nodes[id(x)].value, nodes[id(x)].needed = x, False
-        self._nodes = nodes
-        _spread(nodes)
-
     def _file(self, node: Node) -> None:
         """Note what to look at before a recomputation."""
         if isinstance(node, FunctionNode) and node.state:
@@ -389,51 +203,6 @@ class Closure:
             self._shared.append(node)
         elif isinstance(node, _MUTABLE) and not node.needed:
             self._mutable.append(node)
-
-    def _walk(
-        self,
-        plan: _Plan,
-        numbers: Sequence[int],
-        root: Any,
-        nodes: dict[int, Node],
-        contents: dict[int, list[Any]],
-    ) -> bool:
-        """Take some steps of a plan; False if they lead elsewhere now.
-
-        Where a search looks depends on the types of what it has met, on the names by which it is referred
-        to, on what is the same, and on the code of functions. All this is compared.
-        """
-        value: Any
-        for i in numbers:
-            step = plan.steps[i]
-            if step.parent < 0:
-                if type(root) is not step.kind:
-                    return False
-                value, parent = root, None
-            else:
-                value, parent = contents[step.parent][step.position], nodes[step.parent].key
-            node = nodes[i] = step.node(value, parent, step.label)
-            if step.node is TensorNode:
-                if self._is_left_over(value):
-                    return False
-                contents[i] = []
-                continue
-            for slot, mark in step.marks:
-                setattr(node, slot, mark)
-            items = node.items = node.read(value)
-            names, content = [*items], [*items.values()]
-            for name, item in node.extra():
-                names.append(name)
-                content.append(item)
-            if names != step.names or [*map(type, content)] != step.kinds:
-                return False
-            if step.identity is not None and node.identity() != step.identity:
-                return False
-            for position, item in step.same:
-                if content[position] is not item:
-                    return False
-            contents[i] = content
-        return True
 
     def _is_told_by_identity(self) -> bool:
         """Whether f may ask if a tensor, module or object is a certain one. A copy is not."""
@@ -472,20 +241,12 @@ class Closure:
         if changed:
             _spread(self._nodes)
         if self._root is not None:
-            return Rebuild(self._nodes_for(mapped), mapped, first=False).build(self._root)
+            return Rebuild(self._nodes, mapped, first=False).build(self._root)
         root, code = self._opaque, self._code
         if code is None or (root.__code__ is code and holds_nothing(root)):
             return root
         # It was given defaults, or other code.
         return types.FunctionType(code, root.__globals__)
-
-    def _nodes_for(self, mapped: Mapped) -> Mapping[int, Node]:
-        """What a rebuilding visits: of a view, which still holds, the ways to the tensors that are mapped."""
-        if self._view is None:
-            return self._nodes
-        values, self._values_now = self._values if self._values_now is None else self._values_now, None
-        first = [self._root or 0, *[key for key, node in self._nodes.items() if node.needed]]
-        return {**self._nodes, **self._view.leading_to([*mapped, *first], values)}
 
     def rebuilt_once(self, mapped: Mapped, name: str) -> AbstractContextManager[Any]:
         """The callable around other tensors for its first run, whose side effects are to be seen.
@@ -502,7 +263,6 @@ class Closure:
 
     @contextmanager
     def _rebuilt_once(self, mapped: Mapped, name: str) -> Iterator[Any]:
-        self._leave_view()
         rebuild = Rebuild(self._nodes, mapped, first=True)
         try:
             yield rebuild.build(self._root)
@@ -536,8 +296,6 @@ class Closure:
         MutationError
             f changed one of `constants` in place that cannot be put back for the recomputation.
         """
-        if self._view is not None and self._view.values() is None:
-            self._leave_view()
         self._functions, self._shared, self._mutable = [], [], []
         for i, x in enumerate(self.constants):
             node = self._nodes.get(id(x))
@@ -563,18 +321,12 @@ class Closure:
             if isinstance(node, FunctionNode) and node.state:
                 node.leave_state(node.assignable(node.value))
             self._file(node)
-        if any([node.assigned for node in self._nodes.values()]) or self.has_updated_buffers:
-            self._leave_view()
 
     def check_unchanged(self, name: str) -> dict[int, MutationError]:
         """Before a recomputation: is what f captured still what it was?
 
         Returns what to say of changed tensors that the forward did not differentiate, nor maybe use.
         """
-        if self._view is not None and (values := self._view.values()) is None:
-            self._leave_view()
-        elif self._view is not None:
-            self._values_now = values
         errors = {}
         now = versions_of(self.constants)
         for x, version, version_now in zip(self.constants, self._versions, now, strict=True):
@@ -650,12 +402,9 @@ class Closure:
         for node in self._nodes.values():
             if node.needed or node.shared:
                 node.seal(self._nodes)
-        if self._view is not None:
-            self._values = self._view.sealed(self._values)
 
     def where(self, key: int) -> str:
         """How f refers to the tensor with an id, in words."""
-        self._leave_view()
         node = self._nodes.get(key)
         return (node and self._path(node)) or "a captured tensor"
 
@@ -847,47 +596,6 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-class _Step(NamedTuple):
-    """How a search has met one object, and by what it would know one in its place."""
-
-    node: type[Node]
-    kind: type
-    # Which step has met what refers to it, and at which position.
-    parent: int
-    position: int
-    label: str
-    identity: Any
-    marks: Sequence[tuple[str, Any]]
-    # What it refers to: by name, and of which type.
-    names: list[Any]
-    kinds: list[type]
-    # Of this what was followed, by position, name and step; and what was not, and has to be the same object.
-    children: list[tuple[int, Any, int]]
-    same: list[tuple[int, Any]]
-
-
-class _Plan(NamedTuple):
-    """Where a search has looked. Holds types, code, names and modules of Python, and no values."""
-
-    steps: list[_Step]
-    names: set[str]
-    habits: _Habits
-    is_pure: bool
-    reaches_packages: bool
-    has_rnn: bool
-    # The steps that are not reached from a module, those that are, and where the first lead to the others.
-    outer: list[int]
-    inner: list[int]
-    entries: list[tuple[int, int, int]]
-    views: Views
-
-
-# Plans of earlier searches, by the code or type of their root: some for each, and for so many of them.
-_plans: dict[Any, tuple[_Plan, ...]] = {}
-_MAX_PLANS_EACH = 4
-_MAX_PLANS = 256
-
-
 def code_of(root: Any) -> Any:
     """The code of a function or method, or the type of any other callable."""
     if type(root) is types.MethodType:
@@ -895,29 +603,6 @@ def code_of(root: Any) -> Any:
     return root.__code__ if type(root) is types.FunctionType else type(root)
 
 
-def _is_transient(value: Any) -> bool:
-    """Whether a plan would keep alive what comes and goes with a function: a class, or a module of Python."""
-    if isinstance(value, types.ModuleType):
-        return sys.modules.get(value.__name__) is not value
-    return "<locals>" in (value if isinstance(value, type) else type(value)).__qualname__
-
-
-def _is_plain_name(name: Any) -> bool:
-    """Whether a name holds nothing, and compares like a value."""
-    return all(map(_is_plain_name, name)) if type(name) is tuple else type(name) in ATOMS
-
-
-# Whether these are followed depends on which they are.
-_TOLD_BY_VALUE = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodWrapperType,
-    types.ModuleType,
-    type,
-    operator.attrgetter,
-)
-# What no plan may hold, and is not followed.
-_HOLDS_UNSEEN = (Tensor, torch.Generator, operator.methodcaller)
 _BINDERS = (FunctionNode, FrozenNode)
 _MUTABLE = (SequenceNode, DictNode, ObjectNode, FunctionNode)
 _COPIED = (Tensor, nn.Module)
@@ -1000,5 +685,4 @@ _FIXED: dict[type | tuple[type, ...], type[Node]] = {
 
 def take_for_own(f: Any) -> None:
     """Search the package of a function as the user's own code."""
-    if count_as_own(getattr(f, "__module__", None) or type(f).__module__):
-        _plans.clear()
+    count_as_own(getattr(f, "__module__", None) or type(f).__module__)

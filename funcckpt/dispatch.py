@@ -260,50 +260,6 @@ def attach(
     return attached
 
 
-def only_level_that_looks(tensors: Sequence[Tensor], kind: str) -> int:
-    """The innermost level, if it is of a kind, and no other differentiates the tensors; or else 0.
-
-    There may be one more level, a vmap.
-    """
-    interpreter = _torch.peek_interpreter_stack()
-    level: int = 0 if interpreter is None else interpreter.level()
-    if not 0 < level <= 2 or _torch.kind_of(interpreter) != kind or _implementation.get() != "direct":
-        return 0
-    if kind == "jvp":
-        primals, tangents, _ = _split_duals(tensors)
-        tensors = (*primals, *tangents)
-    elif forward_ad._current_level >= 0:
-        return 0
-    values = _torch.unwrapped_for_grad(tensors, level)
-    return level if _is_out_of_sight(values, level - 1) else 0
-
-
-def _is_out_of_sight(tensors: Sequence[Tensor], level: int) -> bool:
-    """Whether nobody differentiates tensors, where there is no level, or one that proves to be a vmap."""
-    if level:
-        batched = [*map(_torch.is_batchedtensor, tensors)]
-        if not any(batched):
-            return False
-        tensors = [_torch.get_unwrapped(x) if b else x for x, b in zip(tensors, batched, strict=True)]
-    return not (
-        any(map(_torch.require_grad, tensors))
-        or any(map(_torch.is_functorch_wrapped_tensor, tensors))
-        or any(map(_torch.is_legacy_batchedtensor, tensors))
-    )
-
-
-def _may_stay_batched(tensors: Sequence[Tensor], arity: int, level: int) -> bool:
-    """Whether a pullback may run under the level that there is: a vmap of its inputs, and not of cotangents
-    alone.
-    """
-    return (
-        level < 2
-        and forward_ad._current_level < 0
-        and (not level or any(map(_torch.is_batchedtensor, tensors[:arity])))
-        and _is_out_of_sight(tensors, level)
-    )
-
-
 def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
     """The interpreter of a level, if the backward that is running is the last that this will see.
 
@@ -318,37 +274,6 @@ def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
     ):
         return interpreter
     return None
-
-
-def _pulled_in_place(
-    program: Any, last: Any, inputs: list[Tensor], needed: Sequence[bool], cotangents: Sequence[Any]
-) -> Sequence[Tensor | None] | None:
-    """The gradients of a closed function, if nobody looks at the backward, which needs no rule then.
-
-    `last` is the interpreter of the innermost level, if the backward is the last that it sees; or None, if
-    the function was called in plain eager code.
-    """
-    if _NONE in map(type, cotangents) or not program.pulls(inputs, cotangents):
-        return None
-    if last is None:
-        is_looked_at = (
-            torch.is_grad_enabled()
-            or _torch.peek_interpreter_stack() is not None
-            or forward_ad._current_level >= 0
-            or any(map(_torch.is_functorch_wrapped_tensor, cotangents))
-            or any(map(_torch.is_legacy_batchedtensor, cotangents))
-        )
-        return None if is_looked_at else program.pull(inputs, needed, cotangents)
-    level, arity = last.level(), len(inputs)
-    values = _torch.unwrapped_for_grad([*inputs, *cotangents], level)
-    with _torch.lower(last, "grad"):
-        if not _may_stay_batched(values, arity, level - 1):
-            return None
-        found = program.pull(values[:arity], needed, values[arity:], at_level=True)
-    return [None if g is None else _torch._wrap_for_grad(_torch.alive(g), level) for g in found]
-
-
-_NONE = type(None)
 
 
 class _Node:
@@ -370,12 +295,8 @@ class _Node:
         ctx.program, ctx.home, ctx.level = program, home, level
         if level:
             ctx.thread = threading.get_ident()
-        if program.is_closed:  # for which there is no policy
-            ctx.kept = None
-            ctx.save_for_backward(*inputs)
-        else:
-            ctx.kept, tensors = recompute.kept_for(program)
-            ctx.save_for_backward(*inputs, *tensors)
+        ctx.kept, tensors = recompute.kept_for(program)
+        ctx.save_for_backward(*inputs, *tensors)
         if not all(active):
             ctx.mark_non_differentiable(
                 *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
@@ -403,10 +324,6 @@ class _Node:
         del inputs
         leading = len(needed) - arity
         last = _interpreter_of_last(level, ctx.thread, primals[0]) if level else None
-        if program.is_closed and (last is not None or not level):
-            found = _pulled_in_place(program, last, primals, needed[leading:], cotangents)
-            if found is not None:
-                return (*(None,) * leading, *found)
         wrt = (*compress(range(arity), needed[leading:]),)
         given = [ct is not None for ct in cotangents]
         of = (*compress(range(len(given)), given),)
@@ -418,10 +335,7 @@ class _Node:
         if last is not None:
             arguments = _torch.unwrapped_for_grad(arguments, level)
             with _torch.lower(last, "grad"):
-                if program.source.is_closed and _may_stay_batched(arguments, arity, level - 1):
-                    results = net.run(vjp, arguments)
-                else:
-                    results = bind(vjp, arguments)
+                results = bind(vjp, arguments)
             results = tuple(_torch.wrapped_for_grad(results, level))
         else:
             results = bind(vjp, arguments)

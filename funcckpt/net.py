@@ -194,15 +194,12 @@ def _run_first(
     program: Program, inputs: Sequence[Tensor], layers: list[_torch.Layer]
 ) -> tuple[Tensors, tuple[bool, ...] | None]:
     source = program.source
-    recording = record = None
+    recording = None
     versions, detached = source.versions(inputs), inputs
     if any(map(_torch.require_grad, inputs)):
         recording = Recording(program, [i for i, x in enumerate(inputs) if x.requires_grad])
         detached = [_torch.fresh(x) if x.requires_grad else x for x in inputs]
-    if source.is_closed:
-        outputs = (recording or program).run(*detached)
-    else:
-        outputs, record = _run_above_shadows(source, recording or program, detached, layers)
+    outputs, record = _run_above_shadows(source, recording or program, detached, layers)
     source.check_versions(versions, inputs)
     if record is not None:
         with _torch.grad_mode(False):

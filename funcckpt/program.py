@@ -52,8 +52,6 @@ class Program(ABC):
     home: int
     # Whether this is, or is made from, the pullback of another program.
     is_pullback = False
-    # Whether this is a user's function that can reach no tensor but its inputs, and not made from one.
-    is_closed = False
 
     @abstractmethod
     def run(self, *inputs: Tensor) -> Tensors: ...
@@ -82,8 +80,7 @@ class Leaf(Program):
 
     def __init__(self) -> None:
         self.home = _torch.current_level()
-        if not self.is_closed:  # no subclass is among the inputs of one that is
-            self.torch_function = _torch._get_torch_function_state()
+        self.torch_function = _torch._get_torch_function_state()
 
     @property
     def source(self) -> Leaf:  # type: ignore[override]
@@ -265,7 +262,7 @@ class Vjp(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
-        if not source.is_closed and source.torch_function != _torch._get_torch_function_state():
+        if source.torch_function != _torch._get_torch_function_state():
             with _torch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
         arity = self.arity
@@ -277,7 +274,7 @@ class Vjp(_Derived):
         is_plain = (
             not self.at_level and _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
         )
-        if is_plain and not nested and not source.is_closed:
+        if is_plain and not nested:
             originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
         with _NOWHERE if (replay := recompute.replay_of(source)) is None else replay.recording():
             if is_plain:
@@ -306,8 +303,7 @@ class Vjp(_Derived):
             with torch.inference_mode(False):
                 return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
         with _torch.grad_mode(True):
-            arguments = primals if self.source.is_closed else _as_arguments(primals)
-            return self._chosen(self.inner.run(*arguments)), leaves
+            return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source
@@ -319,7 +315,7 @@ class Vjp(_Derived):
         with _torch.recording_level() as level:
             wrapped = _torch.wrapped_for_grad(primals, level)
             leaves = _torch.require_grad_at_this_level(wrapped, self.wrt)
-            outputs = self.inner.run(*(wrapped if source.is_closed else _as_arguments(wrapped)))
+            outputs = self.inner.run(*_as_arguments(wrapped))
             if source.replaces and _torch.current_level() == 1:
                 self._check_replaced(outputs, level)
             return self._chosen(outputs), leaves

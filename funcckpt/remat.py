@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closed import closed_call, names_of
 from .closure import Closure, code_of, take_for_own
 from .errors import (
     CheckpointError,
@@ -38,7 +37,6 @@ from .errors import (
     describe,
 )
 from .flat import Arguments, Call, Outputs
-from .names import Names
 from .nodes import may_be_statistics, snapshot_of_statistics, versions_of
 from .program import Tensors
 
@@ -191,9 +189,6 @@ instead = ContextVar("funcckpt_instead", default=None)
 _Parts = tuple[Callable[..., Any], list[Any], dict[int | str, Any]]
 
 
-_NO_STATIC: tuple[frozenset[int], frozenset[str]] = frozenset(), frozenset()
-
-
 class _Options(NamedTuple):
     static_argnums: frozenset[int]
     static_argnames: frozenset[str]
@@ -204,10 +199,6 @@ class _Options(NamedTuple):
     # What gives the values of f under transforms, where nothing is recorded: f again, unless there is a
     # cheaper way to them.
     forward: Callable[..., Any] | None = None
-
-    @property
-    def are_common(self) -> bool:
-        return self[:2] == _NO_STATIC and self.chooser is None and self.determinism_check != "values"
 
 
 def _title(f: Callable[..., Any] | None) -> str:
@@ -292,8 +283,6 @@ class _Checkpointed:
         assigned = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(wrapped, name)]
         functools.update_wrapper(self, wrapped, assigned=assigned, updated=updated)
         self._made_of = f, name, options
-        # What every call needs to know of them.
-        self._names = names_of(f) if options.are_common else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -307,7 +296,7 @@ class _Checkpointed:
                 lambda: f(*args, **kwargs),
                 lambda **changes: _call(*self._with(changes), args, kwargs),
             )
-        return _call(*self._made_of, args, kwargs, self._names)
+        return _call(*self._made_of, args, kwargs)
 
     def _with(self, changes: dict[str, Any]) -> tuple[Callable[..., Any], str, _Options]:
         """What this is made of, were it made with other options."""
@@ -348,7 +337,6 @@ def _call(
     options: _Options,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    names: Names | None = None,
 ) -> Any:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         if _torch.differentiates_in_inference_mode():
@@ -360,10 +348,6 @@ def _call(
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
     plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
-    if names is not None and not kwargs:
-        closed = closed_call(f, name, names, args, options.determinism_check != "none")
-        if closed is not None:
-            return closed[0].call(closed[1], plain)
     if _torch.is_tracing() and all(layer.kind != "grad" for layer in _torch.active_layers()):
         # make_fx records values and no graph of plain autograd, and forward mode saves nothing.
         return f(*args, **kwargs)

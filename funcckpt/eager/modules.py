@@ -24,7 +24,6 @@ from .. import _torch
 from ..errors import MutationError
 from ..lookup import ATOMS, own_classes
 from ..nodes import MODULE_FLAGS, MODULE_HOOKS, PARTS
-from ..views import getter, hooks_of, parts_of, state_of
 from .contents import Contents, from_snapshot, is_as_before, layout_of, snapshot, version
 from .reach import is_of_torch_alone, is_plain, writes_unseen
 
@@ -38,6 +37,11 @@ _FIXED = MODULE_HOOKS | MODULE_FLAGS - {"training"}
 _GIVEN = (list, FunctionType, MethodType, functools.partial)
 
 _forward_of = operator.attrgetter("forward")
+state_of = operator.attrgetter("__dict__")
+parts_of = operator.itemgetter(*PARTS)
+hooks_of = operator.itemgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
 _version_of = operator.attrgetter("_version")
 # The hooks that a forward runs, and how it calls them.
 _forward_hooks_of = operator.itemgetter(*sorted(name for name in MODULE_HOOKS if "forward" in name))
@@ -79,7 +83,7 @@ class Layout:
         states = [*map(state_of, modules)]
         parts = [*chain.from_iterable(map(parts_of, states))]
         names = [tuple([name for name in state if name not in _FIXED]) for state in states]
-        self._own = [*map(getter, names)]
+        self._own = [operator.itemgetter(*each) for each in names]
         self._sizes = [*map(len, states)]
         self.names = [*names, *map(tuple, parts)]
         self._part_names = [*chain.from_iterable(parts)]
