@@ -42,7 +42,10 @@ from .errors import (
     TransformError as TransformError,
 )
 from .explain import explain as explain
-from .mixed import inner_grad as inner_grad
+from .loops import fori_loop as fori_loop
+from .loops import inner_grad as inner_grad
+from .loops import scan as scan
+from .loops import while_loop as while_loop
 from .plot import plot_memory as plot_memory
 from .plot import plot_tradeoff as plot_tradeoff
 from .policies import checkpoint_name as checkpoint_name
@@ -52,15 +55,6 @@ from .residuals import (
 )
 from .residuals import (
     saved_residuals as saved_residuals,
-)
-from .scan import (
-    fori_loop as fori_loop,
-)
-from .scan import (
-    scan as scan,
-)
-from .scan import (
-    while_loop as while_loop,
 )
 
 __version__ = "0.1.0"

@@ -251,7 +251,7 @@ def test_less_memory_than_reverse_over_reverse(wrap, memory, flops):
 
 
 def test_the_example():
-    assert doctest.testmod(sys.modules["funcckpt.mixed"]).failed == 0
+    assert doctest.testmod(sys.modules["funcckpt.loops.mixed"]).failed == 0
 
 
 def nested(gradient):

@@ -32,8 +32,8 @@ from funcckpt import (
     while_loop,
 )
 from funcckpt.dispatch import using
+from funcckpt.loops.schedules import Online, Schedule, advances, beta, choose, evaluations, kept, parts
 from funcckpt.meter import mark, measure
-from funcckpt.schedules import Online, Schedule, advances, beta, choose, evaluations, kept, parts
 
 F64 = torch.float64
 N, D = 11, 3
@@ -1087,7 +1087,7 @@ def test_a_schedule_that_nests_too_deep(how, monkeypatch):
 
     run = {"backward": backward, "hessian": lambda f: hessian(f)(x)}.get(how, lambda f: grad(f)(x))
     x, loop = torch.tensor(0.5, dtype=F64), None if how == "while" else scan
-    monkeypatch.setattr(sys.modules["funcckpt.scan"], "_FRAMES_OF_A_REPETITION", 1)
+    monkeypatch.setattr(sys.modules["funcckpt.loops.scan"], "_FRAMES_OF_A_REPETITION", 1)
     limit = sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(depth() + 150)
@@ -1156,4 +1156,4 @@ def test_progress(loop, monkeypatch):
 
 
 def test_the_examples():
-    assert doctest.testmod(sys.modules["funcckpt.scan"]).failed == 0
+    assert doctest.testmod(sys.modules["funcckpt.loops.scan"]).failed == 0

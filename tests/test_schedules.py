@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from funcckpt.errors import OptionError
-from funcckpt.schedules import (
+from funcckpt.loops.schedules import (
     PLAIN,
     Online,
     Part,
@@ -237,4 +237,4 @@ def test_wrong_options_are_refused(checkpoint, checkpoints, says):
 
 
 def test_the_examples():
-    assert doctest.testmod(sys.modules["funcckpt.schedules"]).failed == 0
+    assert doctest.testmod(sys.modules["funcckpt.loops.schedules"]).failed == 0

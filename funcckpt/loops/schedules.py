@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .errors import OptionError
+from ..errors import OptionError
 
 __all__ = [
     "Online",
@@ -77,7 +77,7 @@ PLAIN = Schedule("plain")
 def beta(checkpoints: int, repeats: int) -> int:
     """The most steps that can be reversed with so many checkpoints if no step is repeated more often.
 
-    >>> from funcckpt.schedules import beta
+    >>> from funcckpt.loops.schedules import beta
     >>> beta(3, 2)          # C(5, 3)
     10
     """
@@ -102,7 +102,7 @@ def advances(steps: int, checkpoints: int) -> int:
 
     Source: Griewank and Walther (2000), equation 3.
 
-    >>> from funcckpt.schedules import advances
+    >>> from funcckpt.loops.schedules import advances
     >>> advances(10, 3), advances(10, 9), advances(10, 1)
     (15, 9, 45)
     """
@@ -115,7 +115,7 @@ def split(steps: int, checkpoints: int) -> int:
 
     Of the splits that are optimal this is the shortest.
 
-    >>> from funcckpt.schedules import split
+    >>> from funcckpt.loops.schedules import split
     >>> split(10, 3), split(10, 1)
     (4, 9)
     """
@@ -128,7 +128,7 @@ def split(steps: int, checkpoints: int) -> int:
 def fewest(steps: int, repeats: int) -> int:
     """The fewest checkpoints with which no step is repeated more often than `repeats` times.
 
-    >>> from funcckpt.schedules import fewest
+    >>> from funcckpt.loops.schedules import fewest
     >>> fewest(1000, 2), fewest(1000, 3)
     (44, 17)
     """
@@ -163,7 +163,7 @@ def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
 def evaluations(schedule: Schedule, steps: int) -> int:
     """How many steps are run in all by a forward and a backward through the loop.
 
-    >>> from funcckpt.schedules import Schedule, evaluations, kept
+    >>> from funcckpt.loops.schedules import Schedule, evaluations, kept
     >>> binomial = Schedule("binomial", 3)
     >>> evaluations(binomial, 10), kept(binomial, 10)      # advances(10, 3) and each step once
     (25, 3)
@@ -194,7 +194,7 @@ def _cost(schedule: Schedule, steps: int) -> tuple[int, int]:
 def unit_for(steps: int) -> int:
     """How many steps to record together by default.
 
-    >>> from funcckpt.schedules import unit_for
+    >>> from funcckpt.loops.schedules import unit_for
     >>> [unit_for(n) for n in (1, 50, 1000, 100_000)]
     [1, 2, 5, 23]
     """
@@ -219,7 +219,7 @@ def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0
     stays : int
         What is left to the end of each step of the last unit, as `torch.func.grad` holds on to its graph.
 
-    >>> from funcckpt.schedules import fit
+    >>> from funcckpt.loops.schedules import fit
     >>> fit(100, 10_000, 10, 50, 90)        # all may be recorded
     Schedule(rule='binomial', number=1, unit=100)
     >>> fit(100, 1_000, 10, 50, 90)         # 6 carries, and 17 steps
@@ -272,7 +272,7 @@ class Online:
     kept : list of int
         The steps before which a carry is kept, the first one, 0, among them.
 
-    >>> from funcckpt.schedules import Online
+    >>> from funcckpt.loops.schedules import Online
     >>> online = Online(3)
     >>> for step in range(1, 8):
     ...     given_up = online.offer(step)

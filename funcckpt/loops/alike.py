@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .errors import InputError, describe
+from ..errors import InputError, describe
 
 __all__ = ["check_carry", "check_y", "in_words", "looks"]
 

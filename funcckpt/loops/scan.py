@@ -22,17 +22,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch, online, world
+from .. import _torch, world
+from ..closure import Closure
+from ..errors import CheckpointError, InputError, MutationError, OptionError, describe
+from ..meter import Meter
+from ..nodes import may_be_statistics
+from ..offload import Stored, check_place, fetch, store
+from ..policies import Budget, Policy, chooser_of
+from ..program import is_differentiable
+from ..remat import _Checkpointed, remat
+from . import online
 from .alike import check_carry, check_y, in_words, looks
-from .closure import Closure
-from .errors import CheckpointError, InputError, MutationError, OptionError, describe
-from .meter import Meter
-from .nodes import may_be_statistics
-from .offload import Stored, check_place, fetch, store
-from .policies import Budget, Policy, chooser_of
-from .program import is_differentiable
 from .progress import advance, close_bar, open_bar
-from .remat import _Checkpointed, remat
 from .schedules import (
     PLAIN,
     Online,
@@ -97,7 +98,7 @@ def scan(
         Which carries are kept. "binomial": at most `checkpoints` of them, and the steps are run as
         seldom as that allows. "sqrt": √n, with all that the √n steps between two of them
         save. An integer: so many. "recursive": log2 n. "every": each. None: no checkpoint, as
-        the loop above. See `funcckpt.schedules`.
+        the loop above. See `funcckpt.loops.schedules`.
     checkpoints : int, optional
         For "binomial". By default the fewest with which no step is run more than three times, where
         the inside of u = ∛(n/8) steps is kept together: about 2∛n carries.

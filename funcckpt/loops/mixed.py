@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch, dispatch, net, primitive
-from .errors import InputError, OptionError, describe
-from .flat import Arguments
-from .program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
-from .remat import _Call, _name_and_check, _Options
+from .. import _torch, dispatch, net, primitive
+from ..errors import InputError, OptionError, describe
+from ..flat import Arguments
+from ..program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
+from ..remat import _Call, _name_and_check, _Options
 
 __all__ = ["inner_grad"]
 

@@ -6,7 +6,7 @@ import importlib
 import itertools
 from typing import Any
 
-from .errors import OptionError
+from ..errors import OptionError
 
 __all__ = ["advance", "close_bar", "open_bar"]
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from . import _torch, dispatch, net, world
-from .errors import MutationError
-from .flat import Arguments, Outputs
-from .remat import _Call, _Options
+from .. import _torch, dispatch, net, world
+from ..errors import MutationError
+from ..flat import Arguments, Outputs
+from ..remat import _Call, _Options
 
 __all__ = ["Unknown", "can_restart", "first_run", "is_possible", "known", "restart"]
 

@@ -1,0 +1,29 @@
+"""Reverse mode through long loops, in bounded memory.
+
+The backward of a loop of n steps needs the carry that each step was given, last step first. Keeping all
+carries takes memory for n; keeping one, and running the loop again for each step, takes n²/2 steps. Between
+the two lies checkpointing: keep a few carries, and run the steps between them again. Read in this order:
+
+============= =====================================================================================
+`schedules`   Which carries are kept. Binomial checkpointing (`revolve`; Griewank 1992, Griewank and
+              Walther 2000) is optimal: no schedule with k carries runs fewer steps, and n ≤ C(k + r, k)
+              steps are run at most r + 1 times each.
+`scan`        `scan` and `fori_loop`, for loops whose length is known. Each part of a schedule is a
+              `remat` of the loop over its steps, so that every transform of a loop is one of `remat`.
+`online`      `while_loop`, whose length shows at its end. The carries are chosen as it runs (Wang, Moin
+              and Iaccarino 2009; Stumm and Walther 2010), so that a sweep suffices.
+`mixed`       `inner_grad`: the gradient of a step of meta-learning, whose own pullback needs no inner
+              backward, because a Hessian is symmetric (Pearlmutter 1994; Kemaev et al. 2025).
+============= =====================================================================================
+
+Limits. Python runs the loops, one step after another: the body may branch on values where no `vmap` is
+around it, and a step costs what its operators cost to launch. Recomputations nest as deep as steps are
+repeated, so that one or two checkpoints for a long loop meet Python's recursion limit. `torch.func.grad`
+holds on to the graph of the last step until it returns. The online schedule is within one run of each step
+of the optimum up to n = C(k + 2, k), and further from it beyond.
+"""
+
+from .mixed import inner_grad as inner_grad
+from .scan import fori_loop as fori_loop
+from .scan import scan as scan
+from .scan import while_loop as while_loop
