@@ -41,13 +41,13 @@ from .errors import (
 from .errors import (
     TransformError as TransformError,
 )
-from .explain import explain as explain
+from .inspect.explain import explain as explain
+from .inspect.plot import plot_memory as plot_memory
+from .inspect.plot import plot_tradeoff as plot_tradeoff
 from .loops import fori_loop as fori_loop
 from .loops import inner_grad as inner_grad
 from .loops import scan as scan
 from .loops import while_loop as while_loop
-from .plot import plot_memory as plot_memory
-from .plot import plot_tradeoff as plot_tradeoff
 from .policies import checkpoint_name as checkpoint_name
 from .remat import remat as remat
 from .residuals import (

@@ -54,8 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     def positive(text: str) -> int:
-        value = int(text)
-        if value < 1:
+        if (value := int(text)) < 1:
             raise argparse.ArgumentTypeError(f"{value} is not positive")
         return value
 
@@ -80,10 +79,10 @@ def _parser() -> argparse.ArgumentParser:
 def _table(report: Report) -> str:
     plain, remat = report.plain, report.remat
     rows = [
-        ("peak live bytes", _mebibytes, plain.peak_bytes, remat.peak_bytes),
-        ("saved bytes", _mebibytes, plain.saved_bytes, remat.saved_bytes),
-        ("FLOPs", _giga, plain.flops, remat.flops),
-        ("time", _seconds, plain.seconds, remat.seconds),
+        ("peak live bytes", "{:.1f} MiB", 2**20, plain.peak_bytes, remat.peak_bytes),
+        ("saved bytes", "{:.1f} MiB", 2**20, plain.saved_bytes, remat.saved_bytes),
+        ("FLOPs", "{:.2f} G", 1e9, plain.flops, remat.flops),
+        ("time", "{:.3f} s", 1, plain.seconds, remat.seconds),
     ]
     shape = report.shape
     lines = [
@@ -93,30 +92,21 @@ def _table(report: Report) -> str:
         f"{report.torch}, {report.device}, {report.threads} threads",
         "",
         f"{'':16}{'plain':>14}{'remat':>14}{'ratio':>9}",
-        *(f"{name:16}{form(a):>14}{form(b):>14}{b / a:>9.2f}" for name, form, a, b in rows),
+        *(
+            f"{name:16}{words.format(a / unit):>14}{words.format(b / unit):>14}{b / a:>9.2f}"
+            for name, words, unit, a, b in rows
+        ),
         "",
-        f"of the peak, the gradients themselves: {_mebibytes(report.gradient_bytes)}",
+        f"of the peak, the gradients themselves: {report.gradient_bytes / 2**20:.1f} MiB",
         f"largest difference between the gradients: {report.max_difference:.1e} "
         f"(largest gradient: {report.max_gradient:.1e})",
     ]
     theirs = report.torch_checkpoint
     if isinstance(theirs, Cost):
-        lines.append(f"torch.utils.checkpoint: peak {_mebibytes(theirs.peak_bytes)}")
+        lines.append(f"torch.utils.checkpoint: peak {theirs.peak_bytes / 2**20:.1f} MiB")
     else:
         lines.append(f"torch.utils.checkpoint on the same job:\n    {theirs}")
     return "\n".join(lines)
-
-
-def _mebibytes(n: float) -> str:
-    return f"{n / 2**20:.1f} MiB"
-
-
-def _giga(n: float) -> str:
-    return f"{n / 1e9:.2f} G"
-
-
-def _seconds(n: float) -> str:
-    return f"{n:.3f} s"
 
 
 if __name__ == "__main__":

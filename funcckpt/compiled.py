@@ -1,18 +1,16 @@
 """remat inside of a function that `torch.compile` compiles.
 
-Dynamo traces what it is given into a graph, and makes everything that f has captured an input of it: so
-f comes here as a `GraphModule` that is a function of tensors alone, and a program needs no search.
-While AOTAutograd traces that graph, functorch's levels are active as they are in eager code, and
-`dispatch` applies the same rules. What it recomputes is written to the graph a second time.
+Dynamo makes everything that f has captured an input of its graph: so f comes here as a `GraphModule` that is
+a function of tensors alone. While AOTAutograd traces that graph, functorch's levels are active as in eager
+code, and `dispatch` applies the same rules. What it recomputes is written to the graph a second time.
 
 Three things are different in a graph:
 
-* Without a level that differentiates, the backward is not in the graph yet: torch's partitioner makes
-  it, and recomputes what is tagged. There torch's own checkpoint does it.
-* The compiler sees the forward and the recomputation side by side. The partitioner, if plain autograd is
-  around such a level, would merge what is equal and keep what is expensive; inductor recomputes early what
-  is cheap to recompute. So the inputs of a recomputation go through an operator that they cannot
-  look into, which waits for the cotangent; and for the partitioner, nodes are tagged.
+* Without a level that differentiates, the backward is not in the graph yet. There torch's own checkpoint tags
+  what torch's partitioner is to recompute.
+* The compiler sees the forward and the recomputation side by side. The partitioner would merge what is equal
+  and keep what is expensive; inductor recomputes early what is cheap. So the inputs of a recomputation go
+  through an operator that they cannot look into, which waits for the cotangent; and nodes are tagged.
 * No random stream moves. What random operators have given is kept for the recomputation.
 """
 
@@ -52,29 +50,10 @@ def call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`f(*args, **kwargs)`, checkpointed, in code that Dynamo traces.
+    """`f(*args, **kwargs)`, checkpointed, in code that Dynamo traces; `name` is for messages.
 
-    Parameters
-    ----------
-    untraced : callable
-        `untraced(f, args=args)` does it where there is nothing to trace: the backend is an eager one, or
-        Dynamo gave up and runs what it could not read.
-    name : str
-        What f is called in messages.
-    f, args, kwargs
-        The call. Tensors that f has captured become inputs of a graph, as the arguments do.
-
-    Returns
-    -------
-    object
-        What f returns.
-
-    Raises
-    ------
-    MutationError
-        f changes an input or a captured tensor in place, under a transform that differentiates.
-    CheckpointError
-        The recomputation draws other random numbers than the forward.
+    ``untraced(f, args=args)`` does it where there is nothing to trace: the backend is an eager one, or Dynamo
+    gave up and runs what it could not read.
     """
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return _torch.call_with_graph(how, lambda: f(*args, **kwargs))
@@ -169,10 +148,7 @@ class _Graph(Leaf):
         return layers
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """A recomputation reads some of its inputs through an operator that a compiler does not look into.
-
-        That waits for the newest cotangent, so that nothing can be recomputed long before it is needed.
-        """
+        """Some of the inputs of a recomputation, behind an operator that waits for the newest cotangent."""
         number = _torch.number_of_traced()
 
         def behind(i: int, x: Tensor) -> Tensor:

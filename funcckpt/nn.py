@@ -1,15 +1,12 @@
 """Modules that are recomputed: `Remat`, `apply_remat`, `remove_remat`, `Sequential`.
 
 A module keeps everything but its class: that becomes a subclass of its own class and of `Remat`, whose
-`forward` is the original one, checkpointed. So names of parameters and keys of `state_dict` are as
-before, `isinstance` holds, and hooks that are registered on the module run outside of the checkpoint,
-once. (`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
+`forward` is the original one, checkpointed. So names of parameters and keys of `state_dict` are as before,
+`isinstance` holds, and hooks registered on the module run outside of the checkpoint, once.
+(`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
 
-In plain eager code the work is done by saved-tensor hooks, under transforms by `remat`: `checkpoint`
-chooses. When the backward recomputes, the module has the parameters and buffers of the forward, which
-`functional_call` may have put in and taken out again, and is as it was then: running vectors start from the
-same value, and `eval()` makes no difference, nor do counters and other constants that are attributes
-(`eager.held`). If a parameter was changed in place, that is an error.
+The forward is called through `checkpoint`, so the contract is that of :func:`funcckpt.checkpoint`: when the
+backward recomputes, the module has the parameters, buffers and attributes of the forward.
 """
 
 from __future__ import annotations
@@ -40,23 +37,16 @@ _KEY = "_funcckpt_options"
 class Remat(nn.Module):
     """Make a module recompute its forward in the backward, instead of keeping what it computed.
 
-    The module itself is changed, and returned: its class becomes a subclass of what it was. Parameters,
-    buffers, hooks, attributes, the keys of ``state_dict`` and all methods stay. Wrap the parts of a model,
-    such as its blocks: one `Remat` around everything saves nothing.
+    The module itself is changed, and returned. Wrap the parts of a model, such as its blocks: one `Remat`
+    around everything saves nothing. Copies and pickles are checkpointed, too; `remove_remat` undoes it.
 
     Parameters
     ----------
     module : nn.Module
-        What to recompute. Its forward takes and returns what it likes, tensors of any shape in any
-        nesting. If it is a `Remat` already, it gets these options.
+        What to recompute. If it is a `Remat` already, it gets these options.
     **options
         Those of :func:`funcckpt.checkpoint`: ``preserve_rng_state``, ``determinism_check``,
         ``context_fn``, ``debug``, ``early_stop``, ``respect_saved_tensors_hooks``.
-
-    Returns
-    -------
-    Remat
-        The same module.
 
     Raises
     ------
@@ -66,29 +56,18 @@ class Remat(nn.Module):
     OptionError
         There is no such option.
 
-    Notes
-    -----
-    Copies, pickles and ``torch.save`` of the module are checkpointed as well. `remove_remat` undoes it.
-
     Examples
     --------
     >>> import torch
     >>> from torch import nn
     >>> from funcckpt.nn import Remat
-    >>> class Model(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.block = Remat(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)))
-    ...
-    ...     def forward(self, x):
-    ...         return x + self.block(x)
-    >>> model = Model()
+    >>> model = nn.Sequential(Remat(nn.Sequential(nn.Linear(3, 8), nn.Tanh())), nn.Linear(8, 3))
     >>> list(model.state_dict())
-    ['block.0.weight', 'block.0.bias', 'block.2.weight', 'block.2.bias']
+    ['0.0.weight', '0.0.bias', '1.weight', '1.bias']
     >>> def loss(parameters, x):
     ...     return torch.func.functional_call(model, parameters, (x,)).sum()
     >>> per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
-    >>> per_sample(dict(model.named_parameters()), torch.ones(5, 3))["block.0.weight"].shape
+    >>> per_sample(dict(model.named_parameters()), torch.ones(5, 3))["0.0.weight"].shape
     torch.Size([5, 8, 3])
     """
 
@@ -123,11 +102,7 @@ class Remat(nn.Module):
 def _check(module: Any, options: dict[str, Any]) -> None:
     name = type(module).__name__
     if not isinstance(module, nn.Module):
-        raise InputError(
-            f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions."
-            if callable(module)
-            else f"Remat takes an nn.Module, not {name}."
-        )
+        raise InputError(f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions.")
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"Remat({name}): TorchScript is compiled as it is. Wrap what was scripted.")
     if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:
@@ -206,7 +181,7 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     Parameters
     ----------
     model : nn.Module
-        The model, which is changed.
+        The model, which is changed and returned.
     select : class, tuple of classes, str, or callable
         Which modules: those of a class; those whose name matches a pattern, such as ``"layers.*"``
         or ``"*.block[0-4]"``, where a star stands for part of a name without dots; ``"every 2"``, the
@@ -214,11 +189,6 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
         on for other numbers; or those for which ``select(name, module)`` is true.
     **options
         Those of :class:`Remat`.
-
-    Returns
-    -------
-    nn.Module
-        The model.
 
     Raises
     ------
@@ -291,20 +261,8 @@ def _every(module: nn.Module, n: int) -> Iterator[nn.Module]:
 def remove_remat(model: M) -> M:
     """Undo :class:`Remat` and :func:`apply_remat` in a model and all that it holds, in place.
 
-    Parameters
-    ----------
-    model : nn.Module
-        The model, which is changed: each module has its own class again.
-
-    Returns
-    -------
-    nn.Module
-        The model.
-
-    Raises
-    ------
-    InputError
-        The class of a module was changed again after `Remat`. Nothing is changed then.
+    The `model` is changed and returned. An InputError says that the class of a module was changed again after
+    `Remat`; then nothing is changed.
 
     Examples
     --------
@@ -326,16 +284,16 @@ def remove_remat(model: M) -> M:
 class Sequential(nn.Sequential):
     """An `nn.Sequential` that recomputes its layers in the backward, some at a time.
 
+    :func:`funcckpt.checkpoint_sequential` does the same in a call.
+
     Parameters
     ----------
     *layers : nn.Module, or one OrderedDict of them
         As for `nn.Sequential`; the keys of ``state_dict`` are the same.
     every : int
-        How many layers are recomputed together. Their inputs alone are kept: one tensor for each
-        group.
+        How many layers are recomputed together.
     skip_last : bool
-        Keep what the last layer computes: its backward comes first, so that it is alive at the peak
-        in any case.
+        Keep what the last layer computes, whose backward comes first.
     **options
         Those of :class:`Remat`.
 
@@ -343,11 +301,6 @@ class Sequential(nn.Sequential):
     ------
     OptionError
         There is no such option, or `every` is not a positive number.
-
-    Notes
-    -----
-    The words are those of ``timm.models.checkpoint_seq``. :func:`funcckpt.checkpoint_sequential` does the
-    same in a call, and :func:`funcckpt.plan_segments` finds the best division.
 
     Examples
     --------

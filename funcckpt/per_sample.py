@@ -2,12 +2,19 @@
 
 `vmap(grad(loss), (None, 0, 0))` is batch times as large as the parameters, and `chunk_size=` does not
 help: vmap puts the chunks together. Here each chunk is reduced before the next one is computed, so that
-at most `chunk_size` gradients are alive. The results do not depend on the chunks, up to rounding.
-
-In all functions, `loss(parameters, *sample)` is the loss of one sample, a scalar; `parameters` is any
-pytree of tensors, those with respect to which is differentiated (leave frozen ones to the closure of
-`loss`: they cost nothing); and each tensor of `batch` has the samples along its first dimension. Put
+at most `chunk_size` gradients are alive. The results do not depend on the chunks, up to rounding. Put
 `remat` or `funcckpt.nn.Remat` around the blocks of the model inside.
+
+All functions have these parameters:
+
+* `loss` : ``loss(parameters, *sample)`` is the loss of one sample, a scalar.
+* `parameters` : any pytree of tensors; what is differentiated. Leave frozen ones to the closure of `loss`:
+  they cost nothing.
+* `batch` : pytrees of tensors of shapes ``[batch, ...]``, all of one length.
+* `chunk_size` : at most so many gradients are alive at a time; None for all.
+* `randomness` : that of `torch.func.vmap`.
+
+They raise InputError where the lengths differ or are zero, and OptionError where a number is not positive.
 """
 
 from __future__ import annotations
@@ -30,19 +37,15 @@ Loss = Callable[..., Tensor]
 class Clipped(NamedTuple):
     """The result of :func:`clipped_sum`."""
 
-    sum: Any
-    """The sum of the clipped gradients, of the structure and shapes of the parameters."""
-    norms: Tensor
-    """The norms before clipping, of shape ``[batch]``."""
+    sum: Any  # of the clipped gradients; structure and shapes are those of the parameters
+    norms: Tensor  # before clipping, of shape [batch]
 
 
 class NoiseScale(NamedTuple):
-    """The result of :func:`noise_scale`: scalars."""
+    """The result of :func:`noise_scale`: scalars, unbiased. In small batches `signal` may be below zero."""
 
-    noise: Tensor
-    """Trace of the covariance of the per-sample gradients."""
-    signal: Tensor
-    """Squared norm of the expected gradient. Unbiased, and so below zero at times in small batches."""
+    noise: Tensor  # trace of the covariance of the per-sample gradients
+    signal: Tensor  # squared norm of the expected gradient
 
     @property
     def scale(self) -> Tensor:
@@ -53,32 +56,9 @@ class NoiseScale(NamedTuple):
 def gradient_norms(
     loss: Loss, parameters: Any, *batch: Any, chunk_size: int | None = None, randomness: str = "error"
 ) -> Tensor:
-    """Norm of the gradient of each sample, over all parameters together.
+    """Norm of the gradient of each sample, over all parameters together: a tensor of shape ``[batch]``.
 
-    Parameters
-    ----------
-    loss : callable
-        ``loss(parameters, *sample)``, a scalar.
-    parameters : pytree of tensors
-        Of any shapes.
-    *batch : pytrees of tensors
-        Of shapes ``[batch, ...]``.
-    chunk_size : int or None
-        At most so many gradients are alive at a time; None for all.
-    randomness : {"error", "same", "different"}
-        That of `torch.func.vmap`.
-
-    Returns
-    -------
-    Tensor
-        Of shape ``[batch]``.
-
-    Raises
-    ------
-    InputError
-        The tensors of the batch are not of one length, or there are none.
-    OptionError
-        `chunk_size` is not a positive number.
+    `loss`, `parameters`, `batch`, `chunk_size` and `randomness` are those of all functions in this module.
 
     Examples
     --------
@@ -89,12 +69,8 @@ def gradient_norms(
     >>> gradient_norms(loss, torch.zeros(2), torch.tensor([[3.0, 4.0], [6.0, 8.0]]), chunk_size=1)
     tensor([ 5., 10.])
     """
-    return torch.cat(
-        [
-            _norms(gradients)
-            for gradients in _chunks("gradient_norms", loss, parameters, batch, chunk_size, randomness)
-        ]
-    )
+    chunks = _chunks("gradient_norms", loss, parameters, batch, chunk_size, randomness)
+    return torch.cat([_norms(gradients) for gradients in chunks])
 
 
 def clipped_sum(
@@ -116,23 +92,11 @@ def clipped_sum(
     Parameters
     ----------
     loss, parameters, *batch, chunk_size, randomness
-        As for :func:`gradient_norms`.
+        Those of all functions in this module.
     max_norm : float
         The norm to clip to, over all parameters together.
     eps : float
         Keeps the factor finite. That of Opacus.
-
-    Returns
-    -------
-    Clipped
-        ``sum``, of the structure of the parameters, and ``norms``, of shape ``[batch]``.
-
-    Raises
-    ------
-    InputError
-        The tensors of the batch are not of one length, or there are none.
-    OptionError
-        `chunk_size` or `max_norm` is not positive.
 
     Examples
     --------
@@ -158,28 +122,12 @@ def clipped_sum(
 def noise_scale(
     loss: Loss, parameters: Any, *batch: Any, chunk_size: int | None = None, randomness: str = "error"
 ) -> NoiseScale:
-    """How noisy the gradient is: the gradient noise scale, from one batch.
+    """The "simple" gradient noise scale of one batch.
 
-    The "simple" noise scale of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv
-    1812.06162), by unbiased estimates from the per-sample norms and the norm of their mean.
-
-    Parameters
-    ----------
-    loss, parameters, *batch, chunk_size, randomness
-        As for :func:`gradient_norms`. Two samples at least.
-
-    Returns
-    -------
-    NoiseScale
-        ``noise`` and ``signal``, scalars, and ``scale``, their ratio. To combine several batches, take the
-        means of ``noise`` and ``signal`` and divide then.
-
-    Raises
-    ------
-    InputError
-        The tensors of the batch are not of one length, or there are fewer than two samples.
-    OptionError
-        `chunk_size` is not a positive number.
+    That of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv 1812.06162), by unbiased
+    estimates from the per-sample norms and the norm of their mean. To combine several batches, take the means
+    of ``noise`` and ``signal``, and divide then. `loss`, `parameters`, `batch` (of two samples at least),
+    `chunk_size` and `randomness` are those of all functions in this module.
 
     Examples
     --------
@@ -229,19 +177,15 @@ def influence(
 
     Parameters
     ----------
-    loss : callable
-        ``loss(parameters, *sample)``, a scalar, which draws no random numbers.
-    parameters : pytree of tensors
-        A minimum of the training loss.
+    loss, parameters, chunk_size
+        Those of all functions in this module. The loss draws no random numbers, and the parameters are a
+        minimum of the training loss.
     train, test : tuple of pytrees of tensors
         The batches, of shapes ``[train, ...]`` and ``[test, ...]``.
     damping : float
         Added to the diagonal of H, which has to become positive definite.
-    chunk_size : int or None
-        At most so many samples at a time; None for all.
     max_iterations, tolerance
-        Of conjugate gradients: they stop when the residual is smaller than `tolerance` times the
-        gradient.
+        Conjugate gradients stop when the residual is smaller than `tolerance` times the gradient.
 
     Returns
     -------
@@ -252,10 +196,6 @@ def influence(
     ------
     FuncckptError
         The damped Hessian is not positive definite, or the iterations do not converge.
-    InputError
-        The tensors of a batch are not of one length, or there are none.
-    OptionError
-        `chunk_size` is not a positive number.
 
     Examples
     --------
@@ -308,7 +248,7 @@ def _solve(
     square = start = _dot(residual, residual)
     for _ in range(max_iterations):
         if square <= tolerance**2 * start:
-            return x
+            break
         image = times(direction)
         curvature = _dot(direction, image)
         if not curvature > 0:
@@ -322,13 +262,13 @@ def _solve(
         _add(residual, [-step * t for t in image])
         before, square = square, _dot(residual, residual)
         direction = [r + square / before * t for r, t in zip(residual, direction, strict=True)]
-    if square <= tolerance**2 * start:
-        return x
-    raise FuncckptError(
-        f"influence: conjugate gradients have a residual of {float((square / start).sqrt()):.3g} times the "
-        f"gradient after {max_iterations} iterations, and not {tolerance:.3g}. Pass a larger damping, "
-        "max_iterations or tolerance."
-    )
+    if square > tolerance**2 * start:
+        raise FuncckptError(
+            f"influence: conjugate gradients have a residual of {float((square / start).sqrt()):.3g} times "
+            f"the gradient after {max_iterations} iterations, and not {tolerance:.3g}. Pass a larger "
+            "damping, max_iterations or tolerance."
+        )
+    return x
 
 
 # -- chunks -----------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from . import _torch, world
 from .closure import Closure
 from .errors import InputError
-from .meter import _storages
+from .meter import storages
 from .policies import current_name
 from .program import Program
 
@@ -281,8 +281,6 @@ class _Sources(TorchDispatchMode):
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self._count = 0
-        # How many storages were made.
-        self.made = 0
         self._known: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         for words, x in _arguments(f, args, kwargs):
@@ -292,7 +290,7 @@ class _Sources(TorchDispatchMode):
 
     def _learn(self, x: Tensor, kind: str, words: str) -> None:
         self._count += 1
-        for storage in _storages(_torch.below_wrappers(x)):
+        for storage in storages(_torch.below_wrappers(x)):
             self._known.setdefault(storage, _Source(kind, self._count, words))
 
     def __torch_dispatch__(
@@ -303,15 +301,14 @@ class _Sources(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._count += 1
         if (name := current_name()) is not None:
-            self._names.update(dict.fromkeys(_storages(out), name))
+            self._names.update(dict.fromkeys(storages(out), name))
         source = None
         writes = func._schema.is_mutable
-        for storage in _storages(out):
+        for storage in storages(out):
             known = self._known.get(storage)
             if known is None or (writes and known.kind == "output"):
                 source = source or _Source("output", self._count, _made_by(func))
                 self._known[storage] = source
-                self.made += known is None
         return out
 
     def _is_of_the_call(self, storage: torch.UntypedStorage) -> bool:
@@ -321,7 +318,7 @@ class _Sources(TorchDispatchMode):
     def residuals(self, walk: _Walk) -> list[Residual]:
         found: dict[int, tuple[Tensor, torch.UntypedStorage, str]] = {}
         for i, (x, by) in enumerate([*walk.saved, *walk.held]):
-            for storage in _storages(x):
+            for storage in storages(x):
                 # An object may know the parameters of a whole module, which live anyway.
                 if i >= len(walk.saved) and not self._is_of_the_call(storage):
                     continue
@@ -346,11 +343,6 @@ class _Sources(TorchDispatchMode):
             )
             residuals.append((_KINDS.index(source.kind), source.order, residual))
         return [residual for _, _, residual in sorted(residuals, key=lambda item: item[:2])]
-
-
-def number_of_tensors_made() -> int:
-    """How many tensors, views not counted, the run that is being looked at has made so far."""
-    return sum(mode.made for mode in _torch.dispatch_modes() if isinstance(mode, _Sources))
 
 
 _KINDS = ("argument", "closure", "output")

@@ -19,7 +19,6 @@ import funcckpt
 import funcckpt.meter
 import funcckpt.nn
 import funcckpt.per_sample
-import funcckpt.plot
 from funcckpt import _torch, policies, remat
 from funcckpt.meter import mark
 
@@ -42,7 +41,7 @@ def examples_of(name):
 def test_examples(name, monkeypatch):
     # What other tests have compiled changes what a recomputation leaves out.
     monkeypatch.setattr(_torch, "has_compiled", lambda: False)
-    if name == "funcckpt.plot":
+    if name == "funcckpt.inspect.plot":
         pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     runner = doctest.DocTestRunner()
     for test in examples_of(name):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import grad, vmap
 
 from funcckpt import InputError, checkpoint, explain, remat
-from funcckpt.explain import Calls
-from funcckpt.explain import measure as measure_with
+from funcckpt.inspect.explain import Calls
+from funcckpt.inspect.explain import measure as measure_with
 from funcckpt.meter import measure
 from funcckpt.nn import apply_remat
 from funcckpt.residuals import Subject

@@ -7,8 +7,8 @@ import torch
 from torch.func import grad, vmap
 
 from funcckpt import InputError, OptionError, checkpoint, explain, remat
+from funcckpt.inspect.plot import pareto_front, plot_memory, plot_tradeoff
 from funcckpt.meter import measure
-from funcckpt.plot import pareto_front, plot_memory, plot_tradeoff
 
 PS = [torch.randn(16, 16) for _ in range(4)]
 X = torch.randn(64, 16)

@@ -47,6 +47,7 @@ def init(
 ) -> Parameters:
     """Parameters drawn on the CPU, so that a seed means the same on every device."""
     width, heads = shape.width, shape.heads
+    residual = 1 / math.sqrt(2 * shape.layers)  # The stream's variance is the sum over layers.
 
     def normal(*size: int, std: float) -> Tensor:
         return (torch.randn(*size, generator=generator, dtype=dtype) * std).to(device)
@@ -55,7 +56,6 @@ def init(
         return torch.ones(width, dtype=dtype, device=device)
 
     def block_parameters() -> dict[str, Tensor]:
-        residual = 1 / math.sqrt(2 * shape.layers)  # The stream's variance is the sum over layers.
         return {
             "attention_norm": ones(),
             "qkv": normal(3, heads, width, width // heads, std=1 / math.sqrt(width)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,8 @@ def compare(
 ) -> Report:
     """Take the gradient of every sequence's loss, with each block remat'd and without.
 
-    Parameters
-    ----------
-    text
-        Bytes to draw the sequences from; more than ``shape.context`` of them.
-    repeat
-        Timed runs after one to warm up.
-    progress
-        Is told, in words, what comes next.
+    The sequences are drawn from `text`, `progress` is told what comes next, and the time is the least of
+    `repeat` runs.
     """
     generator = torch.Generator().manual_seed(seed)
     parameters = init(shape, generator=generator, dtype=dtype, device=device)
@@ -88,12 +83,9 @@ def compare(
         return vmap(grad(loss_with(wrap)), (None, 0, 0))(parameters, inputs, targets)
 
     def cost(wrap: Callable[[Block], Block]) -> tuple[Cost, list[Tensor]]:
-        measured = measure(run, wrap)
+        m = measure(run, wrap)
         seconds = min(_seconds(lambda: run(wrap), device) for _ in range(repeat))
-        return (
-            Cost(measured.peak_bytes, measured.marks["saved"], measured.flops, seconds),
-            pytree.tree_leaves(measured.result),
-        )
+        return Cost(m.peak_bytes, m.marks["saved"], m.flops, seconds), pytree.tree_leaves(m.result)
 
     progress("per-sample gradients, everything kept")
     plain, expected = cost(lambda block: block)
@@ -102,7 +94,7 @@ def compare(
 
     progress("the same with torch.utils.checkpoint")
     try:
-        torch_checkpoint: Cost | str = cost(_torch_checkpoint)[0]
+        torch_checkpoint: Cost | str = cost(lambda f: partial(checkpoint, f, use_reentrant=False))[0]
     except RuntimeError as error:
         torch_checkpoint = f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
@@ -126,16 +118,10 @@ def compare(
     )
 
 
-def _torch_checkpoint(block: Block) -> Block:
-    return lambda p, x: checkpoint(block, p, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    accelerator = torch.device(device).type != "cpu"
-    if accelerator:
-        torch.accelerator.synchronize(device)
+    wait = torch.accelerator.synchronize if torch.device(device).type != "cpu" else lambda device: None
+    wait(device)
     start = time.perf_counter()
     run()
-    if accelerator:
-        torch.accelerator.synchronize(device)
+    wait(device)
     return time.perf_counter() - start

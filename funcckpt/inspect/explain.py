@@ -1,0 +1,228 @@
+"""What each checkpoint in a function saves and costs, measured.
+
+The function is run as it is, with nothing checkpointed, without each of its checkpointed functions, and,
+where the last call of one may be useless, without that call. Each run is measured by a `Meter`, forward and
+backward, so that nothing is an estimate. `remat` and `checkpoint` ask the context variable `instead` how to
+make a call, and `Calls` answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _torch
+from ..meter import Meter
+from ..remat import instead
+from ..residuals import Residual, Subject
+
+__all__ = ["Cost", "Explanation", "Site", "explain"]
+
+# The title of a checkpointed function, and what tells it from another one of the same name.
+_Key = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a function and its backward take."""
+
+    kept_bytes: int  # what f has computed and keeps for the backward
+    peak_bytes: int  # the most that are alive at a time
+    flops: int  # the recomputed ones included
+
+
+@dataclass(frozen=True)
+class Site:
+    """A function in f that is checkpointed, with all its calls."""
+
+    name: str  # such as "remat(block)"
+    calls: int  # in the forward
+    without: Cost  # of f if this function alone is not checkpointed
+    recomputed_flops: int
+    advice: str = ""  # what to do if it does not help, or not everywhere
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` has found. Its `str` is a table, with advice below."""
+
+    cost: Cost  # of f as it is
+    without: Cost  # of f with nothing checkpointed
+    sites: tuple[Site, ...]
+    residuals: list[Residual] = field(repr=False)  # what f keeps, as it is
+
+    @property
+    def recomputed_flops(self) -> int:
+        return self.cost.flops - self.without.flops
+
+    @property
+    def advice(self) -> list[str]:
+        """What to do, in sentences."""
+        if not self.sites:
+            return ["Nothing in it is checkpointed. Put remat around its parts: blocks, layers, steps."]
+        return [site.advice for site in self.sites if site.advice]
+
+    def __str__(self) -> str:
+        costs = {"as it is": self.cost}
+        for site in self.sites:
+            times = "once" if site.calls == 1 else f"{site.calls} times"
+            costs[f"without {site.name}, called {times}"] = site.without
+        if len(self.sites) > 1:
+            costs["without any"] = self.without
+        width = max(map(len, costs))
+        lines = [f"{'':{width}}{'kept':>12}{'peak':>12}{'FLOPs':>9}{'recomputed':>12}"]
+        for name, cost in costs.items():
+            again = _flops(cost.flops - self.without.flops)
+            kept, peak = _bytes(cost.kept_bytes), _bytes(cost.peak_bytes)
+            lines.append(f"{name:{width}}{kept:>12}{peak:>12}{_flops(cost.flops):>9}{again:>12}")
+        return "\n".join([*lines, *self.advice])
+
+
+BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+PREFIXES = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
+
+
+def unit_for(n: int, units: dict[str, int], times: int = 1) -> tuple[str, int]:
+    """The largest unit of which there are so many times one, and its size; "" and 1 if there is none."""
+    return next(((unit, size) for unit, size in units.items() if n >= times * size), ("", 1))
+
+
+def _bytes(n: int) -> str:
+    unit, size = unit_for(n, BYTES)
+    return f"{n / size:.1f} {unit}" if unit else f"{n} B"
+
+
+def _flops(n: int) -> str:
+    unit, size = unit_for(n, PREFIXES)
+    return f"{n / size:.1f} {unit}" if unit else str(n)
+
+
+def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Measure what the checkpoints in a function save and cost, with and without each.
+
+    Parameters
+    ----------
+    f : callable
+        A function with checkpoints in it: `remat`, `checkpoint`, modules of :mod:`funcckpt.nn`. If it takes
+        no derivative itself, it is measured with its backward (:func:`~funcckpt.saved_residuals` says what
+        is differentiated then).
+    *args, **kwargs
+        What to call it with; tensors of any shape in any pytree.
+
+    Returns
+    -------
+    Explanation
+        Print it: a table, and advice where a checkpoint cannot help, since it wraps the whole function
+        or its last part, or keeps as much as it frees.
+
+    Raises
+    ------
+    InputError
+        f is not callable.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from funcckpt import explain, remat
+    >>> def loss(w, x):
+    ...     return torch.tanh(x @ w).exp().sum()
+    >>> w, x = torch.ones(64, 64), torch.ones(100, 64)
+    >>> found = explain(torch.func.grad(remat(loss)), w, x)
+    >>> found.recomputed_flops == 2 * 100 * 64 * 64
+    True
+    >>> found.advice[0].split(":")[0]
+    'remat(loss) is the whole function'
+    """
+    subject = Subject(f, args, kwargs)
+    as_is = Calls()
+    cost, residuals = measure(subject, as_is)
+    without = measure(subject, Calls(lambda key, i: True))[0] if as_is.of else cost
+    sites = []
+    for site, calls in as_is.of.items():
+        alone, _ = measure(subject, Calls(_all_of(site)))
+        advice = _advice(site, calls, len(as_is.of) == 1, cost, alone)
+        if not advice and calls > 1 and site == as_is.last:
+            advice = _advice_on_last(subject, site, calls, cost)
+        sites.append(Site(site[0], calls, alone, cost.flops - alone.flops, advice))
+    return Explanation(cost, without, tuple(sites), residuals)
+
+
+def _advice(site: _Key, calls: int, is_only: bool, cost: Cost, alone: Cost) -> str:
+    """What to do about a function that lowers nothing."""
+    title, _ = site
+    if is_only and calls == 1 and cost.kept_bytes == 0:
+        return (
+            f"{title} is the whole function: all of it is recomputed before its backward begins, and is then "
+            "alive at once. Put remat around its parts: blocks, layers, steps."
+        )
+    if cost.peak_bytes < alone.peak_bytes:
+        return ""
+    saved = cost.flops - alone.flops
+    wasted = "Call it without" + (f": that saves {_flops(saved)} FLOPs." if saved else ".")
+    if cost.kept_bytes >= alone.kept_bytes:
+        return (
+            f"{title} keeps no less than it would without: its inputs are as large as its residuals "
+            f"({_bytes(cost.kept_bytes)}, and {_bytes(alone.kept_bytes)} without). {wasted}"
+        )
+    if calls > 1:
+        return (
+            f"{title} keeps less, and the peak is no lower, since it is elsewhere or in the recomputation "
+            f"of one of the {calls} calls. Put remat around smaller parts."
+        )
+    return (
+        f"{title} is the last part: what it does not keep is recomputed as soon as the backward begins. "
+        f"{wasted}"
+    )
+
+
+def _advice_on_last(subject: Subject, site: _Key, calls: int, cost: Cost) -> str:
+    """What to do if all calls but the last are worth it."""
+    other, _ = measure(subject, Calls(lambda key, i: (key, i) == (site, calls - 1)))
+    saved = cost.flops - other.flops
+    if other.peak_bytes > cost.peak_bytes or saved == 0:
+        return ""
+    return (
+        f"The last of the {calls} calls of {site[0]} is recomputed as soon as the backward begins. Make "
+        f"that one without: the peak is no higher, and {_flops(saved)} FLOPs are saved."
+    )
+
+
+def _all_of(site: _Key) -> Callable[[_Key, int], bool]:
+    return lambda key, i: key == site
+
+
+class Calls:
+    """Counts the calls of each checkpointed function in a forward, and decides how they are made.
+
+    Call i of a function is made without a checkpoint where ``is_off(key, i)``; i is -1 in a recomputation.
+    The others are made with the options `changes`.
+    """
+
+    def __init__(self, is_off: Callable[[_Key, int], bool] = lambda key, i: False, **changes: Any) -> None:
+        self.of: dict[_Key, int] = {}
+        self.last: _Key | None = None
+        self._is_off = is_off
+        self._changes = changes
+
+    def __call__(self, f: Any, title: str, plain: Callable[[], Any], checkpointed: Callable[..., Any]) -> Any:
+        key = title, getattr(getattr(f, "__func__", f), "__code__", type(f))
+        i = -1
+        if _torch.graph_task() == -1:
+            self.last = key
+            i = self.of.get(key, 0)
+            self.of[key] = i + 1
+        return plain() if self._is_off(key, i) else checkpointed(**self._changes)
+
+
+def measure(subject: Subject, calls: Calls, meter: Meter | None = None) -> tuple[Cost, list[Residual]]:
+    """What f takes, forward and backward, as `calls` decides."""
+    meter = meter or Meter()
+    token = instead.set(calls)
+    try:
+        with meter:
+            run = subject.run_all()
+    finally:
+        instead.reset(token)
+    kept = sum(r.bytes for r in run.residuals if r.kind == "output")
+    return Cost(kept, meter.peak_bytes, meter.flops), run.residuals
