@@ -1049,11 +1049,6 @@ def backward_id() -> Any:
     return object() if number == -1 else number
 
 
-def accumulates_all() -> bool:
-    """Whether the backward that runs is one without `inputs`, and none of `torch.autograd.grad`."""
-    return torch.autograd._is_checkpoint_valid()  # type: ignore[attr-defined]
-
-
 def at_end_of_backward(f: Callable[[], None]) -> None:
     """Call `f` when the backward that runs in this thread is over; public torch can tell of leaves alone."""
     torch.autograd.Variable._execution_engine.queue_callback(f)  # type: ignore[attr-defined]
@@ -1219,19 +1214,15 @@ def original_checkpoint(*args: Any, **kwargs: Any) -> Any:
     return (_checkpoint_before or _CHECKPOINT)(*args, **kwargs)
 
 
-def redirect_checkpoint(target: Callable[..., Any] | None) -> None:
-    """Let `torch.utils.checkpoint.checkpoint` call `target`, or what it called before."""
+def redirect_checkpoint(target: Callable[..., Any]) -> None:
+    """Let `torch.utils.checkpoint.checkpoint` call `target`, from now on."""
     global _checkpoint_before
     wrapped = _CHECKPOINT.__wrapped__
-    if target is None:
-        setattr(wrapped, _REDIRECTED, _checkpoint_before)
-        _checkpoint_before = None
-        return
-    if getattr(wrapped, _REDIRECTED, None) is None:
-        # What it would make in its first call.
-        setattr(wrapped, _REDIRECTED, torch.compiler.disable(wrapped))
-    _checkpoint_before = getattr(wrapped, _REDIRECTED)
-    setattr(wrapped, _REDIRECTED, target)
+    # Torch would make it in its first call.
+    before = getattr(wrapped, _REDIRECTED, None) or torch.compiler.disable(wrapped)
+    if before is not target:
+        _checkpoint_before = before
+        setattr(wrapped, _REDIRECTED, target)
 
 
 # Operators, as a list of them is checked: aten's, and those that take functions.

@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from contextlib import AbstractContextManager, suppress
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import _torch, compiled
-from ..errors import CheckpointError, InputError, OptionError, describe
+from ..errors import InputError, OptionError
 from ..remat import call_compiled, instead, remat
-from . import redirect, reentrant
-from .debug import logged
-from .region import Contexts, Region, Title, is_of_checkpoint
+from . import patched
+from .region import Contexts, Log, Region, Title, is_of_checkpoint
 from .selective import Forward, Recompute, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
@@ -107,8 +107,8 @@ def checkpoint(
     *args, **kwargs
         What to call it with; tensors of any shape, anything else, and any nesting of them.
     use_reentrant : bool or None
-        False and None are the same. True is the variant that torch gives up: it is accepted where the
-        result is the same, and raises where torch's does, in the call or in the backward.
+        False and None are the same. True, the variant that torch gives up, is served like False, with one
+        warning.
     preserve_rng_state : bool
         Draw in the recomputation the random numbers of the forward.
     context_fn : callable
@@ -118,7 +118,8 @@ def checkpoint(
         Compare shapes, dtypes and devices of the recomputation with those of the forward, and look
         for tensors that were changed in place between the two; or not.
     debug : bool
-        Errors about the recomputation list the operators of both runs.
+        Errors about the recomputation list the operators of both runs; on the functional path, which
+        compares results, it has no effect.
     early_stop : bool
         Stop the recomputation when all that is needed is there. The functional path skips what is
         not needed in any case.
@@ -143,9 +144,8 @@ def checkpoint(
     Notes
     -----
     When f uses a transform that refuses hooks, that shows when f is run: it is then started anew, with
-    the random streams put back, and is known from then on if it is a module or a function. The tensors
-    and variables that it had changed by then are put back, if they were found (`MutationError` if they cannot
-    be); a list that it appends to is not.
+    the random streams put back, and goes by `remat` from then on if it is a module or a function. What it
+    has changed by then is put back if it was found (`MutationError` if it cannot be).
 
     Examples
     --------
@@ -208,6 +208,11 @@ def _can_be_called(f: Any) -> bool:
     return True
 
 
+@functools.cache
+def _warn_of_reentrant() -> None:
+    warnings.warn("funcckpt.checkpoint serves use_reentrant=True like use_reentrant=False.", stacklevel=4)
+
+
 def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """A call of :func:`checkpoint`."""
     if options.determinism_check not in _CHECKS:
@@ -215,8 +220,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             f"{Title(f)}: determinism_check should be one of {list(_CHECKS)}, but got "
             f"{options.determinism_check!r}."
         )
-    if options.use_reentrant:
-        reentrant.check(Title(f), kwargs, options.context_fn is not noop_context_fn or options.debug)
+    if options.use_reentrant and not torch.compiler.is_compiling():
+        _warn_of_reentrant()
     if torch.compiler.is_compiling() or _torch.is_tracing_plain():
         # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
         # read, not even at its default.
@@ -244,8 +249,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         options = options._replace(debug=enabled)
     if options.debug and options.context_fn is not noop_context_fn:
         raise OptionError(f"{Title(f)}: debug=True is incompatible with non-default context_fn.")
-    known = options.context_fn is noop_context_fn and _is_known(f, args, kwargs)
-    if known or _torch.maybe_current_level() is not None or _torch.in_dual_level():
+    is_transformed = _torch.maybe_current_level() is not None or _torch.in_dual_level()
+    if is_transformed or _uses_transforms(f, args, kwargs, options):
         return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
         return ask(
@@ -272,9 +277,8 @@ def _contexts(**changes: Any) -> dict[str, Any]:
 def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     stop = _torch.checkpoint_early_stop()
     contexts: Any = None
-    log = None
     if options.debug:
-        contexts, log = logged()
+        contexts = Log(), Log()
     elif options.context_fn is not noop_context_fn:
         contexts = options.context_fn()
         _look_after_hooks(f, contexts[0], bool(options.respect_saved_tensors_hooks))
@@ -286,19 +290,17 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         check=options.determinism_check != "none",
         early_stop=options.early_stop if stop is None else stop,
         contexts=contexts,
-        log=log,
         again_as_before=options.again_as_before,
     )
     try:
-        out = _torch.without_dynamo(region.run)(args, kwargs)
+        return _torch.without_dynamo(region.run)(args, kwargs)
     except RuntimeError as error:
         # With hooks of the caller active, the functional path would be refused as well.
         if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
             raise
         region.undo()
-    else:
-        return reentrant.with_conditions(Title(f), args, out) if options.use_reentrant else out
-    _remember(f, args, kwargs)
+    with suppress(TypeError):  # there is no weak reference to some objects
+        _use_transforms.add(_key(f, args, kwargs))
     return _functional(f, args, kwargs, options)
 
 
@@ -320,48 +322,32 @@ def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
 
 # -- the functional path ------------------------------------------------------------------------
 
-# Functions and modules that were seen to use a transform that refuses hooks, and the functions and modules
-# that they were given then: a helper that calls what it is given does so with others, too.
-_known: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+# Calls that were seen to use a transform, which refuses hooks.
+_use_transforms: set[Any] = set()
 
 
-def _is_known(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not _known or (key := _key(f)) is None:
-        return False
-    given = _known.get(key)
-    return given is not None and all(x in given for x in _functions(f, args, kwargs))
-
-
-def _remember(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    key = _key(f)
-    if key is not None:
-        _known.setdefault(key, weakref.WeakSet()).update(_functions(f, args, kwargs))
-
-
-def _key(f: Any) -> CodeType | FunctionType | nn.Module | None:
-    f = _innermost(f)
-    if isinstance(f, nn.Module):
-        return f
-    if isinstance(f, FunctionType):
-        # Closures share their code, and may call quite different things.
-        return f if f.__closure__ else f.__code__
-    return None
-
-
-def _functions(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Functions and modules among the arguments."""
+def _key(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The functions and modules of a call: a helper may do quite different things with what it is given."""
     while isinstance(f, functools.partial):
-        args, kwargs, f = (*f.args, *args), {**f.keywords, **kwargs}, f.func
-    found = [_innermost(x) for x in pytree.tree_leaves((args, kwargs)) if callable(x)]
-    return [x for x in found if isinstance(x, (nn.Module, FunctionType))]
+        f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
+    return tuple([weakref.ref(_code(x)) for x in pytree.tree_leaves(((f, args), kwargs)) if callable(x)])
 
 
-def _innermost(f: Any) -> Any:
-    while isinstance(f, functools.partial):
-        f = f.func
+def _uses_transforms(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> bool:
+    with suppress(TypeError):
+        return (
+            bool(_use_transforms)
+            and options.context_fn is noop_context_fn
+            and _key(f, args, kwargs) in _use_transforms
+        )
+    return False
+
+
+def _code(f: Any) -> Any:
     if isinstance(f, MethodType):
         f = f.__self__ if isinstance(f.__self__, nn.Module) else f.__func__
-    return f
+    # Closures share their code, and may call quite different things.
+    return f.__code__ if isinstance(f, FunctionType) and not f.__closure__ else f
 
 
 def call_under_compiled_transform(
@@ -380,13 +366,10 @@ def call_under_compiled_transform(
 def _functional(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
-    g = f
-    policy = None
-    if redirect.is_active():
-        g = _redirected(f)
-    if options.debug:
-        g = _debugged(g)
-    elif options.context_fn is not noop_context_fn:
+    g, policy = f, None
+    if patched.is_active():
+        g = _patched(f)
+    if options.context_fn is not noop_context_fn:
         contexts = options.context_fn()
         if isinstance(contexts[0], Forward) and isinstance(contexts[1], Recompute):
             policy = contexts[0].policy
@@ -400,15 +383,15 @@ def _functional(
     )(*args, **kwargs)
 
 
-def _redirected(f: Callable[..., Any]) -> Callable[..., Any]:
+def _patched(f: Callable[..., Any]) -> Callable[..., Any]:
     """f, with the checkpoints inside of it as in the forward, whenever it is run."""
 
     @functools.wraps(f, updated=())
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        with redirect.active(True):
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with patched.active(True):
             return f(*args, **kwargs)
 
-    return redirected
+    return run
 
 
 def _in_contexts(
@@ -441,25 +424,4 @@ def is_selective(context: Any) -> bool:
     return theirs or isinstance(context, (Forward, Recompute))
 
 
-def _debugged(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f with the operators of its runs recorded, and listed if a recomputation differs."""
-    (forward, recompute), listed = logged()
-    run = SimpleNamespace(looks=None)
-
-    @functools.wraps(f, updated=())
-    def debugged(*args: Any, **kwargs: Any) -> Any:
-        with forward if run.looks is None else recompute:
-            out = f(*args, **kwargs)
-        looks = [
-            (describe(y), str(y.device)) if isinstance(y, Tensor) else None for y in pytree.tree_leaves(out)
-        ]
-        if run.looks is None:
-            run.looks = looks
-        elif run.looks != looks:
-            raise CheckpointError(
-                f"{Title(f)}: the recomputation gave {looks}, and the forward {run.looks}. The function "
-                f"has to do the same each time.\n\n{listed()}"
-            )
-        return out
-
-    return debugged
+patched.serve(checkpoint)

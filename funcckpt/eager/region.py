@@ -11,48 +11,40 @@ outer one. So what is read from an inner region runs the outer region first, onc
 
 It is written anew for what torch's does not do, and cannot be made to do from outside:
 
+* What f refers to (`held`) is as it was in the forward: other variables of the enclosing function, a
+  module that is called through `functional_call`, or in another mode, would give the gradient at those.
 * Captured tensors that were changed in place between the forward and the recomputation (a parameter
   that an optimizer has stepped), and saved tensors that the recomputation itself has overwritten, are
   noticed, where torch gives a wrong gradient without a word.
 * Tensors inside of containers and in keyword arguments are inputs like all others: they are looked
   after by autograd's version check, and an outer region does not keep them.
 * The random streams of all devices are replayed, not those of the CPU and one other kind of device.
-* What f refers to (`held`) is as it was in the forward: other variables of the enclosing function, a
-  module that is called through `functional_call`, or in another mode, would give the gradient at those.
 * Running statistics of batch_norm, its count of batches and other small buffers are not updated again.
 * A call costs less: what does not differ from the forward's world is not entered again.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-import operator
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from types import FrameType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch, world
 from ..errors import CheckpointError, MutationError, describe
 from ..nodes import may_be_statistics
-from . import redirect
-from .contents import assign, changed, is_as_before, snapshot
-from .held import Held, Watch, another
+from . import patched
+from .contents import assign, is_as_before, snapshot
+from .held import Held
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-_SIMPLE = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
 
 
 class Slot(dict[Any, tuple[Tensor, int] | None]):
@@ -64,8 +56,8 @@ class Slot(dict[Any, tuple[Tensor, int] | None]):
     __slots__ = ("__weakref__",)
 
 
-# How a saved tensor looks; and what it is or is a view of, if that is a parameter.
-Look = tuple[tuple[torch.Size, torch.dtype, torch.device, int], weakref.ref[torch.nn.Parameter] | None]
+# Metadata of a saved tensor.
+Look = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Title:
@@ -78,6 +70,29 @@ class Title:
 
     def __str__(self) -> str:
         return f"checkpoint({getattr(self._f, '__qualname__', None) or type(self._f).__qualname__})"
+
+
+class Log(TorchDispatchMode):
+    """The operators that were run, one a line. Started anew each time that it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Any:
+        self.lines.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results, given = (
+            ", ".join([describe(x) if isinstance(x, Tensor) else repr(x) for x in pytree.tree_leaves(tree)])
+            for tree in (out, (args, kwargs or {}))
+        )
+        self.lines.append(f"{results} = {func}({given})")
+        return out
 
 
 class _Stop(BaseException):
@@ -97,7 +112,6 @@ class Region:
         check: bool,
         early_stop: bool,
         contexts: Contexts | None,
-        log: Callable[[], str] | None,
         again_as_before: bool = False,
     ) -> None:
         self._f = f
@@ -105,36 +119,23 @@ class Region:
         self._check = check
         self._early_stop = early_stop
         self._contexts = contexts
-        self._log = log
-        self._hint = "The function has to do the same each time" + (
-            "." if log else "; pass debug=True to see the operators of both runs."
-        )
-        self._structure: Any = None
-        leaves: Any = args
-        if kwargs or not _SIMPLE.issuperset(map(type, args)):
-            leaves = []
-            self._structure = _take_leaves((args, kwargs), leaves)
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
-        # Whoever keeps the inputs may hand out copies, whose versions mean nothing.
-        self._under_hooks = _torch.top_saved_tensors_hooks() is not None
         self._world = world.World()
         self._torch_function = _torch._get_torch_function_state()
-        self._redirected = redirect.is_active()
-        self._replaced = _replaced() if check else []
+        self._patched = patched.is_active()
         self._held = Held(f, leaves, again_as_before)
         self._streams = world.random_streams(self._held.streams) if preserve_rng_state else []
         self._states = world.states(self._streams)
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[Look] = []
-        # Sums of what is saved, if f may tell its recomputation from the forward.
-        self._sums: list[Tensor | None] | None = [] if check and self._held.may_count else None
         # What looks like the statistics of a batch_norm that was not found, and was, by its id.
         self._statistics: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         for x in self._held.statistics(leaves):
             self._take_statistics(x)
         self._complete = False
         self._given: Any = None
-        # The recomputation that was run for each backward.
+        # The backwards for which f was run again.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
 
@@ -143,7 +144,7 @@ class Region:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = _torch.next_sequence_number()
         self._given = args, kwargs
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack, self.unpack):
             if self._contexts is None:
                 out = self._f(*args, **kwargs)
             else:
@@ -156,7 +157,7 @@ class Region:
                         "of the function, which therefore has no result. Let it pass."
                     )
         self._complete = True
-        if len(world.autocast_devices()) > 1 and self._streams and self._new_streams():
+        if len(world.autocast_devices()) > 1 and self._streams and self._has_new_streams():
             raise CheckpointError(
                 f"{self._name}: a device was initialized in the forward, so that the state of its random "
                 "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
@@ -169,7 +170,7 @@ class Region:
             self._forget_unchanged()
         return out
 
-    def _new_streams(self) -> bool:
+    def _has_new_streams(self) -> bool:
         return len(world.random_streams(self._held.streams)) != len(self._streams)
 
     def _forget_unchanged(self) -> None:
@@ -189,8 +190,6 @@ class Region:
         self._slots.append(weakref.ref(slot))
         if self._check:
             self._looks.append(_look(x))
-        if self._sums is not None:
-            self._sums.append(_sum(x))
         if type(x) is Tensor and x.dim() == 1 and not self._held.has_all_statistics and may_be_statistics(x):
             self._take_statistics(x)
         return slot
@@ -203,7 +202,16 @@ class Region:
         if (known is None or known[0]() is not x) and not x._is_view() and not x.is_inference():
             self._statistics[id(x)] = weakref.ref(x), snapshot(x)
 
-    def _unpack(self, slot: Slot, again: bool = False) -> Tensor:
+    # -- the backward -------------------------------------------------------------------------------
+
+    def unpack(self, slot: Slot) -> Tensor:
+        return self._read(slot, again=False)
+
+    def unpack_again(self, slot: Slot) -> Tensor:
+        """A slot that may be read more than once in a backward."""
+        return self._read(slot, again=True)
+
+    def _read(self, slot: Slot, again: bool) -> Tensor:
         key = _torch.backward_id()
         if key not in self._done or (again and slot.get(key) is None):
             self._fill(key, slot)
@@ -237,22 +245,15 @@ class Region:
         """Run f again for a backward; or for one slot, outside of one, or if it is read a second time."""
         if not self._complete:
             self._held.gradient_begins(self._given)
-        try:
-            with self._lock:
-                if type(key) is object or (key in self._done and slot.get(key) is None):
-                    self._recompute(key, only=slot)
-                elif key not in self._done:
-                    self._recompute(key)
-                    self._done.add(key)
-                    if isinstance(key, int):
-                        _torch.at_end_of_backward(_forgetting(self, key))
-        except CheckpointError as error:
-            if self._log is None:
-                raise
-            raise CheckpointError(
-                f"{error}\n\nYou are seeing this error because you passed `debug=True` to checkpoint; these "
-                f"are the operators of both runs.\n\n{self._log()}"
-            ) from error
+        with self._lock:
+            if type(key) is object or (key in self._done and slot.get(key) is None):
+                self._recompute(key, only=slot)
+            elif key not in self._done:
+                self._recompute(key)
+                self._done.add(key)
+                if isinstance(key, int):
+                    forget = weakref.WeakMethod(self._forget)
+                    _torch.at_end_of_backward(lambda: (method := forget()) and method(key))
 
     def _forget(self, key: int) -> None:
         """A backward is over: drop what it has recomputed and not read."""
@@ -262,61 +263,37 @@ class Region:
                 if (slot := ref()) is not None:
                     slot.pop(key, None)
 
-    # -- the recomputation --------------------------------------------------------------------------
-
-    def unpack_again(self, slot: Slot) -> Tensor:
-        """A slot that may be read more than once in a backward."""
-        return self._unpack(slot, again=True)
-
     def _recompute(self, key: Any, only: Slot | None = None) -> None:
         leaves = [x.unpack() if isinstance(x, _torch.Saved) else x for x in self._inputs]
-        copies: set[int | None] = set()
-        if self._under_hooks:
-            copies.update([_torch.storage_of(x) for x in leaves if isinstance(x, Tensor)])
-        args, kwargs = leaves, {}
-        if self._structure is not None:
-            args, kwargs = _with_leaves(self._structure, iter(leaves))
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         del leaves
         with (
-            self._held.here(self._name, self._check) as held,
-            self._as_in_forward(held.copies),
+            self._held.here(self._name, self._check),
+            self._as_in_forward(),
             # Random numbers are those of the forward, of which a vmap of the backward has no say.
             _torch.without_vmap_mode(),
             _torch.grad_mode(True),
         ):
-            run = _Again(self, key, only, copies | held.copies)
+            run = _Again(self, key, only)
             with suppress(_Stop), saved_tensors_hooks(run.pack, _itself):
                 _torch.without_dynamo(self._run_again)(args, kwargs)
         run.check()
 
-    def _as_in_forward(self, copies: set[int]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
         """The world of the forward, where it is not here."""
-        contexts: list[AbstractContextManager[Any]] = []
-        if self._replaced:
-            contexts.append(self._watching_replaced(copies))
-        if self._statistics:
-            statistics = [(x, was) for ref, was in self._statistics.values() if (x := ref()) is not None]
-            contexts.append(_Unchanged(statistics))
-        if not self._world.is_here():
-            contexts.append(self._world.replayed())
-        if self._torch_function != _torch._get_torch_function_state():
-            contexts.append(_torch.torch_function_as(self._torch_function))
-        if self._redirected != redirect.is_active():
-            contexts.append(redirect.active(self._redirected))
-        if self._states:
-            contexts.append(world.streams_at(self._states))
-        return _all_of(contexts) if contexts else _NOTHING
-
-    def _watching_replaced(self, copies: set[int]) -> AbstractContextManager[Any]:
-        if not self._replaced:
-            return nullcontext()
-        own = _put_back(self._replaced).values()
-        errors: dict[int, Callable[[], Exception]] = {
-            id(x): functools.partial(another, self._name, x)
-            for x in own
-            if _torch.storage_of(x) not in copies
-        }
-        return Watch(errors) if errors else nullcontext()
+        with ExitStack() as stack:
+            if self._statistics:
+                stack.enter_context(_statistics_as_before(list(self._statistics.values())))
+            if not self._world.is_here():
+                stack.enter_context(self._world.replayed())
+            if self._torch_function != _torch._get_torch_function_state():
+                stack.enter_context(_torch.torch_function_as(self._torch_function))
+            if self._patched != patched.is_active():
+                stack.enter_context(patched.active(self._patched))
+            if self._states:
+                stack.enter_context(world.streams_at(self._states))
+            yield
 
     def _run_again(self, args: Any, kwargs: dict[str, Any]) -> None:
         if self._contexts is None:
@@ -326,207 +303,92 @@ class Region:
                 self._f(*args, **kwargs)
 
     def _differ(self, there: str, here: str) -> CheckpointError:
+        return self._error(
+            "A different number of tensors was saved during the original forward and recomputation: "
+            f"{there}, and {here}."
+        )
+
+    def _error(self, what: str) -> CheckpointError:
+        hint = "The function has to do the same each time"
+        logs = [context for context in self._contexts or () if isinstance(context, Log)]
+        if not logs:
+            return CheckpointError(
+                f"{self._name}: {what} {hint}; pass debug=True to see the operators of both runs."
+            )
+        forward, recompute = ("\n".join(log.lines) for log in logs)
         return CheckpointError(
-            f"{self._name}: A different number of tensors was saved during the original forward and "
-            f"recomputation: {there}, and {here}. {self._hint}"
+            f"{self._name}: {what} {hint}.\n\nYou are seeing this error because you passed `debug=True` to "
+            "checkpoint; these are the operators of both runs.\n\n"
+            f"Operations executed during the original forward:\n\n{forward}\n\n"
+            f"Operations executed during recomputation:\n\n{recompute}"
         )
 
 
-_NOTHING = nullcontext()
-
-
 @contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _statistics_as_before(statistics: Sequence[tuple[weakref.ref[Tensor], Any]]) -> Iterator[None]:
+    """What batch_norm updates without a word to the version counter starts from what it was."""
+    before = [(x, snapshot(x), was) for ref, was in statistics if (x := ref()) is not None]
+    for x, _, was in before:
+        assign(x, was)
+    try:
         yield
-
-
-def _forgetting(region: Region, key: int) -> Callable[[], None]:
-    ref = weakref.ref(region)
-
-    def forget() -> None:
-        if (region := ref()) is not None:
-            region._forget(key)
-
-    return forget
-
-
-class _Unchanged(TorchFunctionMode):
-    """Puts back what batch_norm updates, without a word to the version counter: its running statistics,
-    which start from what they were, and the number of batches, which no autograd node saves.
-    """
-
-    def __init__(self, statistics: Sequence[tuple[Tensor, Any]]) -> None:
-        super().__init__()
-        self._before = [(x, snapshot(x)) for x, _ in statistics]
-        for x, was in statistics:
-            assign(x, was)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.add_ and args[0].dtype is torch.int64 and args[0].dim() == 0:
-            self._before.append((args[0], snapshot(args[0])))
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        for x, value in reversed(self._before):
-            assign(x, value)
-
-
-# A module that is called with other tensors than its own: their names, and which they are.
-Replaced = tuple[weakref.ref[torch.nn.Module], list[tuple[str, int]]]
-
-
-_FUNCTIONAL_CALL = torch.func.functional_call.__code__
-
-
-def _replaced() -> list[Replaced]:
-    """What `functional_call` has replaced, where one is on the stack."""
-    found: list[Replaced] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is _FUNCTIONAL_CALL:
-            there = frame.f_locals
-            tensors = there["parameters_and_buffers"]
-            found.append((weakref.ref(there["module"]), [(name, id(x)) for name, x in tensors.items()]))
-        frame = frame.f_back
-    return found
-
-
-def _put_back(replaced: list[Replaced]) -> dict[int, Tensor]:
-    """The modules' own tensors, where those of the forward are gone, by their id."""
-    own: dict[int, Tensor] = {}
-    for ref, names in replaced:
-        if (module := ref()) is None:
-            continue
-        for name, before in names:
-            parent, _, attribute = name.rpartition(".")
-            with suppress(AttributeError):
-                x = getattr(module.get_submodule(parent), attribute)
-                if isinstance(x, Tensor) and id(x) != before:
-                    own[id(x)] = x
-    return own
+    finally:
+        for x, now, _ in before:
+            assign(x, now)
 
 
 class _Again:
     """One recomputation: what is saved goes to the slots of the forward."""
 
-    def __init__(self, region: Region, key: Any, only: Slot | None, copies: set[int | None]) -> None:
-        self._only = only
+    def __init__(self, region: Region, key: Any, only: Slot | None) -> None:
         self._region = region
         self._key = key
-        self._copies = copies
-        self._slots, self._looks = region._slots, region._looks
+        self._only = only
         # After which of them to stop.
-        self._last = len(self._slots) - 1 if region._early_stop else -1
+        self._last = len(region._slots) - 1 if region._early_stop else -1
         self._count = 0
-        self._more = False
         self._different: list[str] = []
-        # Parameters that the forward did not have: of a module, unless f has made them itself.
-        self._others: list[weakref.ref[torch.nn.Parameter]] = []
 
     def pack(self, x: Tensor) -> Tensor:
-        i = self._count
+        region, i = self._region, self._count
         self._count = i + 1
         # The graph of the recomputation would hold itself.
         kept = _torch.alias(x) if x.requires_grad else x
-        if i >= len(self._slots):
-            self._no_slot_left()
-            return kept
-        slot = self._slots[i]()
+        if i >= len(region._slots):
+            if region._complete:
+                raise region._error(
+                    "trying to save more tensors during recomputation than during the original forward pass "
+                    f"({len(region._slots)})."
+                )
+            return kept  # the forward asks for a gradient of its own part, and goes on
+        slot = region._slots[i]()
         # None if someone has run a backward that needs it no more.
         if slot is not None and (self._only is None or self._only is slot):
-            if self._looks:
-                (look, parameter), there = self._looks[i], _look(x)
-                is_same = look == there[0] and parameter is there[1] and self._region._sums is None
-                if not is_same and self._is_another(i, (look, parameter), there, x):
-                    kept = _torch.same_memory(kept)  # which does not keep alive what it is a view of
+            if region._check:
+                self._compare(i, x)
             slot[self._key] = kept, _version(kept)
         if i == self._last:
             raise _Stop
         return kept
 
-    def _no_slot_left(self) -> None:
-        region = self._region
-        if region._complete:
-            raise CheckpointError(
-                f"{region._name}: trying to save more tensors during recomputation than during the "
-                f"original forward pass ({len(self._slots)}). {region._hint}"
-            )
-        self._more = True  # the forward asks for a backward of its own part, and goes on
-
-    def _is_another(self, i: int, here: Look, there: Look, x: Tensor) -> bool:
-        """Whether `x` is of another parameter than in the forward; an error if it was changed."""
-        region = self._region
-        (look_here, parameter_here), (look_there, parameter) = here, there
-        if look_here[:3] != look_there[:3]:
+    def _compare(self, i: int, x: Tensor) -> None:
+        there, here = self._region._looks[i], _look(x)
+        if there != here:
             self._different.append(
-                f"tensor at position {i}:\nsaved metadata: {look_here}\nrecomputed metadata: {look_there}"
+                f"tensor at position {i}:\nsaved metadata: {there}\nrecomputed metadata: {here}"
             )
-            return False
-        if region._sums is not None and not _is_near(region._sums[i], _sum(x)):
-            raise CheckpointError(
-                f"{region._name}: the recomputation saves other values than the forward ({describe(x)}). The "
-                "function counts in a list or in a variable of the enclosing function, and does another "
-                "thing each time: pass the number as an argument."
-            )
-        if parameter is not None and (parameter_here is None or parameter_here() is not parameter()):
-            self._others.append(parameter)
-            return True
-        if look_here != look_there and not (self._copies and _torch.storage_of(x) in self._copies):
-            raise changed(region._name, describe(x))
-        return False
-
-    def _alive(self) -> list[Tensor]:
-        return [x for ref in self._others if (x := ref()) is not None]
 
     def check(self) -> None:
         region = self._region
-        if self._alive():
-            gc.collect()
-            for x in self._alive():
-                raise another(region._name, x)
-        if self._more:
-            return
-        if self._count != len(region._slots):
+        if region._complete and self._count != len(region._slots):
             raise region._differ(
                 f"{len(region._slots)} tensors saved during forward", f"{self._count} during recomputation"
             )
         if self._different:
-            raise CheckpointError(
-                f"{region._name}: Recomputed values for the following tensors have different metadata than "
-                f"during the forward pass. {region._hint}\n" + "\n".join(self._different)
+            raise region._error(
+                "Recomputed values for the following tensors have different metadata than during the forward "
+                "pass.\n" + "\n".join(self._different) + "\n"
             )
-
-
-def _take_leaves(x: Any, leaves: list[Any]) -> Any:
-    """Containers without their leaves. Quicker than pytree, which does what is not so common."""
-    kind = type(x)
-    if kind in _SIMPLE:
-        leaves.append(x)
-        return None
-    if kind is tuple or kind is list:
-        return kind([_take_leaves(y, leaves) for y in x])
-    if kind is dict:
-        return {key: _take_leaves(y, leaves) for key, y in x.items()}
-    flat, structure = pytree.tree_flatten(x)
-    leaves.extend(flat)
-    return structure
-
-
-def _with_leaves(structure: Any, leaves: Iterator[Any]) -> Any:
-    kind = type(structure)
-    if structure is None:
-        return next(leaves)
-    if kind is tuple or kind is list:
-        return kind([_with_leaves(part, leaves) for part in structure])
-    if kind is dict:
-        return {key: _with_leaves(part, leaves) for key, part in structure.items()}
-    return pytree.tree_unflatten([next(leaves) for _ in range(structure.num_leaves)], structure)
 
 
 def readable_again(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
@@ -557,26 +419,5 @@ def _version(x: Tensor) -> int:
         return 0
 
 
-_metadata_of = operator.attrgetter("shape", "dtype", "device", "_version")
-
-
 def _look(x: Tensor) -> Look:
-    if (base := x._base) is None:
-        base = x
-    parameter = weakref.ref(base) if type(base) is Parameter else None
-    try:
-        return _metadata_of(x), parameter
-    except RuntimeError:  # of inference mode
-        return (x.shape, x.dtype, x.device, 0), parameter
-
-
-def _sum(x: Tensor) -> Tensor | None:
-    """By which the values of two tensors are compared, where a sum can be had."""
-    if type(x) is not Tensor or x.layout is not torch.strided or x.is_complex() or x.is_meta:
-        return None
-    with _torch.without_dispatch_modes(), _torch.plain(), torch.no_grad():
-        return x.detach().double().abs().sum()
-
-
-def _is_near(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is None or b is None or bool(torch.isclose(a, b, rtol=1e-3, equal_nan=True))
+    return x.shape, x.dtype, x.device

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import re
 import threading
 import types
 import weakref
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import (
 import funcckpt
 from funcckpt.errors import MutationError, OptionError
 
-from .implementations import D, both, draw, gradients, leaf, plain, theirs
+from .implementations import D, both, draw, gradients, leaf
 
 
 def chain(x, w):
@@ -787,99 +786,18 @@ def test_what_is_no_function():
 # -- use_reentrant=True ----------------------------------------------------------------------------
 
 
-def test_reentrant_is_accepted_where_the_result_is_the_same():
+def test_reentrant_is_served_like_the_other():
     x, w = leaf(4, 3), leaf(3, 3)
-    ours = gradients(chain, x, w, checkpoint=funcckpt.checkpoint, use_reentrant=True)
-    both = gradients(chain, x, w, checkpoint=torch.utils.checkpoint.checkpoint, use_reentrant=True)
-    assert_same(ours, both)
-    assert_same(gradients(chain, x, w, checkpoint=funcckpt.checkpoint, use_reentrant=None), ours)
-    frozen = nn.Linear(3, 3).requires_grad_(False)
-    assert not funcckpt.checkpoint(frozen, torch.ones(1, 3), use_reentrant=True).requires_grad
-
-
-def _grad(call, x):
-    return torch.autograd.grad(call(torch.sin, x).sum(), x)
-
-
-def _twice(call, x):
-    y = call(lambda x: x + 1, x).sum()
-    y.backward()
-    y.backward()
-    return x.grad
-
-
-def _detached(call, x):
-    (call(torch.detach, x).sum() + x.sum()).backward()
-    return x.grad
-
-
-def _with_inputs(call, x):
-    call(torch.sin, x).sum().backward(inputs=[x])
-    return x.grad
-
-
-def _a_constant_of_two(call, x):
-    call(lambda x, w: (x, 1), torch.ones(3, dtype=D), x)[0].sum().backward()
-
-
-# What torch's own tests ask of use_reentrant=True: that it fails.
-REFUSED = {
-    "grad": ("torch.utils.checkpoint is incompatible with .grad()", _grad),
-    "inputs": ("torch.utils.checkpoint is incompatible with .grad()", _with_inputs),
-    "twice": ("Trying to backward through the graph a second time", _twice),
-    "detached": ("none of output has requires_grad=True", _detached),
-    "constant": (
-        "none of output has requires_grad=True, this checkpoint() is not necessary",
-        _a_constant_of_two,
-    ),
-}
-
-
-@both
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_torchs_reentrant_variant_refuses(case, checkpoint):
-    """Ours refuses it too, and is right with use_reentrant=False."""
-    words, run = REFUSED[case]
-    with pytest.raises(RuntimeError, match=re.escape(words)) as error:
-        run(functools.partial(checkpoint, use_reentrant=True), leaf(3))
-    assert checkpoint is theirs or case == "twice" or "use_reentrant=False" in str(error.value)
-    if case != "constant":  # no gradient is wanted there at all
-        torch.manual_seed(0)
-        expected = run(plain, leaf(3))
-        torch.manual_seed(0)
-        assert_same(run(funcckpt.checkpoint, leaf(3)), expected)
-
-
-@both
-def test_what_torchs_reentrant_variant_does(checkpoint):
-    """Several outputs, of which some are arguments or need no gradient; twice with `retain_graph`; nested."""
-
-    def f(x, w, scale):
-        return x * w, None, w, x.detach(), scale, x.argmax()
-
-    def g(call, x, w):
-        a, _, b, c, scale, i = call(f, x, w, 3)
-        assert i.dtype is torch.int64
-        return (call(lambda a, b: call(torch.mul, a, b).sin(), a, b) * c * scale).sum()
-
-    def run(call):
-        torch.manual_seed(0)
-        x, w = leaf(3), leaf(3)
-        y = g(call, x, w)
-        y.backward(retain_graph=True)
-        y.backward()
-        return y.detach(), x.grad, w.grad
-
-    assert_same(run(functools.partial(checkpoint, use_reentrant=True)), run(plain))
-
-
-def test_reentrant_is_refused_where_torch_would_give_no_gradient():
-    with pytest.raises(OptionError, match=r"use_reentrant=False"):
-        funcckpt.checkpoint(nn.Linear(3, 3), torch.ones(1, 3), use_reentrant=True)
-    with pytest.raises(ValueError, match="Unexpected keyword arguments: scale"):
-        funcckpt.checkpoint(torch.sin, leaf(3), use_reentrant=True, scale=2)
-    with pytest.raises(ValueError, match="context_fn"):
-        funcckpt.checkpoint(torch.sin, leaf(3), use_reentrant=True, debug=True)
+    expected = gradients(chain, x, w)
+    funcckpt.eager.checkpoint._warn_of_reentrant.cache_clear()
+    with pytest.warns(UserWarning, match="use_reentrant=True like use_reentrant=False") as seen:
+        y = funcckpt.checkpoint(chain, x, w, use_reentrant=True)
+    assert [warning.filename for warning in seen] == [__file__]
+    assert_same(y, chain(x, w))
+    # Once, and also where torch's raises.
+    y = funcckpt.checkpoint(lambda x, *, w: x @ w, x, w=w, use_reentrant=True)
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x @ w).sum(), x))
+    assert_same(gradients(chain, x, w, checkpoint=funcckpt.checkpoint, use_reentrant=None), expected)
 
 
 # -- what torch's checkpoint gets wrong without a word --------------------------------------------
@@ -1072,21 +990,6 @@ def test_functional_call_with_what_is_not_saved(kind, use):
     expected = torch.autograd.grad(use(replaced, x).sin().sum(), x)
     y = torch.func.functional_call(m, {"p": x[0] * 3, "b": replaced.b}, (x, use)).sum()
     assert_same(torch.autograd.grad(y, x), expected)
-
-
-@pytest.mark.parametrize(("kind", "use"), USES)
-def test_functional_call_of_a_module_that_is_not_found(kind, use):
-    m = Shifted()
-    hidden = weakref.ref(m)
-
-    def unknown(_, x):
-        return use(hidden(), x).sin()
-
-    m.forward = lambda x: funcckpt.checkpoint(functools.partial(unknown, None), x)
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    y = torch.func.functional_call(m, {"p": x[0] * 3, "b": x[0].detach() * 3}, (x,)).sum()
-    with pytest.raises(CheckpointError, match=f"another {kind}.*functional_call"):
-        y.backward()
 
 
 def test_functional_call_with_what_is_not_used():

