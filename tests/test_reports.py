@@ -1,0 +1,545 @@
+"""Programs that users wrote, and that once were wrong, each compared with itself without remat."""
+
+import functools
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from oracles import F64, tensor
+from support import assert_same, no_remat
+from torch import nn
+from torch.func import functional_call, functionalize, grad, hessian, jvp, stack_module_state, vmap
+
+import funcckpt
+from funcckpt import ClosureError, inner_grad, policies, scan
+from funcckpt.nn import Remat
+
+
+def same(run, times=1):
+    """`run(remat)` is as `run(no_remat)`: values, and whether results require grad."""
+    for _ in range(times):
+        torch.manual_seed(0)
+        expected = run(no_remat)
+        torch.manual_seed(0)
+        assert_same(run(funcckpt.remat), expected)
+
+
+def made(kind, *args, **kwargs):
+    torch.manual_seed(3)
+    return kind(*args, **kwargs, dtype=F64)
+
+
+def detached(tree):
+    return torch.utils._pytree.tree_map(torch.Tensor.detach, tree)
+
+
+def alone(program):
+    """Run a program in a process of its own: one that fails may crash, or never end."""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def parameters(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def open_report(number):
+    return pytest.mark.xfail(reason=f"number {number} is not mended", raises=Exception)
+
+
+# -- recurrent cells write in place into what `unsafe_split` gave ------------------------------------
+
+
+@open_report(1)
+def test_recurrent_cell_in_scan_with_a_policy():
+    cell, xs = made(nn.GRUCell, 3, 3), tensor(4, 2, 3)
+
+    def run(remat):
+        def loss(p):
+            def step(h, x):
+                return functional_call(cell, p, (x, h)), None
+
+            if remat is not no_remat:
+                return scan(step, tensor(2, 3), xs, policy=policies.dots_saveable)[0].sum()
+            h = tensor(2, 3)
+            for x in xs:
+                h, _ = step(h, x)
+            return h.sum()
+
+        return detached(grad(loss)(parameters(cell)))
+
+    same(run, times=2)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(nn.GRUCell, marks=open_report(1)), nn.LSTMCell])
+def test_recurrent_cell_with_a_policy_inside_of_another_remat(kind):
+    cell, x = made(kind, 3, 3), tensor(2, 3)
+
+    def run(remat):
+        def step(p, x):
+            return functional_call(cell, p, (x,))
+
+        inner = remat(step, policy=policies.dots_saveable)
+        f = remat(lambda p, x: inner(p, x))
+        return detached(grad(lambda p, x: sum(y.sin().sum() for y in f(p, x)))(parameters(cell), x))
+
+    same(run, times=2)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(nn.GRU, marks=open_report(1)), nn.GRUCell])
+def test_double_backward_of_a_recurrent_module_with_a_policy(kind):
+    module, x = made(kind, 3, 3), tensor(4, 3)
+
+    def run(remat):
+        inner = remat(module, policy=policies.dots_saveable)
+        out = remat(lambda x: inner(x))(x)
+        out = out if kind is nn.GRUCell else out[0]
+        first = torch.autograd.grad(out.sin().sum(), list(module.parameters()), create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in first), list(module.parameters()))
+        return [g.detach() for g in first], second
+
+    same(run, times=2)
+
+
+PENALTY = """
+import torch
+from torch import nn
+from torch.func import functional_call
+from funcckpt import policies, remat
+
+torch.manual_seed(0)
+cell = nn.LSTMCell(4, 4, dtype=torch.float64)
+xs = torch.randn(2, 2, 4, dtype=torch.float64)
+
+def run(remat):
+    step = remat(lambda p, x, h: functional_call(cell, p, (x, h)), policy=policies.dots_saveable)
+
+    def segment(p, xs, h):
+        for x in xs:
+            h = step(p, x, h)
+        return h
+
+    p = {name: x.detach().clone().requires_grad_() for name, x in cell.named_parameters()}
+    leaf = xs.clone().requires_grad_()
+    out = remat(segment)(p, leaf, (torch.zeros_like(xs[0]), torch.zeros_like(xs[0])))
+    (g,) = torch.autograd.grad(sum(y.sin().sum() for y in out), leaf, create_graph=True)
+    return torch.autograd.grad(g.pow(2).sum(), list(p.values()))
+
+for actual, expected in zip(run(remat), run(lambda f, policy=None: f)):
+    torch.testing.assert_close(actual, expected)
+"""
+
+
+@open_report(2)
+def test_gradient_penalty_through_a_recurrent_cell_ends():
+    alone(PENALTY)
+
+
+def test_gradient_penalty_through_unsafe_chunk():
+    w = tensor(4, 6, requires_grad=True)
+
+    def run(remat):
+        def gates(x):
+            a, b, c = torch.mm(x, w).unsafe_chunk(3, 1)
+            return torch.cat([a.sigmoid_(), b.tanh_()], 1) * c.sigmoid_().repeat(1, 2)
+
+        step = remat(gates, policy=policies.dots_saveable)
+        leaf = tensor(2, 4, requires_grad=True)
+        out = remat(lambda x: step(step(x)))(leaf)
+        (g,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+        return torch.autograd.grad(g.pow(2).sum(), w)
+
+    same(run)
+
+
+# -- a module that is called again -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", ["conv", "layer_norm", "block"])
+def test_second_call_of_a_module(make):
+    module = {
+        "conv": lambda: made(nn.Conv2d, 2, 2, 3),
+        "layer_norm": lambda: made(nn.LayerNorm, 5),
+        "block": lambda: nn.Sequential(
+            made(nn.Conv2d, 2, 2, 3), made(nn.BatchNorm2d, 2), nn.ReLU(), made(nn.Conv2d, 2, 2, 1)
+        ),
+    }[make]()
+    x = tensor(2, 2, 5, 5)
+
+    def run(remat):
+        module.zero_grad()
+        out = remat(module)(x)
+        out.sum().backward()
+        return out, [p.grad for p in module.parameters()]
+
+    same(run, times=3)
+
+
+# -- a captured tensor that f does not use is no input -------------------------------------------------
+
+
+NET = made(nn.Linear, 2, 1)
+X = tensor(5, 2)
+
+
+def _loss(remat):
+    return remat(lambda p: functional_call(NET, p, (X,)).pow(2).sum())
+
+
+def _scanned(remat):
+    def f(p):
+        step = lambda h, _: (h + functional_call(NET, p, (X,)).pow(2).sum(), None)
+        if remat is not no_remat:
+            return scan(step, torch.zeros((), dtype=F64), length=3)[0]
+        return 3 * functional_call(NET, p, (X,)).pow(2).sum()
+
+    return grad(f)
+
+
+def _looped(remat):
+    def f(p):
+        body = lambda i, h: h + functional_call(NET, p, (X,)).pow(2).sum()
+        if remat is not no_remat:
+            return funcckpt.fori_loop(0, 3, body, torch.zeros((), dtype=F64))
+        return 3 * functional_call(NET, p, (X,)).pow(2).sum()
+
+    return grad(f)
+
+
+def _inner(remat):
+    gradient = grad if remat is no_remat else inner_grad
+    return grad(lambda p: gradient(_loss(no_remat))(p)["weight"].pow(2).sum())
+
+
+def _checkpointed(remat):
+    f = _loss(no_remat)
+    return grad(f if remat is no_remat else lambda p: funcckpt.checkpoint(f, p))
+
+
+REPLACED = {
+    "grad": lambda remat: grad(_loss(remat)),
+    "grad_grad": lambda remat: grad(lambda p: grad(_loss(remat))(p)["weight"].pow(2).sum()),
+    "vmap_grad": lambda remat: (
+        lambda p: vmap(grad(_loss(remat)))({k: torch.stack([x, x]) for k, x in p.items()})
+    ),
+    "hessian": lambda remat: hessian(_loss(remat)),
+    "net_as_argument": lambda remat: grad(
+        lambda p: remat(lambda net, p: functional_call(net, p, (X,)).pow(2).sum())(NET, p)
+    ),
+    "nested": lambda remat: grad(remat(_loss(remat))),
+    "policy": lambda remat: grad(_loss(functools.partial(remat, policy=policies.dots_saveable))),
+    "checkpoint": _checkpointed,
+    "scan": _scanned,
+    "fori_loop": _looped,
+    "inner_grad": _inner,
+}
+
+
+@open_report(4)
+@pytest.mark.parametrize("way", REPLACED)
+def test_replaced_parameters_are_no_inputs(way):
+    """`functional_call` replaces the parameters, which require grad, before anything uses them."""
+    same(lambda remat: REPLACED[way](remat)(parameters(NET)))
+
+
+@open_report(4)
+@pytest.mark.parametrize("way", ["grad", "scan", "inner_grad"])
+def test_a_training_loop_holds_no_history(way):
+    """No result has a graph, so that none is kept alive."""
+    p = parameters(NET)
+    for _ in range(3):
+        g = REPLACED[way](funcckpt.remat)(p)
+        p = {name: x - 0.1 * g[name] for name, x in p.items()}
+    assert all(x.grad_fn is None for x in p.values())
+
+
+def test_a_captured_tensor_that_is_used_is_an_input():
+    def run(remat):
+        loss = remat(lambda p: functional_call(NET, p, (X,)).pow(2).sum() * NET.weight.sum())
+        g = grad(loss)(parameters(NET))
+        return g, torch.autograd.grad(g["bias"].sum(), NET.weight)
+
+    same(run)
+
+
+# -- an instance with its own forward --------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = made(nn.Linear, 3, 3)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+def _by_lambda(block):
+    old = block.forward
+    block.forward = lambda x: old(x) * 2
+
+
+def _by_partial(block):
+    old = block.forward
+
+    def new_forward(module, *args):
+        return old(*args) * 2
+
+    block.forward = functools.update_wrapper(functools.partial(new_forward, block), old)
+
+
+def _by_method(block):
+    block.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, block)
+
+
+@open_report(5)
+@pytest.mark.parametrize("patch", [_by_lambda, _by_partial, _by_method])
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_forward_of_an_instance(patch, transform):
+    block = Block()
+    patch(block)
+    x = tensor(2, 3)
+
+    def run(remat):
+        f = remat(block)
+        if transform == "grad":
+            return grad(lambda p: remat(lambda p: functional_call(block, p, (x,)).sum())(p))(
+                parameters(block)
+            )
+        block.zero_grad()
+        out = f(x)
+        out.sum().backward()
+        return out, [p.grad for p in block.parameters()]
+
+    same(run, times=2)
+
+
+# -- statistics that are given by `functional_call` ------------------------------------------------------
+
+
+def _norm():
+    return nn.Sequential(made(nn.Linear, 3, 4), made(nn.BatchNorm1d, 4), nn.Tanh())
+
+
+@open_report(6)
+def test_statistics_given_by_functional_call():
+    net, x = _norm(), tensor(5, 3)
+
+    def run(remat):
+        buffers = {name: b.clone() for name, b in net.named_buffers()}
+
+        def loss(p, buffers, x):
+            out = remat(lambda p, b, x: functional_call(net, {**p, **b}, (x,)))(p, buffers, x)
+            return out.pow(2).sum(), buffers
+
+        return grad(loss, has_aux=True)(parameters(net), buffers, x), buffers
+
+    same(run, times=2)
+
+
+@open_report(6)
+def test_statistics_of_an_ensemble():
+    nets, x = [_norm() for _ in range(3)], tensor(5, 3)
+
+    def run(remat):
+        p, buffers = stack_module_state(nets)
+        p = {name: v.detach() for name, v in p.items()}
+        base = nets[0]
+
+        def loss(p, buffers, x):
+            out = remat(lambda p, b, x: functional_call(base, {**p, **b}, (x,)))(p, buffers, x)
+            return out.pow(2).sum(), buffers
+
+        return vmap(grad(loss, has_aux=True), (0, 0, None))(p, buffers, x), buffers
+
+    same(run, times=2)
+
+
+# -- no error where nothing is wrong ---------------------------------------------------------------------
+
+
+class Switch:
+    calls = 0
+
+
+def counting_helper(x):
+    Switch.calls += 1
+    return x
+
+
+def refers_to_a_counter(x, w, use_helper=False):
+    return counting_helper(x) if use_helper else (x @ w).tanh()
+
+
+@pytest.mark.parametrize("by", [pytest.param("remat", marks=open_report(7)), "checkpoint"])
+def test_counter_of_a_class_that_is_only_reachable(by):
+    def run(remat):
+        w, x = tensor(3, 3, requires_grad=True), tensor(2, 3)
+        if by == "remat" or remat is no_remat:
+            out = remat(refers_to_a_counter)(x, w)
+        else:
+            out = funcckpt.checkpoint(refers_to_a_counter, x, w)
+        counting_helper(x)
+        out.sum().backward()
+        return w.grad
+
+    same(run)
+
+
+def writes_to_its_argument(x):
+    x = x.add_(1)
+    return x.sin()
+
+
+TRANSPARENT = {
+    "vmap": lambda f: lambda x: vmap(f)(x),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),)),
+    "functionalize": lambda f: lambda x: functionalize(f)(x),
+    "vmap_jvp": lambda f: lambda x: vmap(lambda x: jvp(f, (x,), (torch.ones_like(x),)))(x),
+}
+
+
+@open_report(7)
+@pytest.mark.parametrize("transform", TRANSPARENT)
+def test_a_write_where_nothing_is_recomputed(transform):
+    def run(remat):
+        x = tensor(3)
+        return TRANSPARENT[transform](remat(writes_to_its_argument))(x), x
+
+    same(run)
+
+
+# -- what torch's modules do in their first call, and where they return nothing ----------------------------
+
+
+@open_report(8)
+def test_lstm_in_float32():
+    net, x = nn.LSTM(3, 3), torch.randn(2, 4, 3)
+    p = parameters(net)
+
+    def g(remat):
+        return grad(lambda p: remat(lambda p: functional_call(net, p, (x,)))(p)[0].sum())(p)
+
+    expected, actual = g(no_remat), g(funcckpt.remat)
+    for name in p:
+        assert not actual[name].requires_grad
+        torch.testing.assert_close(actual[name], expected[name])
+
+
+@pytest.mark.parametrize("by", [pytest.param("remat", marks=open_report(8)), "nn.Remat", "checkpoint"])
+def test_lazy_module(by):
+    x = tensor(2, 3)
+
+    def run(remat):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LazyLinear(4, dtype=F64), nn.Tanh(), nn.LazyLinear(2, dtype=F64))
+        if remat is no_remat:
+            f = net
+        else:
+            f = {
+                "remat": funcckpt.remat,
+                "nn.Remat": Remat,
+                "checkpoint": lambda net: functools.partial(funcckpt.checkpoint, net),
+            }[by](net)
+        results = []
+        for _ in range(3):
+            net.zero_grad()
+            out = f(x)
+            out.sum().backward()
+            results.append((out, [p.grad for p in net.parameters()]))
+        return results
+
+    same(run)
+
+
+# -- a graph made outside ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "transform",
+    ["plain", pytest.param("vmap", marks=open_report(9)), pytest.param("vmap_jvp", marks=open_report(9))],
+)
+def test_gradient_of_a_graph_made_outside(transform):
+    """Right, or an error that says what to do."""
+    w = tensor(3, 3, requires_grad=True)
+    unused = tensor(2, requires_grad=True)
+
+    def run(remat):
+        out = (w @ w).sin().sum(0)
+        f = remat(lambda v: torch.autograd.grad(out, [w, unused], v, allow_unused=True, retain_graph=True))
+        vs = torch.eye(3, dtype=F64)
+        if transform == "plain":
+            return f(vs[0])
+        if transform == "vmap":
+            return vmap(lambda v: f(v)[:1])(vs)
+        return vmap(lambda v: jvp(lambda v: f(v)[:1], (v,), (v,)))(vs)
+
+    try:
+        same(run)
+    except ClosureError as error:
+        assert "outside" in str(error)
+
+
+# -- zeros that autograd makes without memory ----------------------------------------------------------------
+
+
+ZEROS = """
+import torch
+from torch.func import jvp, vmap
+from funcckpt import remat
+
+def f(p, x):
+    h = torch.sigmoid(p["w"] @ x * 0.5)
+    return h, 2 * h
+
+def run(remat):
+    torch.manual_seed(0)
+    w = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    g = vmap(remat(f), (0, None))
+    def once(p, x, g):
+        return jvp(lambda p: g(p, x), (p,), ({"w": torch.cos(p["w"])},))[1]
+    twice = once({"w": w}, x, lambda p, x: once(p, x, g))
+    out = sum(y.tanh().sum() for y in torch.utils._pytree.tree_leaves(twice))
+    first = torch.autograd.grad(out, (w, x), create_graph=True)
+    return torch.autograd.grad(sum(g.sin().sum() for g in first), (w, x))
+
+for actual, expected in zip(run(remat), run(lambda f: f)):
+    torch.testing.assert_close(actual, expected)
+"""
+
+
+@open_report(10)
+def test_tangents_that_are_zero_below_a_double_backward():
+    alone(ZEROS)
+
+
+# -- small ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: funcckpt.remat(f),
+        lambda f: funcckpt.remat(funcckpt.remat(f)),
+        lambda f: funcckpt.remat(f, policy=policies.dots_saveable),
+    ],
+    ids=["remat", "nested", "policy"],
+)
+@pytest.mark.parametrize("requires_grad", [True, pytest.param(False, marks=open_report(11))])
+def test_captured_tensor_that_is_returned(wrap, requires_grad):
+    c, w = tensor(3, requires_grad=requires_grad), tensor(3, requires_grad=True)
+    returned, _ = wrap(lambda w: (c, w * c))(w)
+    assert returned is c
+
+
+@open_report(11)
+@pytest.mark.parametrize(
+    "policy", [policies.save_only_these_names, lambda *_, **__: "save"], ids=["uncalled", "string"]
+)
+def test_a_policy_that_gives_no_decision(policy):
+    x = tensor(3, requires_grad=True)
+    with pytest.raises(funcckpt.FuncckptError, match="polic"):
+        funcckpt.remat(lambda x: (x * x).sin() @ x, policy=policy)(x).backward()
