@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .numbering import Place
-from .recording import Operator, recomputed
+from .recording import Call, Place, recomputed
 
 # So many sets are compared, and each of them with so many more values.
 _SETS = 128
@@ -31,7 +30,7 @@ class Frontier:
 
     Parameters
     ----------
-    operators : sequence of Operator
+    calls : sequence of Call
         The forward.
     read : frozenset of places
         What the backward reads.
@@ -41,23 +40,23 @@ class Frontier:
 
     def __init__(
         self,
-        operators: Sequence[Operator],
+        calls: Sequence[Call],
         read: frozenset[Place],
         named: Sequence[Callable[[Any], bool]] = (),
     ) -> None:
-        self._operators = operators
+        self._calls = calls
         self._read = read
-        _, again = recomputed(operators, read, set())
+        _, again = recomputed(calls, read, set())
         # All that is computed again if nothing is kept, by call: its outputs that are asked for.
         asked: dict[int, set[Place]] = {call: set() for call in again}
-        for place in {*read, *[p for call in again for p in operators[call].needs]}:
+        for place in {*read, *[p for call in again for p in calls[call].needs]}:
             asked.setdefault(place[0], set()).add(place)
         values = {
             call: frozenset(places)
             for call, places in asked.items()
-            if all(i in operators[call].outputs for _, i in places)
+            if all(i in calls[call].sizes for _, i in places)
         }
-        everything = self._set(frozenset(p for p in read if p[1] in operators[p[0]].outputs))
+        everything = self._set(frozenset(p for p in read if p[1] in calls[p[0]].sizes))
         self.everything = everything.bytes
         found = [self._set(frozenset())]
         single = {call: self._set(places) for call, places in values.items() if places}
@@ -72,16 +71,16 @@ class Frontier:
             found += [self._set(s.places | values[call]) for s in found]
             found = _best(found)
         fixed = [
-            self._set(frozenset().union(*[values[c] for c in values if kind(operators[c].func)]))
+            self._set(frozenset().union(*[values[c] for c in values if kind(calls[c].func)]))
             for kind in named
         ]
         self._sets = _pareto([*found, everything, *fixed])
 
     def _set(self, places: frozenset[Place]) -> _Set:
-        used, again = recomputed(self._operators, self._read, places)
-        size = sum(self._operators[call].outputs[i] for call, i in used)
-        flops = sum(self._operators[call].flops for call in again)
-        moved = sum(sum(self._operators[call].outputs.values()) for call in again)
+        used, again = recomputed(self._calls, self._read, places)
+        size = sum(self._calls[call].sizes[i] for call, i in used)
+        flops = sum(self._calls[call].flops for call in again)
+        moved = sum(sum(self._calls[call].sizes.values()) for call in again)
         return _Set(size, (flops, moved), frozenset(used))
 
     def best(self, limit: int) -> frozenset[Place]:

@@ -9,7 +9,6 @@ that nothing was written to has a number that never comes again, for somebody ma
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,20 +16,23 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from .lazy import version_of
-from .operators import ALLOCATES, WRITE, address_of, name_of, tensors_of, written
-
-# An output of an operator: the how manieth call it was, and the how manieth of its outputs.
-Place = tuple[int, int]
+from .operators import (
+    ALLOCATES,
+    WRITE,
+    StorageTable,
+    address_of,
+    fills_storage,
+    name_of,
+    tensors_of,
+    written,
+)
 
 
 class _Origin(NamedTuple):
-    """Where what is in a storage comes from, as long as that lives."""
+    """The number of what is in a storage, and where in it that begins."""
 
-    storage: weakref.ref[torch.UntypedStorage]
     number: int
-    offset: Any
-    places: frozenset[Place]
+    offset: Any = 0
 
 
 class Numbers:
@@ -38,13 +40,11 @@ class Numbers:
 
     def __init__(self, known: Numbers | None = None) -> None:
         self._numbers: dict[Any, int] = {} if known is None else dict(known._numbers)
-        # Tensors that were there before, by the addresses of their storages.
-        self._constants: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = (
-            {} if known is None else known._constants
-        )
+        # Tensors that were there before.
+        self._constants: StorageTable[int] = StorageTable() if known is None else known._constants
         self._is_again = known is not None
         self._labels: frozenset[int] | None = None if known is None else known._labels or frozenset()
-        self._origins: dict[int, _Origin] = {}
+        self._origins: StorageTable[_Origin] = StorageTable()
         self._draws = 0
         self._times: dict[int, int] = {}
 
@@ -54,58 +54,44 @@ class Numbers:
     def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """The inputs of f, which are the same in each run, wherever they are."""
         physical = [(_torch.below_wrappers(x), _wrapping(x)) for x in inputs]
-        storages = [x.untyped_storage() if x.layout is torch.strided else None for x, _ in physical]
-        addresses = [None if s is None else s._cdata for s in storages]
+        addresses = [address_of(x) for x, _ in physical]
         usable = frozenset(
             [
                 label
                 for label, address in zip(labels, addresses, strict=True)
-                if address is not None and addresses.count(address) == 1
+                if address and addresses.count(address) == 1
             ]
         )
         if self._labels is not None:
             usable &= self._labels
         self._labels = usable
-        for label, (x, wrapping), storage in zip(labels, physical, storages, strict=True):
-            if label in usable and storage is not None:
+        for label, (x, wrapping) in zip(labels, physical, strict=True):
+            if label in usable:
                 number = self._number(("input", label, wrapping))
-                self._origins[storage._cdata] = _Origin(
-                    weakref.ref(storage), number, x.storage_offset(), frozenset()
-                )
+                self._origins.set(x, _Origin(number, x.storage_offset()))
 
-    def origin(self, x: Tensor) -> _Origin:
-        storage = x.untyped_storage()
-        found = self._origins.get(storage._cdata)
-        if found is not None and found.storage() is storage:
-            return found
-        origin = _Origin(weakref.ref(storage), self._constant(x, storage), 0, frozenset())
-        self._origins[storage._cdata] = origin
+    def _origin(self, x: Tensor) -> _Origin:
+        origin = self._origins.get(x)
+        if origin is None:
+            origin = _Origin(self._constant(x))
+            self._origins.set(x, origin)
         return origin
 
-    def _constant(self, x: Tensor, storage: torch.UntypedStorage) -> int:
-        known = self._constants.get(storage._cdata)
-        if known is None or known[0]() is not storage:
+    def _constant(self, x: Tensor) -> int:
+        known = self._constants.get(x)
+        if known is None:
+            known = self._number(object())
             if self._is_again:
-                return self._number(object())
-            known = weakref.ref(storage), self._number(object())
-            self._constants[storage._cdata] = known
-        return self._number(("constant", known[1], version_of(x)))
-
-    def places(self, x: Tensor) -> frozenset[Place]:
-        """What has made a tensor, if it was made here."""
-        if x.layout is not torch.strided:
-            return frozenset()
-        storage = x.untyped_storage()
-        found = self._origins.get(storage._cdata)
-        return found.places if found is not None and found.storage() is storage else frozenset()
+                return known
+            self._constants.set(x, known)
+        return self._number(("constant", known, None if x.is_inference() else x._version))
 
     def _of(self, a: Any) -> Any:
         if isinstance(a, Tensor):
             if a.layout is not torch.strided:
                 return object()
-            origin = self.origin(a)
-            look = a.storage_offset() - origin.offset, a.shape, a.stride(), a.dtype, a.is_conj(), a.is_neg()
-            return origin.number, *look
+            number, offset = self._origin(a)
+            return number, a.storage_offset() - offset, a.shape, a.stride(), a.dtype, a.is_conj(), a.is_neg()
         if isinstance(a, (list, tuple)):
             return tuple([self._of(x) for x in a])
         if isinstance(a, float):
@@ -136,48 +122,39 @@ class Numbers:
     def _lift(self, x: Tensor) -> None:
         """A small tensor that was made out of numbers is known by its values."""
         storage = x.untyped_storage()
-        known = storage._cdata in self._origins or storage._cdata in self._constants
+        known = self._origins.get(x) is not None or self._constants.get(x) is not None
         if not known and type(x) is Tensor and x.device.type == "cpu" and 0 < storage.nbytes() <= 4096:
             values = ctypes.string_at(storage.data_ptr(), storage.nbytes())
-            number = self._number(("values", values))
-            self._origins[storage._cdata] = _Origin(weakref.ref(storage), number, 0, frozenset())
+            self._origins.set(x, _Origin(self._number(("values", values))))
 
     def _without_overwritten(
         self, func: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        lost = {id(x) for x, all_of_it in written(func, args, kwargs) if all_of_it and _fills_storage(x)}
+        lost = {id(x) for x, all_of_it in written(func, args, kwargs) if all_of_it and fills_storage(x)}
 
         def look(a: Any) -> Any:
             return (a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) and id(a) in lost else a
 
         return [look(a) for a in args], {k: look(a) for k, a in kwargs.items()}
 
-    def made(
-        self, func: Any, kind: str, call: int, number: int, args: Any, kwargs: dict[str, Any], out: Any
-    ) -> None:
+    def made(self, func: Any, kind: str, number: int, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Note what a call has returned, or written to."""
-        outs = out if isinstance(out, (list, tuple)) else (out,)
         if kind in WRITE:
-            for i, (x, all_of_it) in enumerate(written(func, args, kwargs)):
+            for i, (x, _) in enumerate(written(func, args, kwargs)):
                 if x.layout is torch.strided:
-                    before = frozenset() if all_of_it and _fills_storage(x) else self.places(x)
-                    self._note(x, (number, "written", i), 0, before | {(call, i)})
+                    self._origins.set(x, _Origin(self._number((number, "written", i))))
         if kind == "writes":
             return
-        for i, y in enumerate(outs):
+        given = tensors_of(args, kwargs)
+        for i, y in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if not isinstance(y, Tensor) or y.layout is not torch.strided:
                 continue
-            storage = y.untyped_storage()
-            if any(address_of(x) == storage._cdata for x in tensors_of(args, kwargs)):
+            if any(address_of(x) == address_of(y) for x in given):
                 continue  # a view, whatever the schema says
-            if kind == "view" and (given := tensors_of(args, kwargs)):  # of what is not there yet
-                self._origins[storage._cdata] = self.origin(given[0])._replace(storage=weakref.ref(storage))
+            if kind == "view" and given:  # of what was not computed
+                self._origins.set(y, self._origin(given[0]))
                 continue
-            self._note(y, (number, i), y.storage_offset(), frozenset({(call, i)}))
-
-    def _note(self, x: Tensor, key: Any, offset: Any, places: frozenset[Place]) -> None:
-        storage = x.untyped_storage()
-        self._origins[storage._cdata] = _Origin(weakref.ref(storage), self._number(key), offset, places)
+            self._origins.set(y, _Origin(self._number((number, i)), y.storage_offset()))
 
 
 def _wrapping(x: Tensor) -> tuple[Any, ...]:
@@ -188,8 +165,3 @@ def _wrapping(x: Tensor) -> tuple[Any, ...]:
             found.append(_torch.maybe_get_bdim(x))
         x = _torch.get_unwrapped(x)
     return tuple(found)
-
-
-def _fills_storage(x: Tensor) -> bool:
-    dense = x.is_contiguous() and x.layout is torch.strided
-    return dense and x.numel() * x.element_size() == x.untyped_storage().nbytes()

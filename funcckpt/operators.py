@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from . import _torch
 
 T = TypeVar("T")
 
@@ -32,8 +36,9 @@ _ASKS = frozenset(("is_same_size", "_has_same_storage_numel"))
 # They write to running statistics, and their schemas do not say so.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
 _STATISTICS = frozenset(("running_mean", "running_var"))
-# The kinds of operators that may write to what they are given.
+# The kinds of operators that may write to what they are given, and those that read no values.
 WRITE = frozenset(("writes", "other"))
+READ_NO_VALUES = frozenset(("view", "like", "asks"))
 # They return the memory that they were given, and their schemas do not say so either.
 _VIEWS = frozenset(("_unsafe_view",))
 # In-place operators after which nothing is left of what was there.
@@ -149,6 +154,11 @@ def reshapes(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags and name_of(func) not in ("resize_", "resize_as_", "set_")
 
 
+def makes_nothing(func: Any, kind: str) -> bool:
+    """Whether an operator only looks at a tensor, or at its memory in another shape."""
+    return kind in ("view", "asks") or (kind == "writes" and reshapes(func))
+
+
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     found = []
     for a in (*args, *kwargs.values()) if kwargs else args:
@@ -171,6 +181,64 @@ def address_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout is torch.strided else 0
 
 
-def returns_argument(args: Any, kwargs: dict[str, Any], out: Any) -> bool:
-    """Whether an operator has returned memory that it was given, in spite of what its schema says."""
-    return isinstance(out, Tensor) and any(address_of(x) == address_of(out) for x in tensors_of(args, kwargs))
+PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, _torch.FakeTensor}
+
+
+def is_subclass_first(types: Iterable[Any]) -> bool:
+    """Whether a subclass among `types` acts on an operator itself, and its inner tensors come by later."""
+    return not PLAIN.issuperset(types) and any(
+        t not in PLAIN and t.__torch_dispatch__ is not _torch.no_torch_dispatch for t in types
+    )
+
+
+# -- tensors and their memory ---------------------------------------------------------------------------
+
+
+class TensorMeta(NamedTuple):
+    """What a strided tensor looks like."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorMeta:
+        return cls(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether its memory says all about `x`. A tensor that is known to be zero has none."""
+    return x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
+
+
+class StorageTable(Generic[T]):
+    """What is known about the memory of tensors, for as long as that memory is alive."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
+
+    def get(self, x: Tensor) -> T | None:
+        if x.layout is not torch.strided:
+            return None
+        storage = x.untyped_storage()
+        found = self._found.get(storage._cdata)
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def set(self, x: Tensor, value: T) -> None:
+        storage = x.untyped_storage()
+        self._found[storage._cdata] = weakref.ref(storage), value
+
+    def alive(self) -> list[T]:
+        return [value for storage, value in self._found.values() if storage() is not None]
+
+
+def fills_storage(x: Tensor) -> bool:
+    """Whether no other memory is in the storage of `x` than that of `x`."""
+    dense = x.layout is torch.strided and x.is_contiguous()
+    return dense and x.numel() * x.element_size() == x.untyped_storage().nbytes()

@@ -33,8 +33,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 from . import _torch
 from .errors import InputError, OptionError, describe
 from .knapsack import Frontier
-from .numbering import Place
-from .recording import Decision, Operator
+from .recording import Call, Decision, Place
 
 T = TypeVar("T")
 
@@ -432,7 +431,7 @@ class Chooser:
     def wants(self, call: int, func: Any, sizes: dict[int, int]) -> bool:
         return False
 
-    def choose(self, operators: Sequence[Operator], read: frozenset[Place]) -> frozenset[Place]:
+    def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
         return frozenset()
 
 
@@ -499,16 +498,16 @@ class _BudgetOfCall(Chooser):
             self._budget._plans.pop(self._signature, None)
         return as_planned
 
-    def choose(self, operators: Sequence[Operator], read: frozenset[Place]) -> frozenset[Place]:
+    def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
         if self._plan is not None:
             return self._plan.kept
-        frontier = Frontier(operators, read, [_is_dot, _is_product])
+        frontier = Frontier(calls, read, [_is_dot, _is_product])
         chosen = frontier.best(self._budget.limit(frontier.everything))
         plans = self._budget._plans
         if len(plans) >= _MANY:
             plans.clear()
-        calls = {call: (operators[call].func, operators[call].outputs) for call, _ in chosen}
-        plans[self._signature] = _Plan(chosen, calls)
+        planned = {call: (calls[call].func, calls[call].sizes) for call, _ in chosen}
+        plans[self._signature] = _Plan(chosen, planned)
         return chosen
 
 

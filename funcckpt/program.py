@@ -73,8 +73,6 @@ class Leaf(Program):
     random: bool | None = None
     # What its code is, to expect of another call what this one did.
     code: Any = None
-    # Whether a recomputation may put values off until somebody reads them.
-    may_put_off = True
     # What a policy has kept of the first run, until the nodes have it.
     kept: recording.Kept | None = None
 

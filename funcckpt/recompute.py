@@ -1,23 +1,24 @@
-"""What a recomputation does not run: what nobody reads, and what a policy has kept.
+"""Recomputation: what it does not run, because nobody reads it or because a policy has kept it.
 
-A recomputation runs under `Replay`, a dispatch mode below autograd and all transforms. An operator that
-takes time (`flops.has_flops`) is not run when it is called: what it returns is `lazy`, and so is all that
-depends on it, until something needs the values. The pullback needs some of them, and what it does not need
-is never computed: dead-code elimination with nothing to be learned first, whatever way f takes this time.
-What was of use the last time is not put off the next time, so that a function in which all is needed pays
-nothing. Random operators are never put off, and what is written to is computed before. Torch takes other
-formulas for some derivatives where a dispatch mode watches (cumprod), so that the first recomputation of such
-a function may differ from the next in the last bits.
+The pullback of a checkpoint records f again and then goes backward. Some results of the recording are
+never read: the last matrix product of a block, the sum that it goes into. The first recomputation of a
+function runs in full under `Replay`, with a tape that shows which those are: no operator that has to run
+has read them, the pullback did not, and their memory is gone at the end. The next recomputations skip
+them. A skipped operator returns a `Placeholder`, which has a shape, a dtype and a device, and no memory.
+Whoever reads it has the recomputation run again, in full: what was learned may be wrong, and no gradient is.
+
+Only operators that make new memory are skipped. One always runs if something else shares its memory in a
+way that no schema declares (`aten.unsafe_split`), or if something is written to it, or if it draws random
+numbers.
 
 What a policy has kept (`recording`) is handed out where a value with the same number (`numbering`) is asked
-for. So a recomputation that takes another way (a matmul folds otherwise where gradients are required) finds
+for. A recomputation that takes another way (a matmul folds otherwise where gradients are required) finds
 less, and never the wrong thing.
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,27 +29,25 @@ import torch
 from torch import Tensor
 
 from . import _torch, world
-from .flops import flops_of, has_flops
-from .lazy import (
-    PLAIN,
-    Calls,
-    Deferred,
-    Lazy,
-    Look,
-    Redo,
-    forced,
-    is_plain,
-    is_subclass_first,
-    looks_of,
-    run_deferred,
-    run_forced,
-    stream_of,
-    write_later,
-)
+from .flops import flops_of
 from .numbering import Numbers
 from .offload import Returning
-from .operators import WRITE, address_of, kind_of, kind_of_call, reshapes, tensors_of, written
-from .recording import Entry, Kept, Watch, watch_of
+from .operators import (
+    PLAIN,
+    READ_NO_VALUES,
+    WRITE,
+    TensorMeta,
+    address_of,
+    is_subclass_first,
+    kind_of,
+    kind_of_call,
+    makes_nothing,
+    map_tensors,
+    reshapes,
+    tensors_of,
+    written,
+)
+from .recording import Entry, Kept, Tape, Watch, watch_of
 
 if TYPE_CHECKING:
     from .program import Program
@@ -56,11 +55,99 @@ if TYPE_CHECKING:
 Tensors = tuple[Tensor, ...]
 
 
+class Redo(Exception):
+    """The recomputation has to be run again, in full."""
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__("something was read that the recomputation has skipped")
+        self.replay = replay
+
+
+class Placeholder(Tensor):
+    """The result of a skipped operator. It has no memory: to read it raises `Redo`."""
+
+    replay: Replay
+
+    @staticmethod
+    def __new__(cls, meta: TensorMeta, replay: Replay) -> Placeholder:
+        x: Placeholder = _torch.without_memory(cls, *meta)
+        x.replay = replay
+        replay.placeholders.append(weakref.ref(x))
+        return x
+
+    __torch_function__ = _torch.no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Views, and operators that read no values, need none."""
+        kwargs = kwargs or {}
+        kind, x = kind_of(func), args[0] if args else None
+        if isinstance(x, Placeholder) and reshapes(func):
+            with _torch.no_dispatch():
+                func(*args, **kwargs)
+            return x
+        if not isinstance(x, Placeholder) or kind not in READ_NO_VALUES:
+            raise next(y for y in tensors_of(args, kwargs) if isinstance(y, Placeholder)).replay.redo()
+        args = [map_tensors(_on_meta, a) for a in args]
+        if kind == "like":
+            return func(*args, **{**kwargs, "device": kwargs.get("device") or x.device})
+        with _torch.no_dispatch():
+            out = func(*args, **kwargs)
+        return map_tensors(lambda y: x.replay.placeholder(TensorMeta.of(y)._replace(device=x.device)), out)
+
+
+PLAIN.add(Placeholder)
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    if not isinstance(x, Placeholder):
+        return x
+    with _torch.no_dispatch():
+        memory = torch.empty_strided((x.untyped_storage().nbytes(),), (1,), dtype=torch.uint8, device="meta")
+        return memory.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What decides how the results of an operator look: no values of tensors, and no numbers of a formula."""
+    return func, *map(_look, args), *[(name, _look(a)) for name, a in kwargs.items()]
+
+
+def _look(a: Any) -> Any:
+    if isinstance(a, Tensor):
+        return a.shape, a.stride(), a.dtype, a.device
+    if isinstance(a, (list, tuple)):
+        return tuple(map(_look, a))
+    return float if isinstance(a, float) else (type(a), a)
+
+
+class Skipped(NamedTuple):
+    """A call that is not run."""
+
+    signature: tuple[Any, ...]
+    outputs: tuple[TensorMeta, ...]
+    is_alone: bool
+
+
+class Plan(NamedTuple):
+    """What recomputations of a function leave out."""
+
+    # By the index of the call in the recording; None if that is still to be learned.
+    skipped: Mapping[int, Skipped] | None = None
+    # Whether to leave out what the backward did not seem to read in the forward of a function with a policy.
+    trusts_forward: bool = True
+
+    def corrected(self) -> Plan:
+        """The plan after a recomputation in which something was missing."""
+        return Plan(None if self.skipped is None and self.trusts_forward else {}, trusts_forward=False)
+
+
 class Replay(Watch):
-    """Puts off what takes time, and hands out what was kept."""
+    """Skips what is planned, hands out what was kept, and learns what to skip if there is no plan yet."""
 
     def __init__(
-        self, source: Any, kept: Kept | None, coming: Sequence[Returning], plan: _Plan | None, lazy: bool
+        self, source: Any, kept: Kept | None, coming: Sequence[Returning], plan: Plan, learns: bool
     ) -> None:
         super().__init__(source)
         self._entries = {} if kept is None else kept.entries
@@ -68,238 +155,141 @@ class Replay(Watch):
         self._kept = coming
         self._kept_storages = {x.untyped_storage()._cdata for x, _ in coming}
         self._plan = plan
-        self._lazy = lazy
+        self._skipped = plan.skipped or {}
+        self._tape = Tape() if learns else None
         self._calls = 0
         self._depth = 0
-        # Whether one recording is part of another.
-        self._nests = False
         self._pulling = False
-        # Whether the pullback is nobody's business who has to be told what is lazy.
-        self._may_leave = False
         self._has_left = False
-        self._deferred: list[weakref.ref[Deferred]] = []
-        # The calls that take time: all, those put off with their FLOPs, and those of them that were run.
-        self._heavy: list[Any] = []
-        self._put_off: dict[int, int] = {}
-        self._ran = Calls()
-        self._stream: Any = None
-        self._hooks = _torch.top_saved_tensors_hooks()
+        self.placeholders: list[weakref.ref[Placeholder]] = []
+        # Whether a placeholder was read, and whether anything was handed out at all.
+        self.was_read = False
         self.has_interfered = False
+        # Whether what was recorded here is the same the next time.
+        self._is_settled = True
 
     def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
         if self._numbers is not None:
             self._numbers.label(labels, inputs)
+
+    def redo(self) -> Redo:
+        self.was_read = True
+        return Redo(self)
+
+    def placeholder(self, meta: TensorMeta) -> Placeholder:
+        self.has_interfered = True
+        return Placeholder(meta, self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_subclass_first(types):
             return NotImplemented
         kind = kind_of_call(func, args, kwargs)
-        self._calls += not (self._pulling and self._may_leave)
-        tensors = tensors_of(args, kwargs)
+        if kind in WRITE and self._kept_storages and not reshapes(func):
+            if any(address_of(x) in self._kept_storages for x, _ in written(func, args, kwargs)):
+                raise self.redo()  # what is kept may be asked for again
         if self._pulling:
-            return self._run(func, kind, args, kwargs, tensors)
+            if self._tape is not None:
+                self._tape.note_read(kind, args, kwargs)
+            return func(*args, **kwargs)
         if self._numbers is None or kind == "asks":
-            return self._put_off_or_run(func, kind, args, kwargs, tensors)
-        number, times = self._numbers.of_call(func, kind, args, kwargs)
-        out: Any = _NOT_KNOWN
-        if (entry := self._entries.get((number, times))) is not None:
-            out = self._hand_out(entry, func, args, kwargs)
-        if out is _NOT_KNOWN:
-            out = self._put_off_or_run(func, kind, args, kwargs, tensors)
-        self._numbers.made(func, kind, self._calls, number, args, kwargs, out)
+            return self._call(func, kind, args, kwargs, None)
+        key = self._numbers.of_call(func, kind, args, kwargs)
+        out = self._call(func, kind, args, kwargs, self._entries.get(key))
+        self._numbers.made(func, kind, key[0], args, kwargs, out)
         return out
 
-    def _hand_out(self, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        outs: Any = None
-        if None in entry.slots:  # an output that the backward does not read
-            outs = self._defer(func, args, kwargs, -1)
-            if outs is None or not isinstance(outs, tuple) or len(outs) != len(entry.slots):
-                return _NOT_KNOWN
+    def _call(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], entry: Entry | None) -> Any:
+        if makes_nothing(func, kind):
+            return func(*args, **kwargs)
+        index, self._calls = self._calls, self._calls + 1
+        skipped = self._skipped.get(index)
+        if skipped is not None and skipped.signature == _signature(func, args, kwargs):
+            outs = tuple(map(self.placeholder, skipped.outputs))
+            return outs[0] if skipped.is_alone else outs
+        if entry is not None and (self._plan.trusts_forward or not entry.misses()):
+            out = self._hand_out(entry)
+            if self._tape is not None:
+                self._tape.note(func, "handed out", (), {}, out)
+            return out
+        out = func(*args, **kwargs)
+        if self._tape is not None:
+            call = self._tape.note(func, kind, args, kwargs, out)
+            if call is not None and call.may_skip:
+                call.flops = flops_of(func, args, kwargs, out)
+                call.signature = _signature(func, args, kwargs)
+        return out
+
+    def _hand_out(self, entry: Entry) -> Any:
         self.has_interfered = True
         before, after = entry.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        found = [
-            outs[i] if slot is None else self._kept[slot].get().detach() for i, slot in enumerate(entry.slots)
-        ]
+        found = []
+        for slot in entry.slots:
+            found.append(
+                self._kept[slot].get().detach()
+                if isinstance(slot, int)
+                else None
+                if slot is None
+                else self.placeholder(slot)
+            )
         return found[0] if entry.is_alone else tuple(found)
-
-    def _put_off_or_run(
-        self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]
-    ) -> Any:
-        is_lazy = Lazy in map(type, tensors)
-        number = -1
-        if kind == "pure" and self._lazy and has_flops(func):
-            number = len(self._heavy)
-            self._heavy.append((func, *[x.shape for x in tensors]))
-        if (kind == "pure" or (kind == "view" and is_lazy)) and (
-            is_lazy or (number >= 0 and (self._plan is None or self._plan.puts_off(self._heavy)))
-        ):
-            out = self._defer(func, args, kwargs, number)
-            if out is not None:
-                return out
-        return self._run(func, kind, args, kwargs, tensors)
-
-    def _defer(self, func: Any, args: Any, kwargs: dict[str, Any], number: int) -> Any:
-        if any(type(x) not in PLAIN for x in tensors_of(args, kwargs)):
-            return None
-        # A checkpoint inside of f counts what is saved: some operators save other tensors of those put off.
-        if _torch.top_saved_tensors_hooks() != self._hooks:
-            return None
-        looks = looks_of(func, args, kwargs)
-        if looks is None or not self._is_home(args, kwargs):
-            return None
-        if kind_of(func) == "view" and (start := tensors_of(args, kwargs)[0].storage_offset()):
-            moved = [
-                x._replace(offset=x.offset + start) for x in ([looks] if isinstance(looks, Look) else looks)
-            ]
-            looks = moved[0] if isinstance(looks, Look) else tuple(moved)
-        self.has_interfered = True
-        deferred = Deferred(func, args, kwargs, number, self._ran, self._stream)
-        alone = isinstance(looks, Look)
-        outs = [deferred.give(look) for look in ((looks,) if alone else looks)]
-        self._deferred.append(weakref.ref(deferred))
-        out = outs[0] if alone else tuple(outs)
-        if number >= 0:
-            known = None if self._plan is None else self._plan.unread.get(number)
-            self._put_off[number] = flops_of(func, args, kwargs, out) if known is None else known
-        return out
-
-    def _is_home(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether we are on the stream of an accelerator on which all is put off and run."""
-        stream = stream_of(next(iter(tensors_of(args, kwargs))))
-        self._stream = self._stream or stream
-        return bool(stream is None or stream == self._stream)
-
-    def _run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-        """Run an operator now, on values that are there."""
-        if kind in WRITE and self._write_later(func, kind, args, kwargs):
-            return args[0]
-        if Lazy in map(type, tensors) and not self._is_home(args, kwargs):
-            raise Redo
-        return run_forced(func, args, kwargs, tensors)
-
-    def _write_later(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Before something is written to, compute what waits to read it; put it off if possible."""
-        targets = [x for x, _ in written(func, args, kwargs)]
-        if not targets:
-            return False
-        addresses = {address_of(x) for x in targets}
-        if addresses & self._kept_storages and not reshapes(func):
-            raise Redo  # what is kept may be asked for again
-        waiting = [d for reference in self._deferred if (d := reference()) is not None and not d.is_done]
-        if kind == "writes" and isinstance(args[0], Lazy) and len(targets) == 1 and targets[0] is args[0]:
-            for d in waiting:
-                if args[0].cell in d.waits_for:
-                    run_deferred(d)  # it reads what was there before
-            if torch.Tag.nondeterministic_seeded not in func.tags and self._are_plain(args, kwargs):
-                deferred = write_later(func, args, kwargs, self._ran, self._stream)
-                if deferred is not None:
-                    self._deferred.append(weakref.ref(deferred))
-                if deferred is not None or torch.Tag.inplace_view in func.tags:
-                    return True
-        if any(isinstance(x, Lazy) for x in targets) or any(
-            address_of(x) in addresses for d in waiting for x in d.reads
-        ):
-            for d in waiting:
-                run_deferred(d)
-        return False
-
-    def _are_plain(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        tensors = tensors_of(args, kwargs)
-        return all([type(x) in PLAIN and is_plain(x) for x in tensors]) and self._is_home(args, kwargs)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """While a program is recorded, to be pulled back. The pullback of the outermost reads."""
         self._depth += 1
-        self._nests |= self._depth > 1
+        before = _current.learned
         try:
             yield
         finally:
             self._depth -= 1
         if self._depth == 0:
             self._pulling = True
-            is_simple = self._numbers is None and not self._nests and not _is_differentiated()
-            self._may_leave = is_simple and _torch.dispatch_modes() == [self]
-            if self._may_leave and self._plan is not None and self._plan.calls == (*self._heavy,):
-                self._leave()
-
-    def _leave(self) -> None:
-        """Watch no more: what is put off was not needed the last time.
-
-        Code of Python in a pullback may write, unseen, to what is still to be read. So if something is needed
-        after all, the recomputation has to be run again.
-        """
-        self.__exit__(None, None, None)
-        self._has_left = self._ran.is_over = True
+            # What a checkpoint inside of f learns just now it does in another way the next time.
+            self._is_settled = before == _current.learned
+            if self._tape is None and self._numbers is None and _torch.dispatch_modes()[-1:] == [self]:
+                self.__exit__(None, None, None)  # a placeholder says itself that it is read
+                self._has_left = True
 
     def __exit__(self, *exception: Any) -> None:
         if not self._has_left:
             super().__exit__(*exception)
 
-    def finish(self, outputs: Tensors) -> Tensors:
-        """Outputs that are there, and nothing else that is not."""
-        outputs = tuple([forced(y) for y in outputs])
-        if self._ran.late:
-            raise Redo  # which somebody has caught
-        for collect in (False, True):
-            if collect:
-                gc.collect()
-            if not any(lazy.is_wanted() for reference in self._deferred if (lazy := reference()) is not None):
-                break
-        else:
-            raise Redo  # f has put it somewhere, where others may look
-        return outputs
+    def finish(self) -> None:
+        """Raise if a placeholder was read, or is where others may find it."""
+        if self.was_read:
+            raise Redo(self)  # which somebody has caught
+        if self._has_placeholders():
+            gc.collect()
+            if self._has_placeholders():
+                raise Redo(self)
 
-    @property
-    def is_late(self) -> bool:
-        """Whether something was needed that was not the last time, when it was too late."""
-        return bool(self._ran.late)
+    def _has_placeholders(self) -> bool:
+        return any([x() is not None for x in self.placeholders])
 
-    def plan(self) -> _Plan:
-        """What to put off the next time."""
-        needed = self._ran | self._ran.late
-        unread = {number: flops for number, flops in self._put_off.items() if number not in needed}
-        if self._numbers is None and not _pays(sum(unread.values()), self._calls):
+    def plan(self) -> Plan | None:
+        """What to skip the next time, if that was learned."""
+        if self._tape is None:
+            return None
+        _current.learned += 1
+        if not self._is_settled:
+            return None
+        unread = self._tape.unread()
+        if not _pays(sum([call.flops for call in unread.values()]), self._calls):
             unread = {}
-        return _Plan(tuple(self._heavy), unread)
-
-
-class _Unguarded(Replay):
-    """Where nothing in the process is compiled: then Dynamo need not be kept out of each operator."""
-
-
-_Unguarded.__torch_dispatch__ = inspect.unwrap(Replay.__torch_dispatch__)  # type: ignore[method-assign]
-
-
-class _Plan(NamedTuple):
-    """Which of the calls that take time were not needed the last time."""
-
-    calls: tuple[Any, ...]
-    # With their FLOPs.
-    unread: Mapping[int, int]
-
-    def puts_off(self, calls: list[Any]) -> bool:
-        """Whether to put off the last of the calls so far."""
-        number = len(calls) - 1
-        if number < len(self.calls) and self.calls[number] == calls[number]:
-            return number in self.unread
-        return True  # another way than the last time
+        return self._plan._replace(
+            skipped={
+                index: Skipped(call.signature, (*call.outputs.values(),), call.count is None)
+                for index, call in unread.items()
+            }
+        )
 
 
 # An operator that passes by costs some microseconds, in which more than this could be computed.
 FLOPS_WORTH_A_CALL = 10_000
-_NOT_KNOWN: Any = object()
-_plans: dict[Any, _Plan | None] = {}
-
-
-def _is_differentiated() -> bool:
-    """Whether more than one vmap is around a pullback: its own derivative may be taken there."""
-    interpreter = _torch.peek_interpreter_stack()
-    is_below = interpreter is None or (interpreter.level() == 1 and _torch.kind_of(interpreter) == "vmap")
-    return not is_below or _torch.has_dual_level() or torch.is_grad_enabled()
+_plans: dict[Any, Plan] = {}
 
 
 # -- around the run of a program --------------------------------------------------------------------------
@@ -310,13 +300,15 @@ class _Current(threading.local):
     source: Any = None
     kept: Kept | None = None
     tensors: tuple[Tensor, ...] = ()
+    # How many recomputations were run to learn from.
+    learned = 0
 
 
 _current = _Current()
 
 
 def replay_of(source: Any) -> Replay | None:
-    """What puts off values of a function that is recomputed, and is to know which part only runs that."""
+    """What skips operators of a function that is recomputed, and is to know which part only runs that."""
     watch = watch_of(source)
     return watch if isinstance(watch, Replay) else None
 
@@ -353,9 +345,9 @@ def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
     return kept, tensors
 
 
-def puts_off(source: Any, inputs: Iterable[Tensor]) -> bool:
-    """Whether a pullback of inputs may take so long that it is worth to put off what nobody may read."""
-    return _most_flops(inputs) >= FLOPS_WORTH_A_CALL and source.may_put_off and not _torch.has_compiled()
+def may_skip(inputs: Iterable[Tensor]) -> bool:
+    """Whether a pullback of inputs may take so long that it is worth to learn what nobody reads."""
+    return _most_flops(inputs) >= FLOPS_WORTH_A_CALL and not _torch.has_compiled()
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -365,14 +357,14 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if not program.is_pullback:
         return program.run(*inputs)
     kept, tensors = (_current.kept, _current.tensors) if _current.source is source else (None, ())
-    lazy = puts_off(source, inputs)
+    skips = may_skip(inputs)
     # What nobody reads is eliminated from a graph that is traced.
-    if (not lazy and kept is None) or source.is_compiled or _torch.is_tracing():
+    if (not skips and kept is None) or source.is_compiled or _torch.is_tracing():
         return program.run(*inputs)
-    key: Any = source.code, *[x.shape for x in inputs], () if kept is None else tuple(kept.entries)
-    plan = _plans.get(key)
-    lazy = lazy and (plan is None or bool(plan.unread))
-    if not lazy and kept is None:
+    key = _key(program, inputs, kept)
+    plan = _plans.get(key) or Plan()
+    learns = skips and plan.skipped is None
+    if kept is None and not learns and not plan.skipped:
         return program.run(*inputs)
     coming: list[Returning] = []
     if kept is not None:
@@ -380,25 +372,26 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             Returning(x) if place is None else place.back(x)
             for x, place in zip(tensors, kept.places, strict=True)
         ]
-    replay = (_Unguarded if kept is None else Replay)(source, kept, coming, plan, lazy)
-    # What is lazy around us is not computed as part of this.
-    inputs = [forced(x) for x in inputs]
+    replay = Replay(source, kept, coming, plan, learns)
+    del coming
     ours: Exception | None = None
     try:
         with replay:
             outputs = program.run(*inputs)
-            with torch.no_grad():
-                outputs = replay.finish(outputs)
+        replay.finish()
+    except Redo as redo:
+        if redo.replay is not replay:
+            raise
     except Exception as error:
         # Ours to blame, or f's: without us it will show.
         if not replay.has_interfered:
             raise
-        ours = None if replay.is_late else error.with_traceback(None)  # whose frames hold what was computed
-        _remember(key, replay.plan() if replay.is_late else _Plan((), {}))
+        ours = None if replay.was_read else error.with_traceback(None)  # whose frames hold what was computed
     else:
-        if lazy:
-            _remember(key, replay.plan())
+        if (learned := replay.plan()) is not None:
+            _remember(key, learned)
         return outputs
+    _remember(key, plan.corrected())
     outputs = program.run(*inputs)
     if ours is not None:
         _blame(ours)
@@ -409,9 +402,27 @@ def _blame(error: Exception) -> None:
     """Is told why a recomputation has run again, in full, and without an error. For tests, which raise it."""
 
 
+def _key(program: Program, inputs: Sequence[Tensor], kept: Kept | None) -> Any:
+    """What tells recomputations apart: the function, what is computed of it, what its inputs look like."""
+    source = program.source
+    steps: list[Any] = []
+    while program is not source:
+        steps.append((type(program), *[getattr(program, name, None) for name in _SHAPES]))
+        program = program.inner  # type: ignore[attr-defined]
+    looks = [
+        (x.shape, x.stride(), x.dtype) if x.layout is torch.strided else x.layout
+        for x in _torch.all_below_wrappers(inputs)
+    ]
+    return source.code, *steps, *looks, () if kept is None else tuple(kept.entries)
+
+
+# What decides, beside its type, what a program computes of another.
+_SHAPES = ("wrt", "of", "along", "in_dims", "at_level")
+
+
 def _pays(flops: int, calls: int) -> bool:
     """Whether it is worth to watch so many operators pass by, to be spared so many FLOPs."""
-    return flops >= FLOPS_WORTH_A_CALL * calls
+    return flops > FLOPS_WORTH_A_CALL * calls
 
 
 def _most_flops(inputs: Iterable[Tensor]) -> int:
@@ -420,7 +431,7 @@ def _most_flops(inputs: Iterable[Tensor]) -> int:
     return elements * elements // 2
 
 
-def _remember(key: Any, plan: _Plan) -> None:
+def _remember(key: Any, plan: Plan) -> None:
     if len(_plans) >= 4096:
         _plans.clear()
     _plans[key] = plan

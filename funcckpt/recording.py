@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -19,10 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch, world
 from .flops import flops_of
-from .lazy import Look, is_subclass_first, look_of
-from .numbering import Numbers, Place
+from .numbering import Numbers
 from .offload import Offloaded, is_far
-from .operators import WRITE, kind_of_call, reshapes, returns_argument, tensors_of, written
+from .operators import (
+    READ_NO_VALUES,
+    WRITE,
+    StorageTable,
+    TensorMeta,
+    address_of,
+    fills_storage,
+    is_plain,
+    is_subclass_first,
+    kind_of_call,
+    makes_nothing,
+    reshapes,
+    tensors_of,
+    written,
+)
 
 
 class _Active(threading.local):
@@ -64,29 +77,28 @@ def watch_of(source: Any) -> Watch | None:
     return watch if watch is not None and watch.source is source else None
 
 
-class Operator(NamedTuple):
-    """A call of an operator in the forward, for a policy that chooses among all of them.
+# An output of an operator: (call index, output index).
+Place = tuple[int, int]
+
+
+class Call:
+    """A call of an operator.
 
     Attributes
     ----------
     func
         The operator.
+    needs : frozenset of Place
+        The results that it reads.
+    outputs : dict[int, TensorMeta]
+        Of its results those in memory of its own.
+    count : int or None
+        How many results it returns; None for one tensor alone.
+    may_skip : bool
+        Whether it does nothing but to make its results, and nobody shares their memory unseen.
     flops : int
-        What it costs to run it again.
-    outputs : dict[int, int]
-        The bytes of each of its outputs that can be kept.
-    needs : frozenset of (int, int)
-        What it computes from: calls by their index, and which of their outputs.
+        What it costs to run it again; counted where somebody asks.
     """
-
-    func: Any
-    flops: int
-    outputs: dict[int, int]
-    needs: frozenset[Place]
-
-
-class _Made:
-    """A call of the forward."""
 
     __slots__ = (
         "chosen",
@@ -94,31 +106,102 @@ class _Made:
         "flops",
         "func",
         "key",
-        "looks",
+        "may_skip",
         "needs",
         "offloads",
+        "outputs",
+        "signature",
         "sizes",
         "streams",
         "values",
     )
 
-    def __init__(self, key: tuple[int, int], func: Any, needs: frozenset[Place], count: int | None) -> None:
-        self.key, self.func, self.needs, self.count = key, func, needs, count
+    def __init__(self, func: Any, needs: frozenset[Place], count: int | None) -> None:
+        self.func, self.needs, self.count = func, needs, count
+        self.outputs: dict[int, TensorMeta] = {}
+        self.may_skip = True
         self.flops = 0
-        # The outputs that could be kept, their bytes, those that are held, and those of them that are to be.
-        self.looks: dict[int, Look] = {}
-        self.sizes: dict[int, int] = {}
+        # For a policy: its value number, the outputs that are held, their bytes, and which are chosen.
+        self.key: tuple[int, int] = -1, 0
         self.values: dict[int, Tensor] = {}
+        self.sizes: dict[int, int] = {}
         self.chosen: set[int] = set()
         self.offloads = False
         self.streams: tuple[world.States, world.States] = [], []
+        # For skipping: what decides what its results look like.
+        self.signature: tuple[Any, ...] = ()
 
     @property
     def is_random(self) -> bool:
         return torch.Tag.nondeterministic_seeded in getattr(self.func, "tags", ())
 
-    def operator(self) -> Operator:
-        return Operator(self.func, self.flops, {i: self.sizes[i] for i in self.values}, self.needs)
+
+class Tape:
+    """The operators of a run, and which of them have made what is in memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        # What is known to be read, beside what other calls read.
+        self.read: set[Place] = set()
+        self._makers: StorageTable[frozenset[Place]] = StorageTable()
+
+    def makers(self, x: Tensor) -> frozenset[Place]:
+        """The results that are in the memory of `x`."""
+        return self._makers.get(x) or frozenset()
+
+    def note_read(self, kind: str, args: Any, kwargs: dict[str, Any]) -> None:
+        """An operator reads, and is none of those that may be skipped."""
+        self.read |= self._needs(kind, tensors_of(args, kwargs))
+
+    def _needs(self, kind: str, tensors: Sequence[Tensor]) -> frozenset[Place]:
+        if kind in READ_NO_VALUES or not tensors:
+            return frozenset()
+        return frozenset().union(*map(self.makers, tensors))
+
+    def note(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
+        """Note what an operator has done. None if what it returns is the memory that it was given."""
+        if makes_nothing(func, kind):
+            return None
+        given = tensors_of(args, kwargs)
+        needs = self._needs(kind, given)
+        index, addresses = len(self.calls), set(map(address_of, given))
+        outs = out if isinstance(out, (list, tuple)) else (out,)
+        call = Call(func, needs, None if isinstance(out, Tensor) else len(outs))
+        self.calls.append(call)
+        if kind in WRITE:
+            call.may_skip = False
+            for i, (x, all_of_it) in enumerate(written(func, args, kwargs)):
+                if x.layout is torch.strided:
+                    before = self.makers(x)
+                    self._must_run(before)
+                    before = frozenset() if all_of_it and fills_storage(x) else before
+                    self._makers.set(x, before | {(index, i)})
+        if kind == "writes":
+            return call
+        call.may_skip = kind == "pure" and bool(given)
+        shares = False
+        for i, y in enumerate(outs):
+            if not isinstance(y, Tensor) or not is_plain(y):
+                call.may_skip = False
+            elif address_of(y) in addresses or self._makers.get(y) is not None:
+                # Shared memory, of which the schema does not say a word (`aten.unsafe_split`).
+                shares = True
+                call.may_skip = False
+                self._must_run(self.makers(y))
+            else:
+                call.outputs[i] = TensorMeta.of(y)
+                self._makers.set(y, frozenset(((index, i),)))
+        return None if shares else call
+
+    def _must_run(self, places: Iterable[Place]) -> None:
+        for index, _ in places:
+            self.calls[index].may_skip = False
+
+    def unread(self) -> dict[int, Call]:
+        """The calls of which nobody has read a result, and whose results are gone."""
+        read = self.read.union(*self._makers.alive(), *[c.needs for c in self.calls if not c.may_skip])
+        _, again = recomputed(self.calls, read, frozenset())
+        return {i: c for i, c in enumerate(self.calls) if c.may_skip and i not in again}
 
 
 class Kept:
@@ -139,10 +222,16 @@ def split(kept: Kept | None, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor],
 
 
 class Entry(NamedTuple):
-    # For each output its index among the tensors, or None; and how many there are, if not one alone.
-    slots: tuple[int | None, ...]
+    """What is kept of the results of a call that is not run again."""
+
+    # For each output its index among the tensors; or what it looks like, if the backward does not read it.
+    slots: tuple[int | TensorMeta | None, ...]
     is_alone: bool
     streams: tuple[world.States, world.States]
+
+    def misses(self) -> bool:
+        """Whether there is a result that is not kept."""
+        return any([isinstance(slot, TensorMeta) for slot in self.slots])
 
 
 class Chooser(Protocol):
@@ -160,8 +249,8 @@ class Chooser(Protocol):
     def wants(self, call: int, func: Any, sizes: dict[int, int]) -> bool:
         """Whether the results of a call, of so many bytes, may be chosen in the end."""
 
-    def choose(self, operators: Sequence[Operator], read: frozenset[Place]) -> frozenset[Place]:
-        """What to keep, given all operators and the values that the backward reads."""
+    def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
+        """What to keep, given all calls and the values that the backward reads."""
 
 
 class Decision(NamedTuple):
@@ -179,8 +268,7 @@ class Record(Watch):
         self._chooser = chooser
         self._name = name
         self._numbers = Numbers()
-        self._made: list[_Made] = []
-        self._read: set[Place] = set()
+        self._tape = Tape()
         self._reads_unseen = False
 
     def label(self, labels: Sequence[int], inputs: Sequence[Tensor]) -> None:
@@ -202,60 +290,57 @@ class Record(Watch):
         kind = kind_of_call(func, args, kwargs)
         if kind == "asks":
             return func(*args, **kwargs)
-        number, times = self._numbers.of_call(func, kind, args, kwargs)
-        places = [self._numbers.places(x) for x in tensors_of(args, kwargs)]
-        needs: frozenset[Place] = frozenset().union(*places)
+        key = self._numbers.of_call(func, kind, args, kwargs)
         if kind in WRITE and not reshapes(func):
             for x, _ in written(func, args, kwargs):
-                for call, i in self._numbers.places(x):
-                    self._made[call].values.pop(i, None)
+                for index, i in self._tape.makers(x):
+                    self._tape.calls[index].values.pop(i, None)
         before = world.states_drawn_from(func, args, kwargs)
         out = func(*args, **kwargs)
-        call = len(self._made)
-        self._numbers.made(func, kind, call, number, args, kwargs, out)
-        if kind == "view" or (kind != "writes" and returns_argument(args, kwargs, out)):
+        self._numbers.made(func, kind, key[0], args, kwargs, out)
+        call = self._tape.note(func, kind, args, kwargs, out)
+        if call is None:
             if func is torch.ops.aten.alias.default and self._name() is not None:
-                self._name_given(func, args, kwargs, out, needs)
-            return out
-        made = _Made((number, times), func, needs, None if isinstance(out, Tensor) else _length(out))
-        self._made.append(made)
-        if kind not in ("pure", "custom", "random"):
-            return out
-        outs = [out] if isinstance(out, Tensor) else out
-        for i, y in enumerate(outs):
-            if isinstance(y, Tensor) and _can_be_kept(y):
-                made.looks[i], made.sizes[i] = look_of(y, y.device), y.numel() * y.element_size()
-        decision = self._chooser.decides(func, args, kwargs, out)
-        if decision is None and self._chooser.wants(call, func, made.sizes):
-            made.flops = flops_of(func, args, kwargs, out)
-        elif decision is None or not decision.keep:
-            return out
-        else:
-            made.offloads = decision.offload
-            made.chosen.update(made.looks)
-        held = {i: _alias(outs[i]) for i in made.looks}
-        made.values.update({i: x for i, x in held.items() if x is not None})
-        made.streams = before, world.states_drawn_from(func, args, kwargs) if before else []
+                self._name_given(func, args, kwargs, out)
+        elif kind in ("pure", "custom", "random"):
+            call.key = key
+            self._hold(call, args, kwargs, out)
+            call.streams = before, world.states_drawn_from(func, args, kwargs) if before else []
         return out
 
-    def _name_given(
-        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, needs: frozenset[Place]
-    ) -> None:
+    def _hold(self, call: Call, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Hold the results of a call, if they are to be kept or may be."""
+        decision = self._chooser.decides(call.func, args, kwargs, out)
+        if decision is None:
+            sizes = {i: meta.nbytes for i, meta in call.outputs.items()}
+            if not self._chooser.wants(len(self._tape.calls) - 1, call.func, sizes):
+                return
+            call.flops = flops_of(call.func, args, kwargs, out)
+        elif decision.keep:
+            call.offloads = decision.offload
+            call.chosen.update(call.outputs)
+        else:
+            return
+        held = {i: _alias(out if call.count is None else out[i]) for i in call.outputs}
+        call.values.update({i: x for i, x in held.items() if x is not None})
+
+    def _name_given(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         decision = self._chooser.decides(func, args, kwargs, out)
-        if decision is None or len(needs) != 1:
+        makers = self._tape.makers(args[0])
+        if decision is None or len(makers) != 1:
             return  # an input has no operator to be saved, and what is written to in place no single one
-        ((call, i),) = needs
-        made = self._made[call]
+        ((index, i),) = makers
+        call = self._tape.calls[index]
         if decision.forbid:
-            made.chosen.discard(i)
-        elif decision.keep and i in made.looks and not made.is_random:
-            if i not in made.values:
-                size, strides, offset, dtype, _ = made.looks[i]
+            call.chosen.discard(i)
+        elif decision.keep and i in call.outputs and not call.is_random:
+            if i not in call.values:
+                size, strides, offset, dtype, _ = call.outputs[i]
                 if dtype != out.dtype:
                     return
-                made.values[i] = _torch.alias(out.as_strided(size, strides, offset))
-            made.chosen.add(i)
-            made.offloads = decision.offload
+                call.values[i] = _torch.alias(out.as_strided(size, strides, offset))
+            call.chosen.add(i)
+            call.offloads = decision.offload
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
         """See which values the graph of the outputs has saved."""
@@ -265,37 +350,38 @@ class Record(Watch):
                     self._reads_unseen = True
                 else:
                     for y in _torch.everything_below(x):
-                        self._read |= self._numbers.places(y)
+                        self._tape.read |= self._tape.makers(y)
 
     def finish(self) -> Kept | None:
         """What is kept: of what was chosen, that which the backward reads or computes from."""
-        read = frozenset(self._read)
+        calls = self._tape.calls
+        read = frozenset(self._tape.read)
         if self._reads_unseen:
-            read = frozenset([(call, i) for call, made in enumerate(self._made) for i in made.looks])
-        operators = [made.operator() for made in self._made]
-        chosen = {(call, i) for call, made in enumerate(self._made) for i in made.chosen & made.values.keys()}
-        chosen |= self._chooser.choose(operators, read)
-        used, _ = recomputed(operators, read, chosen)
+            read = frozenset([(index, i) for index, call in enumerate(calls) for i in call.outputs])
+        for call in calls:
+            call.sizes = {i: call.outputs[i].nbytes for i in call.values}
+        chosen = {(index, i) for index, call in enumerate(calls) for i in call.chosen & call.values.keys()}
+        chosen |= self._chooser.choose(calls, read)
+        used, again = recomputed(calls, read, chosen)
         kept = Kept(self._numbers)
-        for call, made in enumerate(self._made):
-            slots: list[int | None] = [None] * (1 if made.count is None else made.count)
-            for i in range(len(slots)):
-                if (call, i) in used and i in made.values:
-                    slots[i] = len(kept.tensors)
-                    value, place = _placed(made.values[i], made.offloads)
-                    kept.tensors.append(value)
-                    kept.places.append(place)
-            if any(slot is not None for slot in slots):
-                kept.entries[made.key] = Entry(tuple(slots), made.count is None, made.streams)
-        self._made = []
+        for index, call in enumerate(calls):
+            of_use = [i for i in call.values if (index, i) in used]
+            if index in again or not (of_use or call.may_skip):
+                continue
+            slots: list[int | TensorMeta | None] = [None] * (1 if call.count is None else call.count)
+            for i, meta in call.outputs.items():
+                slots[i] = meta
+            for i in of_use:
+                slots[i] = len(kept.tensors)
+                value, place = _placed(call.values[i], call.offloads)
+                kept.tensors.append(value)
+                kept.places.append(place)
+            kept.entries[call.key] = Entry(tuple(slots), call.count is None, call.streams)
+        self._tape = Tape()
         for away in kept.places:
             if away is not None:
                 away.is_about_to_be_written()  # by the caller, if it is an output
-        return kept if kept.entries else None
-
-
-def _length(out: Any) -> int:
-    return len(out) if isinstance(out, (list, tuple)) else 1
+        return kept if kept.tensors else None
 
 
 def _alias(x: Tensor) -> Tensor | None:
@@ -307,10 +393,6 @@ def _alias(x: Tensor) -> Tensor | None:
         return None  # a number that only looks like a tensor
 
 
-def _can_be_kept(x: Tensor) -> bool:
-    return x.layout is torch.strided and not x._is_zerotensor()
-
-
 def _placed(x: Tensor, offloaded: bool) -> tuple[Tensor, Offloaded | None]:
     if offloaded and is_far(x):
         away = Offloaded(x)
@@ -319,7 +401,7 @@ def _placed(x: Tensor, offloaded: bool) -> tuple[Tensor, Offloaded | None]:
 
 
 def recomputed(
-    operators: Sequence[Operator],
+    calls: Sequence[Call],
     read: set[Place] | frozenset[Place],
     kept: set[Place] | frozenset[Place],
 ) -> tuple[set[Place], set[int]]:
@@ -334,7 +416,7 @@ def recomputed(
             used.add(place)
         elif place[0] not in again:
             again.add(place[0])
-            for other in operators[place[0]].needs:
+            for other in calls[place[0]].needs:
                 if other not in seen:
                     seen.add(other)
                     pending.append(other)

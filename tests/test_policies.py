@@ -102,7 +102,7 @@ EXPECTED = {
         "dots": (0, N * HID),
         "products": (0, N * HID),
         "names": (0, N * HID),
-        "but": (MM1, N * HID),
+        "but": (MM1, 0),  # what is normed has its mean and deviation computed again, and itself with them
         "anything": (MM1, 2 * N * HID + 2 * N),
         "gelu": (MM1, N * HID),
     },
@@ -357,7 +357,9 @@ def test_autocast(policy):
         return found, torch.autograd.grad(y, leaves)
 
     wrapped = functools.partial(remat, policy=POLICIES[policy])
-    without, measured = measure(run, lambda f: f), measure(run, wrapped)
+    without = measure(run, lambda f: f)
+    measure(run, wrapped)  # learns what the backward does not read
+    measured = measure(run, wrapped)
     assert_close(measured.result, without.result, rtol=0, atol=0)
     assert measured.flops - without.flops == (1 + B) * EXPECTED["mlp"][policy][0]
 

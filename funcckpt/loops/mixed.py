@@ -120,7 +120,6 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
         arguments = Arguments(name, tuple(own), kwargs)
         places = {id(x): i for i, x in enumerate(arguments.tensors)}
         call = _Call(_scalar(loss, name), name, options, arguments)
-        call.may_put_off = False  # at the peak that would keep what the values are made of
         call._layers = layers
         inputs = call._take_inputs(call._captured)
         program = _Gradient(
