@@ -52,7 +52,6 @@ def open_report(number):
 # -- recurrent cells write in place into what `unsafe_split` gave ------------------------------------
 
 
-@open_report(1)
 def test_recurrent_cell_in_scan_with_a_policy():
     cell, xs = made(nn.GRUCell, 3, 3), tensor(4, 2, 3)
 
@@ -73,7 +72,7 @@ def test_recurrent_cell_in_scan_with_a_policy():
     same(run, times=2)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(nn.GRUCell, marks=open_report(1)), nn.LSTMCell])
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
 def test_recurrent_cell_with_a_policy_inside_of_another_remat(kind):
     cell, x = made(kind, 3, 3), tensor(2, 3)
 
@@ -88,7 +87,7 @@ def test_recurrent_cell_with_a_policy_inside_of_another_remat(kind):
     same(run, times=2)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(nn.GRU, marks=open_report(1)), nn.GRUCell])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell])
 def test_double_backward_of_a_recurrent_module_with_a_policy(kind):
     module, x = made(kind, 3, 3), tensor(4, 3)
 
@@ -132,7 +131,6 @@ for actual, expected in zip(run(remat), run(lambda f, policy=None: f)):
 """
 
 
-@open_report(2)
 def test_gradient_penalty_through_a_recurrent_cell_ends():
     alone(PENALTY)
 
