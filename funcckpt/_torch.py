@@ -200,6 +200,11 @@ def no_dispatch() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+def zero_tensors_told() -> Any:
+    """Below the key of modes, operators tell tensors that are known to be zero."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ZeroTensor, False)
+
+
 def has_compiled() -> bool:
     """Whether anything was compiled in this process. It refuses to run as such under a dispatch mode."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")

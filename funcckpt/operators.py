@@ -154,6 +154,18 @@ def reshapes(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags and name_of(func) not in ("resize_", "resize_as_", "set_")
 
 
+def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a dispatch mode calls to run an operator that it was handed.
+
+    A tensor that is known to be zero has no memory, and is told by a key above that of modes. Some operators
+    (`aten.mul.Scalar`) pass that key by, and count on it in what they call: without it they crash.
+    """
+    if any([isinstance(x, Tensor) and x._is_zerotensor() for x in args]):
+        with _torch.zero_tensors_told():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
 def makes_nothing(func: Any, kind: str) -> bool:
     """Whether an operator only looks at a tensor, or at its memory in another shape."""
     return kind in ("view", "asks") or (kind == "writes" and reshapes(func))

@@ -44,6 +44,7 @@ from .operators import (
     makes_nothing,
     map_tensors,
     reshapes,
+    run_operator,
     tensors_of,
     written,
 )
@@ -191,7 +192,7 @@ class Replay(Watch):
         if self._pulling:
             if self._tape is not None:
                 self._tape.note_read(kind, args, kwargs)
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         if self._numbers is None or kind == "asks":
             return self._call(func, kind, args, kwargs, None)
         key = self._numbers.of_call(func, kind, args, kwargs)
@@ -201,7 +202,7 @@ class Replay(Watch):
 
     def _call(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], entry: Entry | None) -> Any:
         if makes_nothing(func, kind):
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         index, self._calls = self._calls, self._calls + 1
         skipped = self._skipped.get(index)
         if skipped is not None and skipped.signature == _signature(func, args, kwargs):
@@ -212,7 +213,7 @@ class Replay(Watch):
             if self._tape is not None:
                 self._tape.note(func, "handed out", (), {}, out)
             return out
-        out = func(*args, **kwargs)
+        out = run_operator(func, args, kwargs)
         if self._tape is not None:
             call = self._tape.note(func, kind, args, kwargs, out)
             if call is not None and call.may_skip:

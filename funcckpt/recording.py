@@ -33,6 +33,7 @@ from .operators import (
     kind_of_call,
     makes_nothing,
     reshapes,
+    run_operator,
     tensors_of,
     written,
 )
@@ -289,14 +290,14 @@ class Record(Watch):
             return NotImplemented
         kind = kind_of_call(func, args, kwargs)
         if kind == "asks":
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         key = self._numbers.of_call(func, kind, args, kwargs)
         if kind in WRITE and not reshapes(func):
             for x, _ in written(func, args, kwargs):
                 for index, i in self._tape.makers(x):
                     self._tape.calls[index].values.pop(i, None)
         before = world.states_drawn_from(func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = run_operator(func, args, kwargs)
         self._numbers.made(func, kind, key[0], args, kwargs, out)
         call = self._tape.note(func, kind, args, kwargs, out)
         if call is None:

@@ -509,7 +509,6 @@ for actual, expected in zip(run(remat), run(lambda f: f)):
 """
 
 
-@open_report(10)
 def test_tangents_that_are_zero_below_a_double_backward():
     alone(ZEROS)
 
