@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from . import _torch
-from .errors import InputError, OptionError, describe
+from .errors import FuncckptError, InputError, OptionError, describe
 from .knapsack import Frontier
 from .recording import Call, Decision, Place
 
@@ -417,13 +417,20 @@ class Chooser:
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
         if func in SAC_IGNORED_OPS:
             return None
-        answer = self._policy(context(out), func, *args, **kwargs)
+        try:
+            answer = self._policy(context(out), func, *args, **kwargs)
+        except TypeError as error:  # which Python takes for "unsupported operand" where it asks for `a * b`
+            raise FuncckptError(
+                f"{self._title}: the policy raised {error!r} for {func}. It is called as "
+                "policy(ctx, op, *args, **kwargs); what makes a policy, such as save_only_these_names, has to "
+                "be called itself."
+            ) from error
         if answer in _KEEPS:
             return Decision(keep=True)
         if answer in _OFFLOADS:
             return Decision(keep=True, offload=True)
         if not isinstance(answer, (bool, CheckpointPolicy)) and answer is not None:
-            raise InputError(
+            raise FuncckptError(
                 f"{self._title}: the policy returned {answer!r} for {func}, no CheckpointPolicy."
             )
         return Decision(keep=False, forbid=answer is _FORBID)

@@ -532,7 +532,6 @@ def test_captured_tensor_that_is_returned(wrap, requires_grad):
     assert returned is c
 
 
-@open_report(11)
 @pytest.mark.parametrize(
     "policy", [policies.save_only_these_names, lambda *_, **__: "save"], ids=["uncalled", "string"]
 )
