@@ -1098,39 +1098,15 @@ def hooks_asleep() -> Iterator[None]:
         yield
 
 
-def push_saved_tensors_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """As entering the public context does, without an object for each operator."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def pop_saved_tensors_hooks() -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
 def saved_tensors_hooks() -> list[Hooks]:
     """All that are active, innermost first: taken off and put back."""
     found: list[Hooks] = []
     while (top := top_saved_tensors_hooks()) is not None:
-        pop_saved_tensors_hooks()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
         found.append(top)
     for hooks in reversed(found):
-        push_saved_tensors_hooks(*hooks)
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
     return found
-
-
-def remove_saved_tensors_hooks(pack: Callable[[Tensor], Any]) -> None:
-    """Take hooks off the stack, from under others if need be."""
-    above: list[Hooks] = []
-    while (top := top_saved_tensors_hooks()) is not None:
-        pop_saved_tensors_hooks()
-        if top[0] is pack:
-            break
-        above.append(top)
-    else:
-        # Others, left before us, have taken ours for theirs: theirs is the one that is left over.
-        above = above[1:]
-    for hooks in reversed(above):
-        push_saved_tensors_hooks(*hooks)
 
 
 def without_dispatch_modes() -> AbstractContextManager[None]:
@@ -1150,15 +1126,9 @@ def _dispatch_modes_left() -> Iterator[None]:
             _push_mode(mode)
 
 
-def remove_dispatch_mode(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode, from under others if need be."""
-    stack = _get_current_dispatch_mode_stack()
-    above = stack[stack.index(mode) + 1 :] if mode in stack else []
-    for _ in above:
-        _pop_mode()
-    mode.__exit__(None, None, None)
-    for other in above:
-        _push_mode(other)
+def without_autocast() -> Any:
+    """No operator inside is cast."""
+    return torch._C._DisableAutocast()
 
 
 def graph_task() -> int:

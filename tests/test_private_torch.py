@@ -163,10 +163,7 @@ def test_what_the_hook_path_touches():
     with saved_tensors_hooks(first, first):
         assert _torch.top_saved_tensors_hooks() == (first, first)
         with saved_tensors_hooks(second, second):
-            _torch.remove_saved_tensors_hooks(first)
-            assert _torch.top_saved_tensors_hooks() == (second, second)
-            _torch.push_saved_tensors_hooks(first, first)
-    _torch.pop_saved_tensors_hooks() if _torch.top_saved_tensors_hooks() else None
+            assert _torch.saved_tensors_hooks() == [(second, second), (first, first)]
     assert _torch.top_saved_tensors_hooks() is None
     with disable_saved_tensors_hooks("not now"):
         assert not _torch.may_push_hooks()

@@ -6,18 +6,17 @@ the block and out of reach of any hook that was active in it. (RETURNN's `gradie
 had the idea first, and another answer.) Four parts:
 
 * **What was made.** In the block a dispatch mode sees every operator below autograd, and records those
-  that make a new storage or write to one that the block has made: with plain values for arguments, no
-  graph, and the random state before those that draw. Autocast and default devices have done their work
-  above, so that nothing of the world but random streams has to be replayed.
+  that make a new storage or write to one that the block has made, with the random state before those
+  that draw. Autocast and default devices have done their work above, so that nothing of the world but
+  random streams has to be replayed.
 * **What is saved.** A saved-tensor hook looks up the storage of what autograd wants to save. If the
   block has made it, the graph gets a slot that says which part of which storage; by storage, views and
   detached aliases and the insides of composite operators are recognised as well as results. Anything
   else is kept as it is, with the version check that autograd would have made.
-* **Who saves it.** The hook is active in the block. Hooks cannot be left active behind it: they are a
-  stack, on which the next one to leave would take off ours, and torch.func refuses to run under any. So
-  at the end of the block the tensors themselves are told: their class becomes `ScopedTensor`, whose
-  `__torch_function__` runs any operator that is given one of them under the hook. Nothing global is
-  patched; it works in every thread; it ends with the tensors.
+* **Who saves it.** The hook is active in the block. It cannot be left active behind it: hooks are a
+  stack, and torch.func refuses to run under any. So at the end of the block the tensors themselves are
+  told: their class becomes `ScopedTensor`, whose `__torch_function__` runs any operator that is given one
+  of them under the hook. Nothing global is patched; it works in every thread; it ends with the tensors.
 * **The recomputation.** The first slot that is read replays, in order, the operators that any slot still
   waits for, and no others; each storage is dropped after its last use there, and each slot gives its
   tensor away when it is read. What a backward did not ask for is there for the next.
@@ -62,9 +61,9 @@ class checkpoint_scope:
     later, also after the block. They are recomputed once, in order, when the first of them is needed in
     a backward, and freed as they are used. What the block reads from outside is kept.
 
-    Scopes may be nested, left in any order, and alive side by side; other saved-tensor hooks may be
-    entered and left in between, and a `checkpoint` may stand inside of a scope or around it. Gradients
-    are those without it.
+    Scopes may be nested and alive side by side; like other contexts, they are left in the order in which
+    they were entered. A `checkpoint` may stand inside of a scope or around it. Gradients are those
+    without it.
 
     Raises
     ------
@@ -77,7 +76,7 @@ class checkpoint_scope:
     Notes
     -----
     Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor` that is
-    saved and copied as a `torch.Tensor`. Until the first backward is done, a tensor of the block that is
+    saved and copied as a `torch.Tensor`. Until a graph that uses it is gone, a tensor of the block that is
     alive keeps alive what the block has read; from then on it is a tensor like others. What an
     `autograd.Function` is given directly, after the block, it keeps. Where grad mode is off when the scope
     is entered, nothing is recorded. A dispatch mode of others that changes results has to be inside of the
@@ -98,111 +97,78 @@ class checkpoint_scope:
     """
 
     def __init__(self) -> None:
-        # What it was entered in, innermost last. None: nothing is recorded.
-        self._frames: list[_Frame | None] = []
+        # The blocks that it was entered in, innermost last. None: nothing is recorded.
+        self._blocks: list[_Block | None] = []
 
     def __enter__(self) -> checkpoint_scope:
         if _torch.maybe_current_level() is not None:
             kinds = ", ".join(layer.kind for layer in _torch.active_layers())
             raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
-        self._frames.append(_here.enter(self) if torch.is_grad_enabled() else None)
+        block = None
+        if torch.is_grad_enabled():
+            block, top = _here.block, _torch.top_saved_tensors_hooks()
+            # Under hooks that came later, a checkpoint's perhaps, the scope does not belong to the one around
+            # them: the recomputation, which is not in that one, has to save the same.
+            if block is None or block.task != _torch.graph_task() or top is None or top[0] is not block.pack:
+                block = _Block(top)
+            block.depth += 1
+        self._blocks.append(block)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if not self._frames:
+        if not self._blocks:
             raise FuncckptError("checkpoint_scope is left without having been entered.")
-        if (frame := self._frames.pop()) is not None:
-            _here.leave(self, frame)
+        if (block := self._blocks.pop()) is not None:
+            block.depth -= 1
+            if block.depth == 0:
+                block.close()
         if isinstance(error, RuntimeError) and _torch.REFUSES_HOOKS in str(error):
             raise TransformError(_REFUSED.format(" to run inside of")) from error
 
 
-class _Frame:
-    """The open scopes of a thread, outside of a backward or in one, and what they have active."""
-
-    def __init__(self) -> None:
-        # A recomputation, or anything else that a backward runs in the middle of the block, is not of the
-        # block, and has a frame of its own if it opens scopes.
-        self.task = _torch.graph_task()
-        self.thread = threading.get_ident()
-        self.open: list[checkpoint_scope] = []
-        self.hooks = _Hooks(_torch.top_saved_tensors_hooks())
-        self.recording = Recording()
-        self.mode = _Recorder(self)
-
-    def start(self) -> None:
-        self.hooks.push()
-        self.has_hooks = True
-        self.mode.__enter__()
-
-    def stop(self) -> None:
-        _torch.remove_dispatch_mode(self.mode)
-        self.stop_hooks()
-        del self.mode  # which refers to the frame
-
-    def stop_hooks(self) -> None:
-        if self.has_hooks:
-            self.has_hooks = False
-            _torch.remove_saved_tensors_hooks(self.hooks.pack)
-
-
 class _Here(threading.local):
-    """The frames of this thread, innermost last."""
+    """The innermost block that this thread is in."""
 
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
+    block: _Block | None = None
 
-    def current(self) -> _Frame | None:
-        if self.frames and (frame := self.frames[-1]).task == _torch.graph_task():
-            if frame.open:
-                return frame
-            self.tidy()
-            return self.current()
-        return None
-
-    def tidy(self) -> None:
-        """Stop what was left elsewhere: in another thread, or in a backward.
-
-        A backward puts back what is active in its thread when it is over.
-        """
-        for frame in self.frames[::-1]:
-            if not frame.open and frame.task == _torch.graph_task():
-                self.frames.remove(frame)
-                frame.stop()
-
-    def enter(self, scope: checkpoint_scope) -> _Frame:
-        frame = self.current()
-        top = _torch.top_saved_tensors_hooks()
-        # Under hooks that came later, a checkpoint's perhaps, the scope does not belong to the one around
-        # them: the recomputation, which is not in that one, has to save the same.
-        if frame is None or top is None or top[0] is not frame.hooks.pack:
-            frame = _Frame()
-            frame.start()
-            self.frames.append(frame)
-        frame.open.append(scope)
-        return frame
-
-    def leave(self, scope: checkpoint_scope, frame: _Frame) -> None:
-        first = frame.open[0] is scope
-        frame.open.remove(scope)
-        if not first:
-            return
-        recording = frame.recording
-        if frame.open:
-            frame.recording = Recording()
-        elif frame.thread == threading.get_ident():
-            self.tidy()
-        recording.close()
+    def recording(self) -> Recording | None:
+        """That of the block; a backward that runs in the middle of it is no part of it."""
+        block = self.block
+        return None if block is None or block.task != _torch.graph_task() else block.recording
 
 
 _here = _Here()
 
 
+class _Block:
+    """An open block, and what it has active."""
+
+    def __init__(self, below: _torch.Hooks | None) -> None:
+        self.task = _torch.graph_task()
+        self.depth = 0
+        self.recording = Recording()
+        self.pack = _pack_above(below)
+        self._around = _here.block
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
+        self._mode = _Recorder(self, below)
+        self._hooks.__enter__()
+        self._mode.__enter__()
+        _here.block = self
+
+    def close(self) -> None:
+        top = _torch.top_saved_tensors_hooks()
+        if _here.block is not self or top is None or top[0] is not self.pack:
+            raise FuncckptError(
+                "checkpoint_scope is left in another thread, or before what was entered inside of it."
+            )
+        self._mode.__exit__(None, None, None)
+        self._hooks.__exit__()
+        _here.block = self._around
+        del self._mode  # which refers to the block
+        self.recording.close()
+
+
 # -- what was made ------------------------------------------------------------------------------------
-
-
-# No version: what is saved from now on is kept.
-_ESCAPED = -1
 
 
 class _Made:
@@ -216,10 +182,6 @@ class _Made:
         self.writes: list[View] = []
         # The version of its tensors at the end of the block.
         self.version: int | None = None
-
-    def was_written_by_others(self, x: Tensor) -> bool:
-        """While the block is open: whether a thread that it knows nothing of has written to `x`."""
-        return not x.is_inference() and x._version > len(self.writes)
 
 
 class _Entry(NamedTuple):
@@ -292,13 +254,9 @@ class _Kept:
     __slots__ = ("_packed", "_unpack", "_version")
 
     def __init__(self, x: Tensor, below: _torch.Hooks | None) -> None:
-        self._version: int | None = None
-        if below is None:
-            self._packed, self._unpack = _torch.alias(x), None
-            if not x.is_inference():
-                self._version = x._version
-        else:
-            self._packed, self._unpack = below[0](x), readable_again(below[1])
+        self._unpack = None if below is None else readable_again(below[1])
+        self._packed = _torch.alias(x) if below is None else below[0](x)
+        self._version = None if below or x.is_inference() else x._version
 
     def unpack(self) -> Tensor:
         if self._unpack is not None:
@@ -319,7 +277,7 @@ class _Operation(NamedTuple):
     func: Any
     # Flat arguments: views of what the block has made, tensors that are kept, and other things.
     leaves: list[Any]
-    structure: pytree.TreeSpec | dict[str, Any]
+    structure: pytree.TreeSpec
     # Positions of kept tensors to which it writes.
     copied: list[int]
     # What it makes, with the position among the flat results, and what it writes to.
@@ -329,16 +287,16 @@ class _Operation(NamedTuple):
 
     def run(self, bases: dict[_Made, Tensor], kept: dict[_Kept, Tensor]) -> None:
         leaves = [kept[x] if isinstance(x, _Kept) else x for x in self.leaves]
-        with torch.no_grad(), _torch.plain(), _no_autocast(), world.streams_at(self.streams):
+        # Casts were recorded as operators. A vmap of the backward has no say in the random numbers.
+        with torch.no_grad(), _torch.plain(), _torch.without_autocast(), world.streams_at(self.streams):
             for i, x in enumerate(self.leaves):
                 if isinstance(x, View):
                     leaves[i] = x.on(bases[x.made])
             for i in self.copied:
                 leaves[i] = leaves[i].clone()
-            args, kwargs = _unflatten(leaves, self.structure)
-            # A vmap of the backward has no say in the random numbers of the forward.
+            args, kwargs = pytree.tree_unflatten(leaves, self.structure)
             with _torch.without_vmap_mode():
-                out = _results(self.func(*args, **kwargs))
+                out = pytree.tree_leaves(self.func(*args, **kwargs))
         for made, position in self.makes:
             bases[made] = out[position]
 
@@ -346,9 +304,9 @@ class _Operation(NamedTuple):
 class _Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, frame: _Frame) -> None:
+    def __init__(self, block: _Block, below: _torch.Hooks | None) -> None:
         super().__init__()
-        self._frame = frame
+        self._recording, self._below = block.recording, below
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -356,19 +314,12 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the subclass acts first; its inner tensors come by here
-        frame = self._frame
-        if not frame.open and frame.task == _torch.graph_task():
-            frame.stop_hooks()  # and the mode when it is not at work: see `tidy`
-        if not frame.open or _here.current() is not frame:
+        # What an operator makes that takes functions is kept.
+        if _here.recording() is not self._recording or isinstance(func, _torch.HigherOrderOperator):
             return func(*args, **kwargs)
-        streams: world.States = []
-        if isinstance(func, _torch.HigherOrderOperator):
-            return func(*args, **kwargs)  # what it makes is kept
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-            streams = world.states(world.random_streams(explicit))
+        streams = world.states_drawn_from(func, args, kwargs)
         out = func(*args, **kwargs)
-        frame.recording.add(func, args, kwargs, out, streams, frame.hooks.below)
+        self._recording.add(func, args, kwargs, out, streams, self._below)
         return out
 
 
@@ -379,18 +330,10 @@ class Recording:
         self._operations: list[_Operation] = []
         self._kept: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
-        # Tensors of the block that require grad, after the end of it.
-        self._differentiable: list[weakref.ref[Tensor]] = []
         self._made: list[int] = []
-        self._slots: set[weakref.ref[Slot]] = set()
+        self._slots: weakref.WeakSet[Slot] = weakref.WeakSet()
+        self._waiting = 0
         self._lock = threading.RLock()
-        owner = weakref.ref(self)
-
-        def died(ref: weakref.ref[Slot]) -> None:
-            if (recording := owner()) is not None:
-                recording._forget(ref)
-
-        self._died = died
         self._is_open = True
         # The last backward that has replayed.
         self._replayed: Any = None
@@ -404,29 +347,17 @@ class Recording:
         streams: world.States,
         below: _torch.Hooks | None,
     ) -> None:
-        leaves, structure = _flatten(args, kwargs)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         storages = {i: _storage(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        given = {s._cdata for s in storages.values() if s is not None}
-        makes: list[tuple[_Made, int]] = []
-        for position, y in enumerate(_results(out)):
-            if not isinstance(y, Tensor):
-                continue
-            self._tensors.append(weakref.ref(y))
-            storage = _storage(y)
-            if storage is None or storage._cdata in given:
-                continue
-            if storage._cdata in _entries and _entries[storage._cdata].recording is self:
-                continue
-            # Also what another block has made: a selective checkpoint hands out results of the forward.
-            made = _Made(storage.nbytes())
-            _remember(storage, self, made)
-            self._made.append(storage._cdata)
-            makes.append((made, position))
-        targets = list(written(func, args, kwargs))
-        if targets and self._resized(targets):
-            return
+        makes = self._take_made(out, {s._cdata for s in storages.values() if s is not None})
         entries = {i: self._own(s) for i, s in storages.items()}
-        changed = {i for i in entries if any(leaves[i] is x for x in targets)}
+        targets = [*map(id, written(func, args, kwargs))]
+        changed = {i for i in entries if id(leaves[i]) in targets}
+        for i in changed:
+            storage, entry = storages[i], entries[i]
+            if storage is not None and entry is not None and storage.nbytes() != entry.made.nbytes:
+                del _entries[storage._cdata]  # resized: from now on it is kept
+                return
         writes = {entry.made: None for i, entry in entries.items() if entry is not None and i in changed}
         if not makes and not writes:
             return
@@ -438,21 +369,25 @@ class Recording:
         ]
         for i, entry in entries.items():
             leaves[i] = self.keep(leaves[i], below) if entry is None else View.of(entry.made, leaves[i])
-        for i, x in enumerate(leaves):
-            if isinstance(x, View) and i in changed:
-                x.made.writes.append(x)
+            if entry is not None and i in changed:
+                entry.made.writes.append(leaves[i])
         self._operations.append(_Operation(func, leaves, structure, copied, makes, list(writes), streams))
 
-    def _resized(self, targets: list[Tensor]) -> bool:
-        """Whether a storage of the block was exchanged or resized: from then on it is kept."""
-        found = False
-        for x in targets:
-            storage = _storage(x)
-            entry = self._own(storage)
-            if entry is not None and storage is not None and storage.nbytes() != entry.made.nbytes:
-                del _entries[storage._cdata]
-                found = True
-        return found
+    def _take_made(self, out: Any, given: set[int]) -> list[tuple[_Made, int]]:
+        """The new storages among some results, and their positions."""
+        makes: list[tuple[_Made, int]] = []
+        for position, y in enumerate(pytree.tree_leaves(out)):
+            if isinstance(y, Tensor):
+                self._tensors.append(weakref.ref(y))
+                storage = _storage(y)
+                # (Another block may have made it: a selective checkpoint hands out results of the forward.)
+                if storage is None or storage._cdata in given or self._own(storage) is not None:
+                    continue
+                made = _Made(storage.nbytes())
+                _remember(storage, self, made)
+                self._made.append(storage._cdata)
+                makes.append((made, position))
+        return makes
 
     def _own(self, storage: torch.UntypedStorage | None) -> _Entry | None:
         entry = None if storage is None else _entries.get(storage._cdata)
@@ -473,34 +408,28 @@ class Recording:
         self._is_open = False
         for ref in self._tensors:
             x = ref()
-            if x is not None and type(x) is Tensor:
-                entry = _find(x)
-                if entry is not None and entry.recording is self:
-                    if not x.is_inference():
-                        escaped = entry.made.was_written_by_others(x)
-                        entry.made.version = _ESCAPED if escaped else x._version
-                    x.__class__ = ScopedTensor
-                    if x.requires_grad:
-                        self._differentiable.append(ref)
+            if x is not None and type(x) is Tensor and (entry := self._own(_storage(x))) is not None:
+                if not x.is_inference():
+                    entry.made.version = x._version
+                x.__class__ = ScopedTensor
         self._tensors.clear()
 
     # -- the recomputation -------------------------------------------------------------------------
 
     def slot(self, view: View) -> Slot:
         slot = Slot(self, view)
-        self._slots.add(weakref.ref(slot, self._died))
+        self._slots.add(slot)
+        self._waiting += 1
         return slot
 
-    def _forget(self, ref: weakref.ref[Slot]) -> None:
-        self._slots.discard(ref)
-        if self._slots or self._is_open:
-            return
-        if self._replayed is not None or not any(ref() is not None for ref in self._differentiable):
-            # The graph was used and is gone, or can no more be. A tensor of the block may be alive: it shall
-            # not keep alive what the block has read, which an earlier block may have made, and so on.
+    def forget(self) -> None:
+        """A graph was used and is gone. A tensor of the block may be alive: it shall not keep alive what the
+        block has read, which an earlier block may have made, and so on.
+        """
+        self._waiting -= 1
+        if not self._is_open and self._waiting == 0:
             for key in self._made:
-                entry = _entries.get(key)
-                if entry is not None and entry.recording is self:
+                if key in _entries and _entries[key].recording is self:
                     del _entries[key]
 
     def unpack(self, slot: Slot) -> Tensor:
@@ -509,8 +438,7 @@ class Recording:
                 key = _torch.backward_id()
                 # Outside of a backward one is looked at, and the others are not asked for.
                 again = key == self._replayed or type(key) is object
-                slots = [slot] if again else [s for ref in [*self._slots] if (s := ref()) is not None]
-                self._replay([s for s in slots if s.value is None])
+                self._replay([slot] if again else [s for s in self._slots if s.value is None])
                 if type(key) is not object:
                     self._replayed = key
             x, slot.value = slot.value, None
@@ -552,27 +480,6 @@ class Recording:
                 slot.value = slot.view.on(bases[slot.view.made])
 
 
-def _flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec | dict[str, Any]]:
-    """Flat arguments, and what they were. Most operators take tensors one by one, and nothing to flatten."""
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
-            break
-    else:
-        if not any(isinstance(x, Tensor) for x in kwargs.values()):
-            return list(args), kwargs
-    return pytree.tree_flatten((args, kwargs))
-
-
-def _unflatten(leaves: list[Any], structure: pytree.TreeSpec | dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if isinstance(structure, dict):
-        return leaves, structure
-    return pytree.tree_unflatten(leaves, structure)
-
-
-def _results(out: Any) -> list[Any]:
-    return [out] if isinstance(out, Tensor) else pytree.tree_leaves(out)
-
-
 def _remember(storage: torch.UntypedStorage, recording: Recording, made: _Made) -> None:
     key = storage._cdata
 
@@ -595,19 +502,6 @@ def written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
         yield from (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
 
 
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Casts were recorded as operators."""
-    enabled = [device for device in world.autocast_devices() if torch.is_autocast_enabled(device)]
-    for device in enabled:
-        torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        for device in enabled:
-            torch.set_autocast_enabled(device, True)
-
-
 # -- what is saved ----------------------------------------------------------------------------------
 
 
@@ -626,38 +520,29 @@ class Slot:
     def unpack(self) -> Tensor:
         return self.recording.unpack(self)
 
+    def __del__(self) -> None:
+        self.recording.forget()
 
-class _Hooks:
-    """A pair of saved-tensor hooks that knows what blocks have made."""
 
-    __slots__ = ("below", "pack")
+def _pack_above(below: _torch.Hooks | None) -> Any:
+    """A pack hook that knows what blocks have made."""
+    is_in_checkpoint = is_of_checkpoint(below)
 
-    def __init__(self, below: _torch.Hooks | None) -> None:
-        self.below = below
-
-        in_checkpoint = is_of_checkpoint(below)
-
-        def pack(x: Tensor) -> Slot | _Kept:
-            entry = _find(x)
-            frame = _here.current()
-            if in_checkpoint and (entry is None or frame is None or entry.recording is not frame.recording):
-                # The checkpoint keeps nothing. It counts what is saved: that must be the same in the
-                # recomputation, whichever tensors of other blocks are alive then.
+    def pack(x: Tensor) -> Slot | _Kept:
+        entry, recording = _find(x), _here.recording()
+        if entry is None or entry.recording is not recording:
+            # A checkpoint keeps nothing. It counts what is saved: that must be the same in the recomputation,
+            # whichever tensors of other blocks are alive then.
+            if entry is None or is_in_checkpoint:
                 return _Kept(x, below)
-            if entry is not None and frame is not None and entry.recording is not frame.recording:
-                # The block keeps it in any case.
-                return _Kept(x, below) if below else frame.recording.keep(x, below)
-            if entry is not None:
-                made = entry.made
-                # Written to after the block: no recomputation gives that value.
-                if made.version == x._version or (made.version is None and not made.was_written_by_others(x)):
-                    return entry.recording.slot(View.of(made, x))
+            if recording is not None:  # which keeps it in any case
+                return _Kept(x, below) if below else recording.keep(x, below)
+        # Written to after the block: no recomputation gives that value.
+        if entry.made.version not in (None, x._version):
             return _Kept(x, below)
+        return entry.recording.slot(View.of(entry.made, x))
 
-        self.pack = pack
-
-    def push(self) -> None:
-        _torch.push_saved_tensors_hooks(self.pack, _unpack)
+    return pack
 
 
 def _unpack(packed: Slot | _Kept) -> Tensor:
@@ -666,9 +551,6 @@ def _unpack(packed: Slot | _Kept) -> Tensor:
 
 # -- who saves it -----------------------------------------------------------------------------------
 
-# What is given away here can be written to without a word to the version counter. (So can a storage, which
-# is asked for its size or address by all that counts memory.)
-_ESCAPES = {Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # type: ignore[attr-defined]
 _NEVER_SAVE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
@@ -685,24 +567,18 @@ class ScopedTensor(Tensor):
             with _unscoped((args, kwargs)):
                 return func(*args, **kwargs)
         with _torch.subclasses_asleep():
-            if func in _ESCAPES and (entry := _find(args[0])) is not None:
-                entry.made.version = _ESCAPED
-            current = _here.current()
-            below = _torch.top_saved_tensors_hooks()
+            # A checkpoint keeps nothing, and counts what is saved, and what hooks inside of it do: in its
+            # recomputation what it was given is a plain tensor.
             if (
                 torch.is_grad_enabled()
-                and current is None
+                and _here.recording() is None
                 and _torch.may_push_hooks()
-                # A checkpoint keeps nothing, and counts what is saved, and what hooks inside of it do: in its
-                # recomputation what it was given is a plain tensor.
                 and not in_checkpoint()
             ):
-                hooks = _Hooks(below)
-                hooks.push()
-                try:
+                with torch.autograd.graph.saved_tensors_hooks(
+                    _pack_above(_torch.top_saved_tensors_hooks()), _unpack
+                ):
                     out = func(*args, **kwargs)
-                finally:
-                    _torch.pop_saved_tensors_hooks()
             else:
                 out = func(*args, **kwargs)
             for y in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
