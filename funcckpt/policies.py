@@ -422,8 +422,7 @@ class Chooser:
         except TypeError as error:  # which Python takes for "unsupported operand" where it asks for `a * b`
             raise FuncckptError(
                 f"{self._title}: the policy raised {error!r} for {func}. It is called as "
-                "policy(ctx, op, *args, **kwargs); what makes a policy, such as save_only_these_names, has to "
-                "be called itself."
+                "policy(ctx, op, *args, **kwargs). Call what makes a policy, such as save_only_these_names."
             ) from error
         if answer in _KEEPS:
             return Decision(keep=True)

@@ -20,7 +20,7 @@ from funcckpt import (
     recording,
     remat,
 )
-from funcckpt.errors import InputError, OptionError
+from funcckpt.errors import FuncckptError, InputError, OptionError
 from funcckpt.meter import mark, measure
 from funcckpt.policies import current_name
 
@@ -553,7 +553,7 @@ def test_a_policy_is_told_the_name_and_the_result():
         ),
         (
             lambda: grad(remat(lambda x: x.sin(), policy=lambda *args: "yes"))(torch.tensor(0.0)),
-            InputError,
+            FuncckptError,
             "returned 'yes'",
         ),
         (
