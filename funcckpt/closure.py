@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _torch
-from .errors import EscapeError, InputError, MutationError, describe
+from .errors import EscapeError, MutationError, describe
 from .fixed import (
     CONTAINERS,
     EVERYTHING,
@@ -108,6 +108,10 @@ from .world import PythonStream
 # Libraries that have random streams of their own.
 _RANDOM = ("random", "numpy", "numpy.random")
 _MAX_DEPTH = 128
+
+
+class Uninitialized(Exception):
+    """A parameter has no shape yet: the first call of a lazy module gives it one."""
 
 
 class Closure:
@@ -448,10 +452,7 @@ class Closure:
             return None
         node: Node
         if isinstance(value, _UNINITIALIZED):
-            raise InputError(
-                f"remat of a lazy module: its {label or 'parameter'} has no shape yet. Call the module once "
-                "without remat first."
-            )
+            raise Uninitialized
         if isinstance(value, Tensor):
             node = TensorNode(value, parent, label)
             self._take(node)

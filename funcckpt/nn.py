@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from . import compiled
@@ -105,8 +104,6 @@ def _check(module: Any, options: dict[str, Any]) -> None:
         raise InputError(f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions.")
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"Remat({name}): TorchScript is compiled as it is. Wrap what was scripted.")
-    if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:
-        raise InputError(f"Remat({name}): it changes its class in its first call. Wrap it after that.")
     if type(module).forward is nn.Module.forward:
         raise InputError(f"Remat({name}): it has no forward. Wrap the modules that it holds.")
     if "forward" in module.__dict__:
@@ -130,6 +127,9 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
         if vars(known).get(_KEY) is not None and known.__bases__ == (Remat, kind):
             return known
     contents: dict[str, Any] = {_KEY: {}, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    becomes = getattr(kind, "cls_to_become", None)
+    if becomes is not None:  # a lazy module changes its class in its first call
+        contents["cls_to_become"] = _checkpointed_class(becomes)
     return type(f"Remat{kind.__name__}", (Remat, kind), contents)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
-from .closure import Closure, code_of, take_for_own
+from .closure import Closure, Uninitialized, code_of, take_for_own
 from .errors import (
     CheckpointError,
     ClosureError,
@@ -355,7 +355,10 @@ def _call(
     def call(hidden: Sequence[Tensor] = ()) -> _Call:
         return _Call(f, name, options, Arguments(name, args, kwargs, *options[:2]), hidden)
 
-    first = call()
+    try:
+        first = call()
+    except Uninitialized:  # lazy modules: from their second call on
+        return f(*args, **kwargs)
     if plain:
         return first.run_eager(f)
     try:

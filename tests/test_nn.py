@@ -656,10 +656,9 @@ class Compiled(nn.Linear):
         (lambda: 3, "takes an nn.Module, not int"),
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "has no forward"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
-        (lambda: nn.LazyLinear(2), "changes its class in its first call"),
         (Compiled, "assigned to this instance"),
     ],
-    ids=["function", "number", "ModuleList", "ScriptModule", "lazy", "forward"],
+    ids=["function", "number", "ModuleList", "ScriptModule", "forward"],
 )
 def test_what_cannot_be_wrapped(make, message):
     with pytest.raises(funcckpt.InputError, match=message):
