@@ -204,51 +204,12 @@ class _Directional(_Derived):
         return (torch.zeros_like(primals[0]) if tangents[0] is None else tangents[0],)
 
 
-class _Batched(Vmap):
-    """vmap of a `_Gradient`. Its inputs are batched all, at 0, or none; then its random numbers may be."""
-
-    @property
-    def arity(self) -> int:
-        arity: int = self.inner.arity  # type: ignore[attr-defined]
-        return arity
-
-    def pullback(self, home: int, wrt: tuple[int, ...], of: tuple[int, ...]) -> Program:
-        inner = self.inner.pullback(home, wrt, of)  # type: ignore[attr-defined]
-        out_dims = tuple([self.out_dims[i] for i in of])
-        in_dims = self.in_dims[: self.arity]
-        if all(dim is None for dim in (*in_dims, *self.out_dims)):
-            return inner
-        return _BatchedPullback(inner, home, in_dims, out_dims, self.batch_size, self.randomness)
-
-
-class _BatchedPullback(Vmap):
-    """vmap of the pullback of a gradient. Of inputs that are not batched, the gradients are summed."""
-
-    def __init__(
-        self,
-        inner: Program,
-        home: int,
-        in_dims: tuple[int | None, ...],
-        ct_dims: tuple[int | None, ...],
-        batch_size: int,
-        randomness: str,
-    ) -> None:
-        super().__init__(inner, home, (*in_dims, *ct_dims), batch_size, randomness)
-        self.is_sum = all(dim is None for dim in in_dims)
-        self.shared = [len(in_dims) + i for i, dim in enumerate(ct_dims) if dim is None and self.is_sum]
+class _Sum(Vmap):
+    """The sum of the losses of all samples: its gradients are those of each sample, if nothing is shared."""
 
     def run(self, *inputs: Tensor) -> Tensors:
-        cotangents = list(inputs)
-        for i in self.shared:  # Each sample has a share in an output that they have in common.
-            cotangents[i] = cotangents[i] / self.batch_size
-        size, gradients = self.batch_size, []
-        for g, dim in zip(super().run(*cotangents), self.out_dims, strict=True):
-            if self.is_sum:
-                gradients.append(g * size if dim is None else g.sum(dim))
-            else:
-                gradients.append(g.expand(size, *g.shape) if dim is None else g.movedim(dim, 0))
-        self.out_dims = (None if self.is_sum else 0,) * len(gradients)
-        return tuple(gradients)
+        (losses,) = super().run(*inputs)
+        return (losses if self.out_dims == (None,) else losses.sum(),)
 
 
 class _Symmetric(torch.autograd.Function):
@@ -279,8 +240,6 @@ class _Symmetric(torch.autograd.Function):
         pullback = program.pullback(ctx.home, wrt, of)
         arguments = [*inputs[: program.arity], *[ct for ct in cotangents if ct is not None]]
         found = iter(dispatch.call(pullback, arguments))
-        while isinstance(pullback, Vmap):
-            pullback = pullback.inner
         for i, connected in zip(wrt, pullback.connected, strict=True):
             if connected:
                 gradients[i + 1] = next(found)
@@ -288,24 +247,26 @@ class _Symmetric(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], program: Any, *inputs: Tensor
+        info: Any, in_dims: tuple[int | None, ...], program: _Gradient, *inputs: Tensor
     ) -> tuple[Tensors, tuple[int | None, ...]]:
         level = _torch.current_level() + 1
         # A level that was not there when the user called the loss has no say in its randomness.
         randomness = "same" if level > program.home else info.randomness
-        size = info.batch_size
-        dims = in_dims[1:]
-        if any(dim is not None for dim in dims[: program.arity]):
+        size, arity, dim = info.batch_size, program.arity, None
+        inputs, in_dims = inputs[:arity], in_dims[1 : arity + 1]
+        if randomness == "different" or any([dim is not None for dim in in_dims]):
+            # Each sample has its own copy of what they share.
+            dim = 0
             inputs = tuple(
                 [
-                    x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-                    for x, dim in zip(inputs, dims, strict=True)
+                    x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
+                    for x, d in zip(inputs, in_dims, strict=True)
                 ]
             )
-            dims = (0,) * len(inputs)
-        batched = _Batched(program, min(program.home, level - 1), dims, size, randomness)
-        outputs = _Symmetric.apply(batched, *inputs)
-        return outputs, batched.out_dims
+        home = min(program.home, level - 1)
+        losses = _Sum(program.inner, home, (dim,) * arity, size, randomness)
+        outputs = _Symmetric.apply(_Gradient(losses, home, arity, program.wrt, program.with_zeros), *inputs)
+        return outputs, (dim,) * len(outputs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
