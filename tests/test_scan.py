@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import (
-    CheckpointError,
     ClosureError,
     EscapeError,
     InputError,
@@ -776,24 +775,6 @@ def test_while_loop_stops_at_max_steps_and_at_none():
             assert_same((f(X), grad(f)(X)), (plain(X), grad(plain)(X)))
 
 
-hidden_calls = []
-
-
-def test_while_loop_that_ends_elsewhere_the_second_time():
-    def cond(c):
-        calls = sys.modules[__name__].__dict__["hidden" + "_calls"]  # by a name that no search sees
-        calls.append(None)
-        return c[0] < (5 if len(calls) <= 6 else 7)
-
-    run = lambda **options: grad(
-        lambda x: while_loop(cond, lambda c: (c[0] + 1, torch.sin(c[1])), (0, x), **options)[1]
-    )(torch.tensor(1.0))
-    with pytest.raises(CheckpointError, match="ended after 5 steps when they were counted"):
-        run(checkpoint="sqrt")
-    hidden_calls.clear()
-    assert_same(run(), grad(lambda x: x.sin().sin().sin().sin().sin())(torch.tensor(1.0)))
-
-
 @pytest.mark.parametrize("options", WHILE[1:], ids=str)
 def test_while_loop_refuses_what_would_not_be_the_same_again(options):
     class Counter:
@@ -1063,43 +1044,6 @@ def test_keys_of_a_dict_may_change_places():
         assert_same(run(scan, **options), run(plain_scan))
 
 
-@pytest.mark.parametrize("how", ["grad", "hessian", "backward", "while"])
-def test_a_schedule_that_nests_too_deep(how, monkeypatch):
-    """Python's stack is too short for sixteen repetitions: an error that says so, and what helps."""
-
-    def depth():
-        frame, found = sys._getframe(), 0
-        while frame is not None:
-            frame, found = frame.f_back, found + 1
-        return found
-
-    def f(loop, x):
-        if loop is not None:
-            return loop(lambda c, _: (torch.sin(c) * x, None), x, length=17, checkpoints=1)[0]
-        return while_loop(
-            lambda c: c[0] < 17, lambda c: (c[0] + 1, torch.sin(c[1]) * x), (0, x), checkpoints=1
-        )[1]
-
-    def backward(f):
-        x = torch.tensor(0.5, dtype=F64, requires_grad=True)
-        f(x).backward()
-        return x.grad
-
-    run = {"backward": backward, "hessian": lambda f: hessian(f)(x)}.get(how, lambda f: grad(f)(x))
-    x, loop = torch.tensor(0.5, dtype=F64), None if how == "while" else scan
-    monkeypatch.setattr(sys.modules["funcckpt.loops.scan"], "_FRAMES_OF_A_REPETITION", 1)
-    limit = sys.getrecursionlimit()
-    try:
-        sys.setrecursionlimit(depth() + 150)
-        with pytest.raises(OptionError, match=r"nests recomputations deeper .* sys.setrecursionlimit\("):
-            run(lambda x: f(loop, x))
-        sys.setrecursionlimit(depth() + 5000)
-        got = run(lambda x: f(loop, x))
-    finally:
-        sys.setrecursionlimit(limit)
-    assert_same(got, run(lambda x: f(plain_scan, x)))
-
-
 def test_where_nothing_is_kept_no_step_is_a_checkpoint():
     """Values and forward mode alone: any schedule will do, also one that would nest too deep."""
     f = lambda x: scan(lambda c, _: (torch.sin(c), None), x, length=60, checkpoints=1)[0]
@@ -1157,3 +1101,4 @@ def test_progress(loop, monkeypatch):
 
 def test_the_examples():
     assert doctest.testmod(sys.modules["funcckpt.loops.scan"]).failed == 0
+    assert doctest.testmod(sys.modules["funcckpt.loops.online"]).failed == 0

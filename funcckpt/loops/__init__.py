@@ -24,6 +24,6 @@ of the optimum up to n = C(k + 2, k), and further from it beyond.
 """
 
 from .mixed import inner_grad as inner_grad
+from .online import while_loop as while_loop
 from .scan import fori_loop as fori_loop
 from .scan import scan as scan
-from .scan import while_loop as while_loop

@@ -15,11 +15,16 @@ _bars: dict[int, Any] = {}
 _numbers = itertools.count(1)
 
 
-def open_bar(progress: bool, name: str, total: int | None = None) -> int:
+def open_bar(progress: bool, name: str, total: int | None = None, number: int = 0) -> int:
+    """Show a bar, and return its number; 0 if there is none."""
     if not progress:
         return 0
-    number = next(_numbers)
-    _bars[number] = _bar(total, name)
+    try:
+        tqdm = importlib.import_module("tqdm.auto").tqdm
+    except ImportError as error:
+        raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
+    number = number or next(_numbers)
+    _bars[number] = tqdm(total=total, desc=name)
     return number
 
 
@@ -29,17 +34,11 @@ def close_bar(number: int) -> None:
 
 
 def advance(number: int, again: int, name: str) -> None:
-    bar = _bars.get(number)
-    if bar is None:  # The forward is over.
-        bar = _bars[number] = _bar(again, f"{name}, backward")
+    if not number:
+        return
+    if number not in _bars:  # The forward is over.
+        open_bar(True, f"{name}, backward", again, number)
+    bar = _bars[number]
     bar.update()
     if bar.total is not None and bar.n >= bar.total:
         close_bar(number)
-
-
-def _bar(total: int | None, name: str) -> Any:
-    try:
-        tqdm = importlib.import_module("tqdm.auto").tqdm
-    except ImportError as error:
-        raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
-    return tqdm(total=total, desc=name)
