@@ -305,8 +305,10 @@ class Vjp(_Derived):
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source
-        if source.replaces and not torch.is_grad_enabled():
-            primals = [_torch.fresh(x) if x.requires_grad else x for x in primals]
+        if not torch.is_grad_enabled():
+            # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
+            with _torch.grad_mode(True):
+                return self._record_at_level([_torch.fresh(x) if x.requires_grad else x for x in primals])
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._record_at_level(primals)
