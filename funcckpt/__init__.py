@@ -67,17 +67,17 @@ from .errors import (
 from .inspect.explain import explain as explain
 from .inspect.plot import plot_memory as plot_memory
 from .inspect.plot import plot_tradeoff as plot_tradeoff
+from .inspect.residuals import (
+    print_saved_residuals as print_saved_residuals,
+)
+from .inspect.residuals import (
+    saved_residuals as saved_residuals,
+)
 from .loops import fori_loop as fori_loop
 from .loops import inner_grad as inner_grad
 from .loops import scan as scan
 from .loops import while_loop as while_loop
 from .policies import checkpoint_name as checkpoint_name
 from .remat import remat as remat
-from .residuals import (
-    print_saved_residuals as print_saved_residuals,
-)
-from .residuals import (
-    saved_residuals as saved_residuals,
-)
 
 __version__ = "0.1.0"

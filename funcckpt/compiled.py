@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _torch, dispatch, drawing, world
+from . import _torch, dispatch, world
 from .errors import MutationError, OptionError, describe
 from .nodes import is_tracked
 from .program import Leaf, Tensors
+from .tape import drawing
 
 
 @_torch.known_to_dynamo

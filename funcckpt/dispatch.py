@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch, net, primitive, recompute, recording
+from . import _torch, net, primitive
 from .program import (
     Functional,
     Jvp,
@@ -42,6 +42,7 @@ from .program import (
     recorded,
     zeros_for_none,
 )
+from .tape import recompute, recording
 
 _IMPLEMENTATIONS = {"function": primitive.Remat, "generated": primitive.GeneratedRemat}
 _implementation: ContextVar[str] = ContextVar("funcckpt_implementation", default="direct")

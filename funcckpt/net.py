@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch, recompute
+from . import _torch
 from .errors import ClosureError, describe
 from .nodes import is_tracked
 from .program import Leaf, Program, Recording, Tensors
-from .recording import Record
+from .tape import recompute
+from .tape.recording import Record
 from .world import Mode
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch, net, recompute, recording
+from . import _torch, net
 from .errors import CheckpointError
 from .program import (
     Jvp,
@@ -44,6 +44,7 @@ from .program import (
     vmapped,
     zeros_for_none,
 )
+from .tape import recompute, recording
 
 
 class _Level(NamedTuple):

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 
-from . import _torch, recompute, recording
+from . import _torch
 from .errors import CheckpointError, ClosureError, describe
+from .tape import recompute, recording
 
 Tensors = tuple[Tensor, ...]
 

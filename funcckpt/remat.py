@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from . import _torch, compiled, dispatch, drawing, net, policies, recording, world
+from . import _torch, compiled, dispatch, net, world
 from .closure import Closure, Uninitialized, code_of, take_for_own
 from .errors import (
     CheckpointError,
@@ -38,7 +38,10 @@ from .errors import (
 )
 from .flat import Arguments, Call, Outputs
 from .nodes import may_be_statistics, snapshot_of_statistics, versions_of
+from .policies.chooser import Chooser, Policy
+from .policies.policies import chooser_of
 from .program import Tensors
+from .tape import drawing, recording
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +58,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
-    policy: policies.Policy | None = ...,
+    policy: Policy | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -67,7 +70,7 @@ def remat(
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
-    policy: policies.Policy | None = ...,
+    policy: Policy | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -78,7 +81,7 @@ def remat(
     static_argnames: str | Sequence[str] = (),
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
-    policy: policies.Policy | None = None,
+    policy: Policy | None = None,
 ) -> Any:
     """Recompute f in the backward instead of keeping what it computed.
 
@@ -153,7 +156,7 @@ def remat(
             f"{determinism_check!r}"
         )
 
-    chooser = policies.chooser_of(policy, _title(f))
+    chooser = chooser_of(policy, _title(f))
 
     def made(f: Callable[..., Any]) -> Callable[..., Any]:
         name = _name_and_check(f)
@@ -195,7 +198,7 @@ class _Options(NamedTuple):
     preserve_rng_state: bool
     determinism_check: str
     policy: Any = None
-    chooser: policies.Chooser | None = None
+    chooser: Chooser | None = None
     # What gives the values of f under transforms, where nothing is recorded: f again, unless there is a
     # cheaper way to them.
     forward: Callable[..., Any] | None = None
@@ -644,7 +647,7 @@ class _Call(Call):
         chooser = self._options.chooser
         if chooser is None or _torch.is_tracing():
             return None
-        return recording.Record(self, chooser, policies.current_name)
+        return recording.Record(self, chooser)
 
     def _run_first(
         self,

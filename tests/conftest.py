@@ -8,7 +8,7 @@ from support import IMPLEMENTATIONS
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from funcckpt import recompute
+from funcckpt.tape import recompute
 
 torch.set_num_threads(1)
 

@@ -11,9 +11,9 @@ from torch.func import grad, vmap
 from funcckpt import InputError, checkpoint, explain, remat
 from funcckpt.inspect.explain import Calls
 from funcckpt.inspect.explain import measure as measure_with
+from funcckpt.inspect.residuals import Subject
 from funcckpt.meter import measure
 from funcckpt.nn import apply_remat
-from funcckpt.residuals import Subject
 
 N, D, H, LAYERS = 32, 8, 64, 4
 FIRST = 2 * N * D * H  # FLOPs of the first matmul of a block; the second takes as many

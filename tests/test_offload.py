@@ -20,14 +20,14 @@ from funcckpt import (
     checkpoint,
     create_selective_checkpoint_contexts,
     fori_loop,
-    offload,
-    recording,
     remat,
     scan,
     while_loop,
 )
 from funcckpt.eager import selective
-from funcckpt.offload import fetch, store
+from funcckpt.policies import offload
+from funcckpt.policies.offload import fetch, store
+from funcckpt.tape import recording
 
 F64 = torch.float64
 
@@ -273,4 +273,4 @@ def test_copies_back_are_ahead_of_their_use(late, wrap):
 
 
 def test_the_example():
-    assert doctest.testmod(sys.modules["funcckpt.offload"]).failed == 0
+    assert doctest.testmod(sys.modules["funcckpt.policies.offload"]).failed == 0

@@ -16,13 +16,13 @@ from funcckpt import (
     checkpoint_name,
     create_selective_checkpoint_contexts,
     policies,
-    recompute,
-    recording,
     remat,
 )
 from funcckpt.errors import FuncckptError, InputError, OptionError
 from funcckpt.meter import mark, measure
-from funcckpt.policies import current_name
+from funcckpt.policies.names import current_name
+from funcckpt.policies.policies import chooser_of
+from funcckpt.tape import recompute, recording
 
 
 class Names(TorchDispatchMode):
@@ -235,7 +235,7 @@ def test_nothing_saveable_is_no_policy():
     with Names() as names:
         remat(mlp, policy=policies.nothing_saveable)(samples()[0], *weights(mlp))
     assert names.seen == [("z", (N, HID)), ("normed", (N, HID))]
-    assert policies.chooser_of(policies.nothing_saveable, "") is None
+    assert chooser_of(policies.nothing_saveable, "") is None
 
 
 @pytest.mark.parametrize("policy", [policies.everything_saveable, policies.dots_saveable])

@@ -13,9 +13,10 @@ from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from funcckpt import meter, policies, recompute, remat
+from funcckpt import meter, policies, remat
 from funcckpt.demo import language_model
 from funcckpt.dispatch import using
+from funcckpt.tape import recompute
 
 L, N, D, H = 4, 8, 4, 16
 MATMUL = 2 * N * D * H

@@ -25,7 +25,6 @@ from funcckpt import (
     checkpoint_name,
     fori_loop,
     policies,
-    recompute,
     remat,
     scan,
     while_loop,
@@ -33,6 +32,7 @@ from funcckpt import (
 from funcckpt.dispatch import using
 from funcckpt.loops.schedules import Online, Schedule, advances, beta, choose, evaluations, kept, parts
 from funcckpt.meter import mark, measure
+from funcckpt.tape import recompute
 
 F64 = torch.float64
 N, D = 11, 3

@@ -10,9 +10,7 @@ recomputation reaches the operator.
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,14 +19,16 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from .. import _torch, policies, world
+from .. import _torch, world
 from ..errors import CheckpointError, MutationError, OptionError, describe
-from ..offload import Offloaded, is_far
-from .scope import written
+from ..policies.chooser import Chooser, as_function
+from ..policies.names import current_name
+from ..policies.offload import Offloaded, is_far
+from ..tape.operators import WRITE, kind_of_call, run_operator, written
+from ..tape.recording import Call, Tape
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
 
@@ -82,24 +82,21 @@ def create_selective_checkpoint_contexts(
         return torch_checkpoint.create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
-    if isinstance(policy_fn_or_list, policies.Budget):
+    if isinstance(policy_fn_or_list, Chooser):
         raise OptionError(
             f"{policy_fn_or_list!r} chooses when it has seen all operators, which only remat(f, policy=...) "
             "can wait for."
         )
-    policy = policies.as_function(policy_fn_or_list, "create_selective_checkpoint_contexts")
-    results: Results = defaultdict(list)
-    forward = Forward(policy, results, allow_cache_entry_mutation)
-    return forward, Recompute(results, allow_cache_entry_mutation)
+    policy = as_function(policy_fn_or_list, "create_selective_checkpoint_contexts")
+    calls: Calls = defaultdict(list)
+    forward = Forward(policy, calls, allow_cache_entry_mutation)
+    return forward, Recompute(calls, allow_cache_entry_mutation)
 
 
 # -- results that are kept -------------------------------------------------------------------------
 
-# By operator, in the order of the calls: the result with its tensors kept and the random streams before
-# and after it, or one of the marks.
-Results = dict[Any, list[Any]]
-_RECOMPUTE = object()
-_CONSUMED = object()
+# By operator, in the order of the calls; None for one that was handed out.
+Calls = dict[Any, list[Call | None]]
 
 
 class Kept:
@@ -163,16 +160,13 @@ class Forward(TorchDispatchMode):
     # The hooks that are active around the checkpoint.
     hooks: _torch.Hooks | None = None
 
-    def __init__(self, policy: Policy, results: Results, allow_mutation: bool) -> None:
+    def __init__(self, policy: Policy, calls: Calls, allow_mutation: bool) -> None:
         super().__init__()
         self.policy = policy
-        self._results = results
-        # What an operator returned that was not kept, by the address of its storage, and where to put it if
-        # it is given a name.
-        self._makers: dict[int, Any] = {}
+        self._chooser = Chooser(policy, "create_selective_checkpoint_contexts")
+        self._calls = calls
         self._allow_mutation = allow_mutation
-        # What is kept, by the address of the storage in which it is or was.
-        self._kept: dict[int, list[Kept | Offloaded]] = defaultdict(list)
+        self._tape = Tape()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -180,11 +174,11 @@ class Forward(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for kept in itertools.chain(*self._kept.values()):
-            if isinstance(kept, Offloaded):
-                kept.is_about_to_be_written(True)  # the caller may, if it is an output
-        self._kept.clear()
-        self._makers.clear()
+        for call in self._tape.calls:
+            for kept in call.values.values():
+                if isinstance(kept, Offloaded):
+                    kept.is_about_to_be_written(True)  # the caller may, if it is an output
+        self._tape = Tape()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -192,70 +186,56 @@ class Forward(TorchDispatchMode):
         kwargs = kwargs or {}
         if _copying.here:
             return func(*args, **kwargs)
+        kind = kind_of_call(func, args, kwargs)
         before = world.states_drawn_from(func, args, kwargs)
-        if self._kept or self._makers:
-            for x in written(func, args, kwargs):
-                self._makers.pop(_address(x), None)
-                with _uncounted():
-                    for kept in self._kept.pop(_address(x), ()):
-                        kept.is_about_to_be_written(self._allow_mutation)
-        out = func(*args, **kwargs)
+        if kind in WRITE:
+            for x, _ in written(func, args, kwargs):
+                self._about_to_be_written(x)
+        out = run_operator(func, args, kwargs)
         if func in SAC_IGNORED_OPS:
             return out
-        policy = self.policy(policies.context(out), func, *args, **kwargs)
-        saves = policy is True or policy in _SAVE or policy in _OFFLOAD
-        offloads = policy in _OFFLOAD
-        result: Any = _RECOMPUTE
-        after = world.states_drawn_from(func, args, kwargs)
-        if func is torch.ops.aten.alias.default and policies.current_name() is not None:
-            with _uncounted():
-                self._name_given(args[0], saves, offloads)
-        elif not _shares(func):
-            if saves:
-                with _uncounted():
-                    result = pytree.tree_map_only(Tensor, self._keeping(offloads), out), before, after
-            elif isinstance(out, Tensor) and out.layout is torch.strided:
-                look = out.size(), out.stride(), out.storage_offset(), out.dtype
-                storage, results = weakref.ref(out.untyped_storage()), self._results[func]
-                self._makers[_address(out)] = storage, look, results, len(results), before, after
-        self._results[func].append(result)
+        decision = self._chooser.decides(func, args, kwargs, out)
+        keeps, offloads = decision is not None and decision.keep, decision is not None and decision.offload
+        call = self._tape.note(func, kind, args, kwargs, out)
+        if call is None or kind in ("view", "writes"):
+            # It is run again in any case: what comes after it may read or write the memory that it was given,
+            # which in the recomputation is another. A view costs nothing.
+            if func is torch.ops.aten.alias.default and current_name() is not None and keeps:
+                self._name_given(args[0], offloads)
+            call = Call(func, frozenset(), None)
+        else:
+            call.streams = before, world.states_drawn_from(func, args, kwargs)
+            if keeps:
+                outs = [out] if call.count is None else out
+                self._keep(call, dict(enumerate(outs)), offloads)
+        self._calls[func].append(call)
         return out
 
-    def _keeping(self, offloads: bool) -> Callable[[Tensor], Kept | Offloaded]:
+    def _keep(self, call: Call, outs: dict[int, Any], offloads: bool) -> None:
         hooks = self.hooks if self.respect_saved_tensors_hooks else None
+        with _uncounted():
+            for i, x in outs.items():
+                if isinstance(x, Tensor):
+                    x = Offloaded(x) if offloads and is_far(x) else Kept(x, hooks)
+                call.values[i] = x
 
-        def keep(x: Tensor) -> Kept | Offloaded:
-            kept = Offloaded(x) if offloads and is_far(x) else Kept(x, hooks)
-            if hooks is None or isinstance(kept, Offloaded):
-                self._kept[_address(x)].append(kept)
-            return kept
+    def _about_to_be_written(self, x: Tensor) -> None:
+        for index, i in self._tape.makers(x):
+            kept = self._tape.calls[index].values.get(i)
+            if isinstance(kept, (Kept, Offloaded)):
+                with _uncounted():
+                    kept.is_about_to_be_written(self._allow_mutation)
 
-        return keep
-
-    def _name_given(self, x: Tensor, saves: bool, offloads: bool) -> None:
+    def _name_given(self, x: Tensor, offloads: bool) -> None:
         """Keep what an operator has returned earlier, and what is only now given a name."""
-        maker = self._makers.get(_address(x))
-        if not saves or maker is None or maker[0]() is not x.untyped_storage() or maker[1][3] != x.dtype:
+        makers = self._tape.makers(x)
+        if len(makers) != 1:
             return
-        _, (size, strides, offset, _), results, number, before, after = maker
-        made = x.as_strided(size, strides, offset)
-        results[number] = self._keeping(offloads)(made), before, after
-
-
-def _shares(func: Any) -> bool:
-    """Whether an operator writes to its arguments, or returns their memory.
-
-    It is run again in any case: what comes after it may read or write those arguments, which in the
-    recomputation are others. A view costs nothing.
-    """
-    schema = getattr(func, "_schema", None)  # operators that take functions have none
-    return schema is not None and (
-        schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns)
-    )
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout is torch.strided else 0
+        ((index, i),) = makers
+        call = self._tape.calls[index]
+        meta = call.outputs.get(i)
+        if meta is not None and meta.dtype == x.dtype and call.count is None and not call.values:
+            self._keep(call, {i: x.as_strided(meta.size, meta.strides, meta.offset)}, offloads)
 
 
 class Recompute(TorchDispatchMode):
@@ -263,18 +243,18 @@ class Recompute(TorchDispatchMode):
 
     sees_names = True
 
-    def __init__(self, results: Results, allow_mutation: bool) -> None:
+    def __init__(self, calls: Calls, allow_mutation: bool) -> None:
         super().__init__()
-        self._results = results
+        self._calls = calls
         self._allow_mutation = allow_mutation
-        self._calls: dict[Any, int] = defaultdict(int)
+        self._count: dict[Any, int] = defaultdict(int)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __enter__(self) -> Any:
-        self._calls.clear()
+        self._count.clear()
         return super().__enter__()
 
     def __torch_dispatch__(
@@ -283,28 +263,40 @@ class Recompute(TorchDispatchMode):
         kwargs = kwargs or {}
         if _copying.here or func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
-        if not self._calls:
-            for x in pytree.tree_leaves([*self._results.values()]):
-                if isinstance(x, Offloaded):
-                    with _uncounted():
-                        x.begin()
-        i = self._calls[func]
-        self._calls[func] += 1
-        results = self._results.get(func, [])
-        if i >= len(results):
+        if not self._count:
+            self._begin()
+        i = self._count[func]
+        self._count[func] += 1
+        calls = self._calls.get(func, [])
+        if i >= len(calls):
             raise CheckpointError(
                 f"{func} (call {i}) encountered during backward but not found in storage: the forward has "
-                f"called it {len(results)} times. The function has to do the same each time."
+                f"called it {len(calls)} times. The function has to do the same each time."
             )
-        if results[i] is _RECOMPUTE:
-            return func(*args, **kwargs)
-        if results[i] is _CONSUMED:
+        call = calls[i]
+        if call is None:
             raise CheckpointError(
                 "Trying to backward an extra time. You are only allowed to backward once on any region "
                 "computed under selective activation checkpoint."
             )
-        (kept, before, after), results[i] = results[i], _CONSUMED
+        if not call.values:
+            return run_operator(func, args, kwargs)
+        calls[i] = None
+        before, after = call.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
         with _uncounted():
-            return pytree.tree_map_only((Kept, Offloaded), lambda x: x.get(self._allow_mutation), kept)
+            found = [
+                x.get(self._allow_mutation) if isinstance(x, (Kept, Offloaded)) else x
+                for x in call.values.values()
+            ]
+        return found[0] if call.count is None else tuple(found)
+
+    def _begin(self) -> None:
+        """Let what is elsewhere come back while others go on."""
+        with _uncounted():
+            for calls in self._calls.values():
+                for call in calls:
+                    for x in call.values.values() if call is not None else ():
+                        if isinstance(x, Offloaded):
+                            x.begin()

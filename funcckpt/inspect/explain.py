@@ -15,7 +15,7 @@ from typing import Any
 from .. import _torch
 from ..meter import Meter
 from ..remat import instead
-from ..residuals import Residual, Subject
+from .residuals import Residual, Subject
 
 __all__ = ["Cost", "Explanation", "Site", "explain"]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from .. import _torch
 from ..errors import InputError, OptionError
 from ..meter import Meter
-from ..residuals import Subject
 from .explain import BYTES, PREFIXES, Calls, measure, unit_for
+from .residuals import Subject
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found, unused-ignore]

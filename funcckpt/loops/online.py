@@ -25,8 +25,8 @@ from torch import Tensor
 from .. import _torch, dispatch, net, world
 from ..errors import InputError, MutationError, describe
 from ..flat import Arguments, Outputs
-from ..offload import Stored, fetch, store
-from ..policies import Policy
+from ..policies.chooser import Policy
+from ..policies.offload import Stored, fetch, store
 from ..remat import _Call, _Options
 from .history import can_restart, restart
 from .measure import Before, as_many_as_fit, check_depth

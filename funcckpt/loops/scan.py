@@ -20,8 +20,10 @@ from torch.utils import _pytree as pytree
 from .. import _torch, world
 from ..closure import Closure
 from ..errors import InputError, OptionError, describe
-from ..offload import Stored, check_place, fetch, store
-from ..policies import Budget, Policy, chooser_of
+from ..policies.budget import Budget
+from ..policies.chooser import Policy
+from ..policies.offload import Stored, check_place, fetch, store
+from ..policies.policies import chooser_of
 from ..remat import _Checkpointed, remat
 from .history import can_restart, tensors_of
 from .measure import as_many_as_fit, check_depth

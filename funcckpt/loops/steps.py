@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError, describe
-from ..policies import Policy
+from ..policies.chooser import Policy
 from .history import restart
 from .progress import advance
 

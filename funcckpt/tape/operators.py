@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import _torch
+from .. import _torch
 
 T = TypeVar("T")
 

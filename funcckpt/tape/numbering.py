@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch
+from .. import _torch
 from .operators import (
     ALLOCATES,
     WRITE,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch
-from .errors import OptionError
+from .. import _torch
+from ..errors import OptionError
 
 __all__ = ["Stored", "check_place", "fetch", "store"]
 
@@ -40,7 +40,7 @@ def store(tree: Any, place: str) -> Stored:
     """The tensors of a tree, elsewhere.
 
     >>> import torch
-    >>> from funcckpt.offload import fetch, store
+    >>> from funcckpt.policies.offload import fetch, store
     >>> fetch(store({"x": torch.arange(3)}, "disk"))
     {'x': tensor([0, 1, 2])}
     """

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _torch
-from .errors import CheckpointError
+from .. import _torch
+from ..errors import CheckpointError
 from .operators import kind_of_call, written
 
 

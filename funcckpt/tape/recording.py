@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _torch, world
+from .. import _torch, world
+from ..policies.budget import recomputed
+from ..policies.chooser import Chooser, Place
+from ..policies.names import current_name
+from ..policies.offload import Offloaded, is_far
 from .flops import flops_of
 from .numbering import Numbers
-from .offload import Offloaded, is_far
 from .operators import (
     READ_NO_VALUES,
     WRITE,
@@ -78,10 +81,6 @@ def watch_of(source: Any) -> Watch | None:
     return watch if watch is not None and watch.source is source else None
 
 
-# An output of an operator: (call index, output index).
-Place = tuple[int, int]
-
-
 class Call:
     """A call of an operator.
 
@@ -124,7 +123,7 @@ class Call:
         self.flops = 0
         # For a policy: its value number, the outputs that are held, their bytes, and which are chosen.
         self.key: tuple[int, int] = -1, 0
-        self.values: dict[int, Tensor] = {}
+        self.values: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}
         self.chosen: set[int] = set()
         self.offloads = False
@@ -201,7 +200,7 @@ class Tape:
     def unread(self) -> dict[int, Call]:
         """The calls of which nobody has read a result, and whose results are gone."""
         read = self.read.union(*self._makers.alive(), *[c.needs for c in self.calls if not c.may_skip])
-        _, again = recomputed(self.calls, read, frozenset())
+        _, again = recomputed(self.calls, read)
         return {i: c for i, c in enumerate(self.calls) if c.may_skip and i not in again}
 
 
@@ -235,39 +234,12 @@ class Entry(NamedTuple):
         return any([isinstance(slot, TensorMeta) for slot in self.slots])
 
 
-class Chooser(Protocol):
-    """A policy as the forward asks it."""
-
-    def for_call(self, signature: Any) -> Chooser:
-        """The policy for one call of a function, known by its code and by what its inputs look like."""
-
-    def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
-        """What to do with what an operator returned; for `aten.alias` with a name, with what is named.
-
-        None where that is left to `wants` and `choose`.
-        """
-
-    def wants(self, call: int, func: Any, sizes: dict[int, int]) -> bool:
-        """Whether the results of a call, of so many bytes, may be chosen in the end."""
-
-    def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
-        """What to keep, given all calls and the values that the backward reads."""
-
-
-class Decision(NamedTuple):
-    keep: bool
-    offload: bool = False
-    # Whether a name that is not to be kept forbids to keep the value on any other grounds.
-    forbid: bool = False
-
-
 class Record(Watch):
     """Numbers the values of the forward, and holds what the policy says to keep."""
 
-    def __init__(self, source: Any, chooser: Chooser, name: Callable[[], str | None]) -> None:
+    def __init__(self, source: Any, chooser: Chooser) -> None:
         super().__init__(source)
         self._chooser = chooser
-        self._name = name
         self._numbers = Numbers()
         self._tape = Tape()
         self._reads_unseen = False
@@ -301,7 +273,7 @@ class Record(Watch):
         self._numbers.made(func, kind, key[0], args, kwargs, out)
         call = self._tape.note(func, kind, args, kwargs, out)
         if call is None:
-            if func is torch.ops.aten.alias.default and self._name() is not None:
+            if func is torch.ops.aten.alias.default and current_name() is not None:
                 self._name_given(func, args, kwargs, out)
         elif kind in ("pure", "custom", "random"):
             call.key = key
@@ -399,29 +371,6 @@ def _placed(x: Tensor, offloaded: bool) -> tuple[Tensor, Offloaded | None]:
         away = Offloaded(x)
         return away.host, away
     return x, None
-
-
-def recomputed(
-    calls: Sequence[Call],
-    read: set[Place] | frozenset[Place],
-    kept: set[Place] | frozenset[Place],
-) -> tuple[set[Place], set[int]]:
-    """Which of the kept values are of use to a backward that reads `read`, and which calls it runs again."""
-    used: set[Place] = set()
-    again: set[int] = set()
-    pending = list(read)
-    seen = set(pending)
-    while pending:
-        place = pending.pop()
-        if place in kept:
-            used.add(place)
-        elif place[0] not in again:
-            again.add(place[0])
-            for other in calls[place[0]].needs:
-                if other not in seen:
-                    seen.add(other)
-                    pending.append(other)
-    return used, again
 
 
 @functools.cache

@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .operators import cached_by_identity
-
 aten = torch.ops.aten
-
-
-@cached_by_identity
-def has_flops(func: Any) -> bool:
-    """Whether FLOPs are counted of an operator at all."""
-    return _flop_formula(func) is not None
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -39,12 +39,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from . import _torch, world
-from .closure import Closure
-from .errors import InputError
-from .meter import storages
-from .policies import current_name
-from .program import Program
+from .. import _torch, world
+from ..closure import Closure
+from ..errors import InputError
+from ..meter import storages
+from ..policies.names import current_name
+from ..program import Program
 
 __all__ = ["Residual", "print_saved_residuals", "saved_residuals"]
 

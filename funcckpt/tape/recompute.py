@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch, world
+from .. import _torch, world
+from ..policies.offload import Returning
 from .flops import flops_of
 from .numbering import Numbers
-from .offload import Returning
 from .operators import (
     PLAIN,
     READ_NO_VALUES,
@@ -51,7 +51,7 @@ from .operators import (
 from .recording import Entry, Kept, Tape, Watch, watch_of
 
 if TYPE_CHECKING:
-    from .program import Program
+    from ..program import Program
 
 Tensors = tuple[Tensor, ...]
 

@@ -1,0 +1,55 @@
+"""What a checkpoint keeps beside its inputs, and names for values.
+
+A policy is what `torch.utils.checkpoint` takes for one: a function ``policy(ctx, op, *args, **kwargs)``
+that is asked about every operator of the forward, below autograd and all transforms, and returns a
+`CheckpointPolicy` or a bool; or a list of operators. It serves `remat(f, policy=...)` and, by
+`create_selective_checkpoint_contexts`, `checkpoint`. The names here are those of
+``jax.checkpoint_policies``, and so is what they mean.
+
+A policy says what may be kept. Of that, `remat` keeps what the backward reads, or needs to compute what
+it reads; views, and what is written to in place, are computed again in any case.
+
+>>> import torch
+>>> from funcckpt import policies, remat
+>>> def block(x, w):
+...     return torch.tanh(x @ w).sum()
+>>> x, w = torch.ones(2, 3), torch.ones(3, 4)
+>>> torch.func.grad(remat(block, policy=policies.dots_saveable))(x, w).shape
+torch.Size([2, 3])
+"""
+
+from .budget import budget
+from .chooser import Policy
+from .names import checkpoint_name
+from .policies import (
+    checkpoint_dots,
+    checkpoint_dots_with_no_batch_dims,
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    everything_saveable,
+    nothing_saveable,
+    offload_dot_with_no_batch_dims,
+    save_and_offload_only_these_names,
+    save_any_names_but_these,
+    save_anything_except_these_names,
+    save_from_both_policies,
+    save_only_these_names,
+)
+
+__all__ = [
+    "Policy",
+    "budget",
+    "checkpoint_dots",
+    "checkpoint_dots_with_no_batch_dims",
+    "checkpoint_name",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "offload_dot_with_no_batch_dims",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
+    "save_anything_except_these_names",
+    "save_from_both_policies",
+    "save_only_these_names",
+]
