@@ -1149,12 +1149,6 @@ def alias(x: Tensor) -> Tensor:
         return x.detach()
 
 
-def alias_unseen(x: Tensor) -> Tensor:
-    """The same, and no mode sees it."""
-    with no_dispatch():
-        return alias(x)
-
-
 def same_memory(x: Tensor) -> Tensor:
     """A tensor with the memory of `x`, and no other relation to it."""
     with torch.no_grad(), plain():
