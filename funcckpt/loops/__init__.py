@@ -10,6 +10,9 @@ the two lies checkpointing: keep a few carries, and run the steps between them a
               steps are run at most r + 1 times each.
 `scan`        `scan` and `fori_loop`, for loops whose length is known. Each part of a schedule is a
               `remat` of the loop over its steps, so that every transform of a loop is one of `remat`.
+`steps`       Some steps one after another, and that carries and ys look alike from step to step.
+`history`     Values without their history, where a part runs for its values.
+`measure`     What a step takes, for a schedule within so many bytes.
 `online`      `while_loop`, whose length shows at its end. The carries are chosen as it runs (Wang, Moin
               and Iaccarino 2009; Stumm and Walther 2010), so that a sweep suffices.
 `mixed`       `inner_grad`: the gradient of a step of meta-learning, whose own pullback needs no inner

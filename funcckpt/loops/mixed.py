@@ -58,13 +58,8 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     ------
     InputError
         The loss is no scalar, or an argument to differentiate has a tensor that is not floating.
-    ClosureError
-        The loss uses a differentiated, batched or dual tensor that could not be found. Pass it as an
-        argument.
-
-    Notes
-    -----
-    Kemaev et al., "Scalable Meta-Learning via Mixed-Mode Differentiation" (arXiv 2505.00793).
+    FuncckptError
+        What `remat` raises.
 
     Examples
     --------

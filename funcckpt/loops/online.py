@@ -51,7 +51,7 @@ def while_loop(
     max_steps: int | None = None,
     progress: bool = False,
 ) -> Any:
-    """``carry = body(carry)`` for as long as ``cond(carry)``.
+    """``carry = body(carry)``, for as long as ``cond(carry)``, a truth value or a tensor of one element.
 
     How long the loop is shows only as it runs. With checkpoint="binomial" it runs once, and
     `schedules.Online` decides which carries to keep: never more than `checkpoints` of them, and so that
@@ -60,21 +60,11 @@ def while_loop(
 
     The other schedules and policies need to know the length: the loop runs twice then, first to count its
     steps, without keeping anything. It does so, too, where forward and reverse mode are used together,
-    where the body updates buffers, or captures tensors in a way that shows only as it runs. The errors and
-    the memory are those of `scan`.
+    where the body updates buffers, or captures tensors in a way that shows only as it runs.
 
-    Parameters
-    ----------
-    cond : callable
-        ``cond(carry) -> bool``, or a tensor of one element.
-    body : callable
-        ``body(carry) -> carry``.
-    init : pytree
-        The first carry.
-    checkpoint, checkpoints, bytes, policy, offload, progress
-        As in `scan`.
-    max_steps : int, optional
-        Stop after so many steps, whatever `cond` says.
+    `init` is the first carry. `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`, the
+    errors and the memory are those of `scan`. After `max_steps` steps, if given, the loop stops whatever
+    `cond` says.
 
     Raises
     ------

@@ -61,22 +61,23 @@ def scan(
     Parameters
     ----------
     f : callable
-        ``f(carry, x) -> (carry, y)``. The carry keeps its structure and the shapes and dtypes of its
-        tensors, and so does y from step to step, which may be any pytree of tensors and numbers, or None.
-        What `remat` asks of a function holds for f: pure up to random numbers.
+        ``f(carry, x) -> (carry, y)``, to which the contract of `remat` applies. The carry keeps its
+        structure and the shapes and dtypes of its tensors, and so does y from step to step, which may
+        be any pytree of tensors and numbers, or None.
     init : pytree
         The first carry.
     xs : pytree of tensors of shape ``(n, ...)``, optional
         f gets the slices, of shape ``(...)``; None if there are no xs.
     length : int, optional
-        The number of steps; needed if there are no xs.
+        The number of steps; needed if there are no xs. Where it is 0, f is called once, on zeros for x,
+        to learn the shapes of ys, and its random numbers are given back.
     reverse : bool
         Go from the last slice to the first. ys are in the order of xs all the same.
     checkpoint : {"binomial", "sqrt", "recursive", "every"}, int or None
-        Which carries are kept. "binomial": at most `checkpoints` of them, and the steps are run as
-        seldom as that allows. "sqrt": √n, with all that the √n steps between two of them
-        save. An integer: so many. "recursive": log2 n. "every": each. None: no checkpoint, as
-        the loop above. See `funcckpt.loops.schedules`.
+        Which carries are kept (`funcckpt.loops.schedules`). "binomial": at most `checkpoints` of them,
+        and the steps are run as seldom as that allows. "sqrt": √n, with all that the √n steps between
+        two of them save. An integer: so many. "recursive": log2 n. "every": each. None: no checkpoint,
+        as the loop above.
     checkpoints : int, optional
         For "binomial". By default the fewest with which no step is run more than three times, where
         the inside of u = ∛(n/8) steps is kept together: about 2∛n carries.
@@ -109,13 +110,6 @@ def scan(
         An option is wrong; or so few checkpoints nest recomputations deeper than Python's recursion limit.
     FuncckptError
         What `remat` raises.
-
-    Notes
-    -----
-    The signature is `jax.lax.scan`'s. Where there are no steps, f is called once, to learn the
-    shapes of ys, on zeros for x, and its random numbers are given back.
-
-    The schedule "binomial" is that of Griewank and Walther, "Algorithm 799: revolve" (2000).
 
     Examples
     --------
@@ -155,25 +149,10 @@ def fori_loop(
     offload: str | None = None,
     progress: bool = False,
 ) -> Any:
-    """``carry = body(i, carry)`` for i from `lower` up to, and without, `upper`.
+    """``carry = body(i, carry)`` for i from `lower` up to, and without, `upper`; i is a Python integer.
 
-    The errors and the memory are those of `scan`. The signature is `jax.lax.fori_loop`'s.
-
-    Parameters
-    ----------
-    lower, upper : int
-        The first i, and the one after the last.
-    body : callable
-        ``body(i, carry) -> carry``; i is a Python integer.
-    init : pytree
-        The first carry.
-    checkpoint, checkpoints, bytes, policy, offload, progress
-        As in `scan`.
-
-    Returns
-    -------
-    pytree
-        The last carry.
+    `init` is the first carry. `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`, the
+    errors and the memory are those of `scan`, and the signature is `jax.lax.fori_loop`'s.
 
     Examples
     --------

@@ -2,8 +2,8 @@
 
 A loop of n steps is cut into parts that run one after another. Each part is checkpointed: its first
 carry is kept, and when the backward arrives there the part is run again, cut by the same rule. Only
-the last part of a schedule that halves or is binomial is a single step that is recorded at once.
-Everything that `scan` does follows from `parts`, and `evaluations` and `kept` count what it costs.
+the last part of a schedule that halves or is binomial is recorded at once. Everything that `scan` does
+follows from `parts`, and `evaluations` and `kept` count what it costs.
 
 =========== ====================================== ================== =========================
 name        parts                                  carries kept       times that a step is run
@@ -17,14 +17,12 @@ an integer  so many, of equal length               so many, and the   2
 "recursive" n/2, n/4, ..., 1 steps                 log2 n             1 + log2(n)/2 on average
 "binomial"  Griewank and Walther's, for k          k                  at most r + 1, where
             checkpoints                                               C(k + r, k) ≥ n
-online      the same, where n is not known yet     k                  at most r + 1, and once
+`Online`    the same, where n is not known yet     k                  at most r + 1, and once
 =========== ====================================== ================== =========================
 
 The binomial schedule is optimal: no schedule with k checkpoints runs fewer steps (Griewank,
 "Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
-differentiation", 1992; Griewank and Walther, "Algorithm 799: revolve", 2000). `Online` decides as the
-loop runs which carries to keep (Stumm and Walther, "New algorithms for optimal online checkpointing",
-2010).
+differentiation", 1992; Griewank and Walther, "Algorithm 799: revolve", 2000).
 """
 
 from __future__ import annotations
@@ -95,12 +93,10 @@ def repetitions(steps: int, checkpoints: int) -> int:
 
 
 def advances(steps: int, checkpoints: int) -> int:
-    """How many steps must be run, besides recording each once, to reverse a loop.
+    """How many steps must be run, besides recording each once, to reverse a loop (2000, equation 3).
 
     The optimum, r n - C(k + r, k + 1) with n steps, k checkpoints (the first carry is one of them)
     and r repetitions.
-
-    Source: Griewank and Walther (2000), equation 3.
 
     >>> from funcckpt.loops.schedules import advances
     >>> advances(10, 3), advances(10, 9), advances(10, 1)
@@ -111,9 +107,7 @@ def advances(steps: int, checkpoints: int) -> int:
 
 
 def split(steps: int, checkpoints: int) -> int:
-    """How many steps to go before the next carry is kept, in an optimal schedule.
-
-    Of the splits that are optimal this is the shortest.
+    """How many steps to go before the next carry is kept: the shortest way of those that are optimal.
 
     >>> from funcckpt.loops.schedules import split
     >>> split(10, 3), split(10, 1)
@@ -204,20 +198,9 @@ def unit_for(steps: int) -> int:
 def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0) -> Schedule | None:
     """The schedule that runs the fewest steps within so many bytes, or None if there is none.
 
-    Binomial schedules with k checkpoints and units of u steps are compared: k carries are kept, what
-    u - 1 recorded steps save, and what is alive at most as one more step is recorded and reversed.
-
-    Parameters
-    ----------
-    steps : int
-        The length of the loop.
-    bytes : int
-        What there is.
-    carry, step, peak : int
-        What a carry takes, what a recorded step saves, and the most that its recording and its backward
-        take.
-    stays : int
-        What is left to the end of each step of the last unit, as `torch.func.grad` holds on to its graph.
+    Binomial schedules with k checkpoints and units of u steps are compared. They keep k carries, what
+    u - 1 recorded steps save (`step`), and what is alive at most as one more is recorded and reversed
+    (`peak`). Under `torch.func.grad` each step of the last unit `stays` to the end, with its graph.
 
     >>> from funcckpt.loops.schedules import fit
     >>> fit(100, 10_000, 10, 50, 90)        # all may be recorded
@@ -255,22 +238,13 @@ class Online:
 
     So no step is run more than r + 1 times besides the first sweep, as in the optimal schedule for a
     loop of known length; and for n up to C(k + 2, k) at most one step more is run than in that one,
-    besides the last, which is recorded there as it is run for the first time. tests/test_schedules.py
-    has the figures for all n and k up to 200 and 20. Beyond, Stumm and Walther's second algorithm keeps
-    closer to the optimum than this does.
+    besides the last, which is recorded there as it is run for the first time. Beyond, the second
+    algorithm of Stumm and Walther, "New algorithms for optimal online checkpointing" (2010), keeps
+    closer to the optimum. The bound on repetitions is from Wang, Moin and Iaccarino, "Minimal repetition
+    dynamic checkpointing algorithm for unsteady adjoint calculation" (2009).
 
-    Source: Stumm and Walther (2010); and Wang, Moin and Iaccarino, "Minimal repetition dynamic
-    checkpointing algorithm for unsteady adjoint calculation" (2009), for the number of repetitions.
-
-    Parameters
-    ----------
-    checkpoints : int, optional
-        k. By default the fewest with which no step is repeated more than twice: it grows as the loop does.
-
-    Attributes
-    ----------
-    kept : list of int
-        The steps before which a carry is kept, the first one, 0, among them.
+    `checkpoints` is k, by default the fewest with which no step is repeated more than twice: it grows as
+    the loop does. `kept` are the steps before which a carry is kept, 0 among them.
 
     >>> from funcckpt.loops.schedules import Online
     >>> online = Online(3)
@@ -278,8 +252,6 @@ class Online:
     ...     given_up = online.offer(step)
     >>> online.kept, given_up       # that of step 6 was given up for this one
     ([0, 4, 7], 6)
-
-    What is a step here may be several of the loop.
     """
 
     def __init__(self, checkpoints: int | None) -> None:
@@ -319,28 +291,24 @@ def choose(
     checkpoint: str | int | None, checkpoints: int | None, bytes: int | None, steps: int, name: str
 ) -> Schedule:
     """The schedule that a user has asked for, or `OptionError`. What `bytes` means, `fit` knows."""
-    if bytes is not None:
-        if checkpoint != "binomial" or checkpoints is not None:
-            raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
-        if not isinstance(bytes, int) or isinstance(bytes, bool):
-            raise OptionError(f"{name}: bytes={bytes!r} is not a number of bytes.")
+    if bytes is not None and (checkpoint != "binomial" or checkpoints is not None):
+        raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
+    if bytes is not None and (not isinstance(bytes, int) or isinstance(bytes, bool)):
+        raise OptionError(f"{name}: bytes={bytes!r} is not a number of bytes.")
     if checkpoints is not None and checkpoint != "binomial":
         raise OptionError(
             f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial", not {checkpoint!r}.'
         )
     for option, value in (("checkpoint", checkpoint), ("checkpoints", checkpoints)):
-        if isinstance(value, bool) or (isinstance(value, int) and value < 1):
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not (is_number or value is None or (isinstance(value, str) and option == "checkpoint")):
             raise OptionError(f"{name}: {option}={value!r} is not a positive number.")
-    if checkpoints is not None and not isinstance(checkpoints, int):
-        raise OptionError(f"{name}: checkpoints={checkpoints!r} is not a positive number.")
     if checkpoint is None:
         return PLAIN
     if isinstance(checkpoint, int):
         return Schedule("segments", checkpoint)
-    if checkpoint == "every":
-        return Schedule("segments", max(1, steps))
-    if checkpoint == "sqrt":
-        return Schedule("segments", max(1, round(math.sqrt(steps))))
+    if checkpoint in ("every", "sqrt"):
+        return Schedule("segments", max(1, steps if checkpoint == "every" else round(math.sqrt(steps))))
     if checkpoint == "recursive":
         return Schedule("recursive")
     if checkpoint == "binomial":
