@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +44,7 @@ from ..errors import InputError
 from ..meter import storages
 from ..policies.names import current_name
 from ..program import Program
+from ..tape.operators import StorageTable, run_operator
 
 __all__ = ["Residual", "print_saved_residuals", "saved_residuals"]
 
@@ -281,8 +281,8 @@ class _Sources(TorchDispatchMode):
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self._count = 0
-        self._known: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
-        self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
+        self._known: StorageTable[_Source] = StorageTable()
+        self._names: StorageTable[str] = StorageTable()
         for words, x in _arguments(f, args, kwargs):
             self._learn(x, "argument", words)
         for words, x in _captured(f):
@@ -291,24 +291,25 @@ class _Sources(TorchDispatchMode):
     def _learn(self, x: Tensor, kind: str, words: str) -> None:
         self._count += 1
         for storage in storages(_torch.below_wrappers(x)):
-            self._known.setdefault(storage, _Source(kind, self._count, words))
+            if self._known.get(storage) is None:
+                self._known.set(storage, _Source(kind, self._count, words))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # The subclass acts first; its inner tensors come by here.
-        out = func(*args, **(kwargs or {}))
+        out = run_operator(func, args, kwargs or {})
         self._count += 1
-        if (name := current_name()) is not None:
-            self._names.update(dict.fromkeys(storages(out), name))
-        source = None
+        name, source = current_name(), None
         writes = func._schema.is_mutable
         for storage in storages(out):
+            if name is not None:
+                self._names.set(storage, name)
             known = self._known.get(storage)
             if known is None or (writes and known.kind == "output"):
                 source = source or _Source("output", self._count, _made_by(func))
-                self._known[storage] = source
+                self._known.set(storage, source)
         return out
 
     def _is_of_the_call(self, storage: torch.UntypedStorage) -> bool:
@@ -403,7 +404,7 @@ def _made_by(func: Any) -> str:
     return f"output of {name}{backward}{place and f' at {place}'}"
 
 
-_HERE = str(Path(__file__).parent) + os.sep
+_HERE = str(Path(__file__).parent.parent) + os.sep
 _NOT_THE_USERS = (_HERE, str(Path(torch.__file__).parent) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
 
 

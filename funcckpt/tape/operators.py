@@ -230,20 +230,21 @@ def is_plain(x: Tensor) -> bool:
 
 
 class StorageTable(Generic[T]):
-    """What is known about the memory of tensors, for as long as that memory is alive."""
+    """What is known about memory, by the storage or any tensor in it, for as long as that is alive."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
 
-    def get(self, x: Tensor) -> T | None:
-        if x.layout is not torch.strided:
-            return None
-        storage = x.untyped_storage()
-        found = self._found.get(storage._cdata)
-        return found[1] if found is not None and found[0]() is storage else None
+    def get(self, x: Tensor | torch.UntypedStorage) -> T | None:
+        if isinstance(x, Tensor):
+            if x.layout is not torch.strided:
+                return None
+            x = x.untyped_storage()
+        found = self._found.get(x._cdata)
+        return found[1] if found is not None and found[0]() is x else None
 
-    def set(self, x: Tensor, value: T) -> None:
-        storage = x.untyped_storage()
+    def set(self, x: Tensor | torch.UntypedStorage, value: T) -> None:
+        storage = x.untyped_storage() if isinstance(x, Tensor) else x
         self._found[storage._cdata] = weakref.ref(storage), value
 
     def alive(self) -> list[T]:
