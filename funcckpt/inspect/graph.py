@@ -1,0 +1,157 @@
+"""The graphs of autograd, walked for what they keep."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import _torch
+from ..program import Program
+
+
+class Walk:
+    """What the graphs of some outputs keep: plain tensors, each with the node that does.
+
+    A tensor that is saved is kept. So is one that is held by a Python object on which the graph has a hold:
+    the context of a custom function, a saved-tensor hook, what that has put in the place of a tensor.
+
+    Attributes
+    ----------
+    saved : list of (Tensor, str)
+        As autograd saves tensors.
+    held : list of (Tensor, str)
+        By Python objects.
+    """
+
+    def __init__(self, outputs: Iterable[Tensor]) -> None:
+        self.saved: list[tuple[Tensor, str]] = []
+        self.held: list[tuple[Tensor, str]] = []
+        # By id, with the object, so that no other one takes its id.
+        self._seen: dict[int, Any] = {}
+        self._pending: list[Any] = []
+        for y in outputs:
+            self._pending += _levels_of(y)[0]
+        while self._pending:
+            node = self._pending.pop()
+            if self._is_new(node):
+                self._pending += [n for n, _ in node.next_functions if n is not None]
+                self._visit(node)
+
+    def _is_new(self, item: Any) -> bool:
+        if id(item) in self._seen:
+            return False
+        self._seen[id(item)] = item
+        return True
+
+    def _add(self, found: list[tuple[Tensor, str]], x: Any, by: str) -> None:
+        if isinstance(x, Tensor):
+            nodes, plain = _levels_of(x)
+            self._pending += nodes
+            found += [(part, by) for part in plain]
+
+    def _visit(self, node: Any) -> None:
+        by = node.name()
+        if isinstance(program := getattr(node, "program", None), Program):
+            by = f"remat({program.source.name})"
+            for x in program.source.held():
+                self._add(self.saved, x, by)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            self._search(vars(node), by)
+        for attribute in dir(type(node)):
+            if not attribute.startswith("_raw_saved_"):
+                continue
+            raw = getattr(node, attribute)
+            raw = raw if isinstance(raw, (tuple, list)) else (raw,)
+            if any(r.unpack_hook is not None for r in raw):
+                for r in raw:
+                    self._unpack(r, by)
+                continue
+            try:
+                value = getattr(node, "saved_tensors" if attribute == _CUSTOM else "_" + attribute[5:])
+            except RuntimeError:  # freed, or changed in place since, which is for the backward to say
+                value = [r.data for r in raw]
+            for x in pytree.tree_leaves(value):
+                self._add(self.saved, x, by)
+
+    def _unpack(self, raw: Any, by: str) -> None:
+        """What stands in the graph for a tensor that is saved; to unpack it might be to recompute it."""
+        if raw.unpack_hook is None:
+            self._add(self.saved, raw.data, by)
+            return
+        owner = getattr(raw.unpack_hook, "__self__", None)
+        by = getattr(owner, "title", by)
+        self._search((raw.data, raw.unpack_hook), by)
+
+    def _search(self, root: Any, by: str) -> None:
+        """All that an object holds."""
+        pending = [root]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, _LEAVES) or not self._is_new(item):
+                continue
+            if isinstance(item, Tensor):
+                self._add(self.held, item, by)
+            elif isinstance(item, _torch.SavedTensor):
+                self._unpack(item, by)
+            elif isinstance(item, torch.autograd.graph.Node):
+                del self._seen[id(item)]
+                self._pending.append(item)
+            elif isinstance(item, FunctionType):  # and not its globals
+                pending += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+            else:
+                pending += gc.get_referents(item)
+
+
+_CUSTOM = "_raw_saved_tensors"
+# What holds no tensors, or those of the whole program.
+_LEAVES = (
+    type,
+    ModuleType,
+    CodeType,
+    FrameType,
+    str,
+    bytes,
+    int,
+    float,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
+
+
+def _levels_of(x: Tensor) -> tuple[list[Any], list[Tensor]]:
+    """The graph nodes on which `x` and its tangents hang at all levels, and the plain tensors below."""
+    nodes: list[Any] = []
+    plain: list[Tensor] = []
+    with _torch._set_fwd_grad_enabled(True):
+        _descend(x, nodes, plain)
+    return nodes, plain
+
+
+def _descend(x: Tensor, nodes: list[Any], plain: list[Tensor]) -> None:
+    # A pullback is called when its level is over, and its graph is still that of the wrapper.
+    while _torch.is_dead_tensor_wrapper(x):
+        nodes += [x.grad_fn] if x.grad_fn is not None else []
+        x = _torch.unwrap_if_dead(x)
+    nodes += [x.grad_fn] if x.grad_fn is not None else []
+    interpreter = _torch.peek_interpreter_stack()
+    # A tangent shows only where its level is the innermost.
+    if _torch.has_dual_level() and (interpreter is None or _torch.kind_of(interpreter) == "jvp"):
+        if (tangent := _torch.tangent_of(x)) is not None:
+            _descend(tangent, nodes, plain)
+    if interpreter is None:
+        plain.append(x)
+        return
+    if _torch.maybe_get_level(x) == interpreter.level():
+        x = _torch.get_unwrapped(x)
+    layer = _torch.pop_dynamic_layer_stack()
+    try:
+        _descend(x, nodes, plain)
+    finally:
+        _torch.push_dynamic_layer_stack(layer)
