@@ -16,7 +16,7 @@ from test_scan import SCHEDULES, TRANSFORMS, XS, D, V, W, X, plain_scan
 from torch.func import grad, jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from funcckpt import fori_loop, inner_grad, remat, scan, while_loop
+from funcckpt import fori_loop, inner_grad, policies, remat, scan, while_loop
 
 F64 = torch.float64
 COUNT = int(os.environ.get("FUNCCKPT_RANDOM_LOOPS", "120")) // 3
@@ -34,6 +34,10 @@ CHANGES = {
     "constant": lambda c, other, before, x, w, k: torch.ones_like(c),
     "x": lambda c, other, before, x, w, k: x * 1.0,
 }
+MORE_OPTIONS = [
+    {"checkpoints": 2, "offload": "disk"},
+    {"checkpoints": 2, "policy": policies.dots_saveable},
+]
 YS = {
     "carry": lambda cs, new, x, w, k: cs[0],
     "new carry": lambda cs, new, x, w, k: new[0],
@@ -50,7 +54,7 @@ def random_loop(seed):
     steps = draw.randint(1, 9)
     changes = [CHANGES[draw.choice(list(CHANGES))] for _ in range(draw.randint(1, 3))]
     y_of = YS[draw.choice(list(YS))]
-    options = draw.choice([*SCHEDULES, {"checkpoints": 2, "offload": "disk"}])
+    options = draw.choice([*SCHEDULES, *MORE_OPTIONS])
     reverse, same_init, has_xs = draw.random() < 0.4, draw.random() < 0.2, draw.random() < 0.7
 
     def f(loop, w, x, xs):
@@ -166,6 +170,12 @@ LINKS = {
         lambda c, _: (times(loops, step, c, n, {"checkpoints": 2}), None), x, 3, **o
     ),
     "remat in while": lambda loops, step, x, n, o: times(loops, loops.remat(step), x, n, o),
+    "scan in scan": lambda loops, step, x, n, o: loops.scan(
+        lambda c, _: (loops.scan(lambda c, _: (step(c), None), c, 2, checkpoints=1), None), x, n, **o
+    ),
+    "scan in remat": lambda loops, step, x, n, o: loops.remat(
+        lambda x: loops.scan(lambda c, _: (step(c), None), x, n, **o)
+    )(x),
     "while in remat": lambda loops, step, x, n, o: loops.remat(lambda x: times(loops, step, x, n, o))(x),
     "dropout": lambda loops, step, x, n, o: times(
         loops, lambda x: torch.nn.functional.dropout(step(x), 0.2), x, n, o
@@ -194,6 +204,9 @@ LINK_OPTIONS = [
     {"checkpoint": "sqrt"},
     {"bytes": 10**5},
     {"checkpoints": 2, "offload": "host"},
+    {"checkpoints": 2, "policy": policies.dots_saveable},
+    {"checkpoint": "sqrt", "policy": policies.everything_saveable},
+    {"policy": [torch.ops.aten.tanh.default, torch.ops.aten.bernoulli.p]},
 ]
 
 

@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import assert_same
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -25,7 +24,6 @@ from funcckpt import (
     checkpoint_name,
     fori_loop,
     policies,
-    remat,
     scan,
     while_loop,
 )
@@ -108,8 +106,14 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+def pairs(firsts, seconds):
+    """Each of both, with the others in turn. All pairs are drawn in test_random_loops.py."""
+    firsts, seconds = list(firsts), list(seconds)
+    found = [(a, seconds[i % len(seconds)]) for i, a in enumerate(firsts)]
+    return found + [(firsts[-i % len(firsts)], b) for i, b in enumerate(seconds, 1)]
+
+
+@pytest.mark.parametrize(("transform", "options"), pairs(TRANSFORMS, SCHEDULES), ids=str)
 def test_transforms(transform, options):
     run = TRANSFORMS[transform]
     checkpointed = run(lambda *args: rnn(scan, *args, **options))
@@ -125,19 +129,6 @@ def test_transforms_in_the_other_spellings(transform, spelling):
     with using(spelling):
         checkpointed = run(lambda *args: rnn(scan, *args, checkpoints=3))
     assert_same(checkpointed, run(lambda *args: rnn(plain_scan, *args)))
-
-
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_eager_backward_and_double_backward(options, reverse):
-    def run(loop):
-        leaves = [t.clone().requires_grad_() for t in (W, X, XS)]
-        out = rnn(loop, *leaves, reverse=reverse, **options)
-        first = torch.autograd.grad(out, leaves, create_graph=True)
-        sum((g * g).sum() for g in first).backward()
-        return out.detach(), [g.detach() for g in first], [leaf.grad for leaf in leaves]
-
-    assert_same(run(scan), run(plain_scan))
 
 
 # -- policies for the body -----------------------------------------------------------------------------
@@ -159,8 +150,7 @@ def named_rnn(loop, w, x, xs, **options):
     return h.exp().sum() + ys.square().sum()
 
 
-@pytest.mark.parametrize("policy", KEEPS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("transform", "policy"), pairs(TRANSFORMS, KEEPS))
 def test_transforms_with_a_policy(transform, policy):
     run = TRANSFORMS[transform]
     checkpointed = run(lambda *args: named_rnn(scan, *args, checkpoints=3, policy=KEEPS[policy]))
@@ -200,33 +190,6 @@ def _schedule(checkpoint="binomial", checkpoints=None):
     return choose(checkpoint, checkpoints, None, N, "")
 
 
-@pytest.mark.parametrize("policy", KEEPS)
-def test_a_policy_and_random_numbers(policy):
-    def run(loop, **options):
-        def f(w, x):
-            step = lambda h, _: (F.dropout(w @ h, 0.5).tanh() + torch.rand_like(h), None)
-            return loop(step, x, length=7, **options)[0].sum()
-
-        torch.manual_seed(0)
-        xs = torch.stack([X, 2 * X])
-        found = vmap(grad(f, (0, 1)), (None, 0), randomness="different")(W, xs)
-        return found, grad(lambda x: grad(f, 1)(W, x).square().sum())(X), torch.rand(2)
-
-    assert_same(run(scan, checkpoints=2, policy=KEEPS[policy]), run(plain_scan))
-
-
-@pytest.mark.parametrize("policy", KEEPS)
-def test_a_policy_in_the_other_loops(policy):
-    def run(**options):
-        f = lambda x: fori_loop(0, 7, lambda i, h: torch.tanh(W @ h) * (i + 1), x, **options).sum()
-        going_on = lambda c: c[0] < 7
-        body = lambda c: (c[0] + 1, torch.tanh(W @ c[1]) * (c[0] + 1))
-        g = lambda x: while_loop(going_on, body, (0, x), **options)[1].sum()
-        return [(grad(h)(X), vmap(hessian(h))(torch.stack([X, 2 * X]))) for h in (f, g)]
-
-    assert_same(run(policy=KEEPS[policy], checkpoints=2), run(checkpoint=None))
-
-
 def test_a_policy_that_has_no_say():
     step = lambda h, x: (h * x, None)
     dots = policies.dots_saveable
@@ -260,32 +223,6 @@ def test_gradients_of_parameters_of_a_module():
     )
     cell.requires_grad_(False)  # remat says of a gradient that it requires grad if any captured tensor does
     assert_same(functional(scan), functional(plain_scan))
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f, w: grad(f)(w),
-        lambda f, w: grad(grad(f))(w),
-        lambda f, w: vmap(grad(f))(torch.stack([w, 2 * w])),
-        lambda f, w: jvp(grad(f), (w,), (w,)),
-    ],
-    ids=["grad", "grad of grad", "vmap of grad", "hvp"],
-)
-def test_scan_in_scan_in_remat(transform):
-    def outer(loop, wrap, w):
-        def inner(x, s):
-            return loop(lambda x, t: (torch.sin(w * x + t), x), x, s, checkpoints=2)
-
-        def all_of_it(x):
-            x, ys = loop(lambda x, s: inner(x, s), x, XS, checkpoints=3)
-            return x + ys.sum()
-
-        return wrap(all_of_it)(X.sum())
-
-    w = torch.tensor(0.7, dtype=F64)
-    got = transform(lambda w: outer(scan, remat, w), w)
-    assert_same(got, transform(lambda w: outer(plain_scan, lambda f: f, w), w))
 
 
 # -- counts -----------------------------------------------------------------------------------------
@@ -614,24 +551,11 @@ def until(loop, w, x, xs, **options):
     return carry["h"].exp().sum() * carry["sum"] + carry["same"].sum()
 
 
-@pytest.mark.parametrize("options", WHILE, ids=str)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("transform", "options"), pairs(TRANSFORMS, WHILE), ids=str)
 def test_while_loop_under_transforms(transform, options):
     run = TRANSFORMS[transform]
     checkpointed = run(lambda *args: until(while_loop, *args, **options))
     assert_same(checkpointed, run(lambda *args: until(None, *args)))
-
-
-@pytest.mark.parametrize("options", WHILE, ids=str)
-def test_while_loop_in_eager_backward_and_double_backward(options):
-    def run(loop, **options):
-        leaves = [t.clone().requires_grad_() for t in (W, X, XS)]
-        out = until(loop, *leaves, **options)
-        first = torch.autograd.grad(out, leaves, create_graph=True)
-        sum((g * g).sum() for g in first).backward()
-        return out.detach(), [g.detach() for g in first], [leaf.grad for leaf in leaves]
-
-    assert_same(run(while_loop, **options), run(None))
 
 
 @pytest.mark.parametrize("spelling", ["function", "generated"])
@@ -700,18 +624,6 @@ def test_memory_of_a_while_loop_grows_as_the_cube_root():
         return measure(grad(lambda x: sine_loop(x, n).sum()), x).peak_bytes / x.nbytes
 
     assert peak(1000) < 60 and peak(1000) < 2.6 * peak(64)
-
-
-def test_while_loop_under_vmap_where_cond_is_not_batched():
-    def run(x, loop):
-        body = lambda c: (c[0] + 1, torch.sin(c[1]))
-        if loop:
-            return while_loop(lambda c: c[0] < 9, body, (0, x), checkpoints=2)[1].sum()
-        for _ in range(9):
-            x = torch.sin(x)
-        return x.sum()
-
-    assert_same(vmap(grad(run), (0, None))(XS, True), vmap(grad(run), (0, None))(XS, False))
 
 
 @pytest.mark.parametrize("options", WHILE, ids=str)
@@ -915,20 +827,6 @@ def test_no_steps():
     assert torch.equal(state, torch.get_rng_state())
     assert scan(lambda c, x: (c, c), X, length=0)[1].shape == (0, D)
     assert torch.equal(grad(lambda x: scan(lambda c, x: (c, c), x, length=0)[0].sum())(X), torch.ones_like(X))
-
-
-def test_integer_and_number_carries():
-    def f(x):
-        (_, _, x), _ = scan(
-            lambda c, _: ((c[0] + 1, c[1] + 1, x * c[2] * c[1]), None),
-            (torch.tensor(0), 1, x),
-            length=5,
-            checkpoints=2,
-        )
-        return x
-
-    x = torch.tensor(1.5, dtype=F64)
-    torch.testing.assert_close(grad(f)(x), 120 * 6 * x**5)
 
 
 def two(c, x):
