@@ -226,16 +226,13 @@ class Replay(Watch):
         before, after = entry.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        found = []
-        for slot in entry.slots:
-            found.append(
-                self._kept[slot].get().detach()
-                if isinstance(slot, int)
-                else None
-                if slot is None
-                else self.placeholder(slot)
-            )
-        return found[0] if entry.is_alone else tuple(found)
+        found = tuple(map(self._result, entry.slots))
+        return found[0] if entry.is_alone else found
+
+    def _result(self, slot: int | TensorMeta | None) -> Tensor | None:
+        if isinstance(slot, int):
+            return self._kept[slot].get().detach()
+        return None if slot is None else self.placeholder(slot)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
