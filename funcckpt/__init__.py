@@ -1,6 +1,6 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func.
 
-`remat(f)` and `checkpoint(f, ...)` keep the inputs of f and run f again in the backward. The contract of both:
+`remat(f)` and `checkpoint(f, ...)` keep the inputs of f and run it again in the backward. Their contract:
 
 ====================================================  ==================================================
 What f refers to                                      In the recomputation

@@ -3,18 +3,24 @@
 `draw(seed)` gives a `Program`: the text of a function `program(x, w)` that calls `remat` in the
 ways people do (on local functions that capture tensors from every level around them, in cells,
 defaults, containers, attributes and globals; on partials, callable objects, bound methods and
-modules; nested; under torch.func transforms inside) and the names of the transforms around it.
-Text, because a program that fails must be readable, runnable and shrinkable.
+modules, also out of torch's own database; nested; under torch.func transforms inside) and the names
+of the transforms around it. Afterwards it rebinds what was captured: variables, items, attributes,
+parts of modules. Plain autograd does not notice that, since the forward is over, so the program
+without remat is the reference. Text, because a program that fails must be readable, runnable and
+shrinkable.
 """
 
+import copy
 import functools
 import random
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from .functions import Cube, Pair
 from .stacks import scalar, stack
@@ -57,6 +63,97 @@ class Net(nn.Module):
         return torch.tanh(self.remat(self.linear)(x)) * self.scale
 
 
+class Part(nn.Module):
+    """A module with all that may be rebound after its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.5, 0.9, 9).reshape(3, 3), requires_grad=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 3))
+        self.act = nn.Tanh()
+        self.factor, self.items, self.extra = 0.7, [1.2, {"k": 0.4}], None
+
+    def forward(self, x):
+        x = self.act(self.weight @ x * self.factor) * self.scale + self.items[1]["k"]
+        if self.training:
+            x = x * self.items[0]
+        return x if self.extra is None else x + self.extra
+
+
+# What becomes of a part after a call of it; {} is the part.
+REBINDINGS = (
+    "{}.eval()",
+    "{}.act = nn.Sigmoid()",
+    "{}.factor = 0.3",
+    "{}.items[0] = -0.4",
+    "{}.items = [0.1, {{'k': -1.0}}]",
+    "{}.items[1]['k'] = 2.0",
+    "{}.scale = torch.ones(3)",
+    "{}.extra = constant",
+    "{}.weight = nn.Parameter(torch.eye(3), requires_grad=False)",
+    "{}.forward = torch.cos",
+    "{}.act.forward = torch.cos",
+    "{}.act.register_forward_hook(lambda module, args, out: out * 0.5)",
+)
+
+
+def doubled(forward):
+    """The forward of a module, patched as libraries do."""
+
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        return forward(*args, **kwargs) * 2
+
+    return call
+
+
+# Of torch's database, what plain torch takes under every transform and runs alike each time.
+MODULES = (
+    "Linear Bilinear Conv1d Conv2d ConvTranspose1d LayerNorm RMSNorm GroupNorm InstanceNorm1d PReLU "
+    "RNNCell GRUCell LSTMCell RNN GRU LSTM MultiheadAttention Embedding CrossEntropyLoss MaxPool2d"
+).split()
+
+
+@functools.cache
+def from_the_database():
+    """The first sample of each of `MODULES`, and what to call it with."""
+    from torch.testing._internal.common_modules import module_db
+
+    found = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for info in module_db:
+            if (name := info.name.removeprefix("nn.")) in MODULES:
+                sample = info.module_inputs_func(info, "cpu", torch.float64, False, True)[0]
+                made, given = sample.constructor_input, sample.forward_input
+                module = info.module_cls(*made.args, **made.kwargs).to(torch.float64)
+                found[name] = module.requires_grad_(False), given.args, given.kwargs
+    return found
+
+
+class Around(nn.Module):
+    """Calls remat on a module that it holds, for functional_call."""
+
+    def __init__(self, net, remat):
+        super().__init__()
+        self.net, self.remat = net, remat
+
+    def forward(self, *args, **kwargs):
+        return self.remat(self.net)(*args, **kwargs)
+
+
+def module_call(net, a, b, remat=lambda f: f):
+    """A module of the database, its parameters scaled by a and its inputs by b, as a vector."""
+    _, args, kwargs = from_the_database()[type(net).__name__]
+    parameters = {f"net.{key}": p * (1 + 0.1 * a.mean()) for key, p in net.named_parameters()}
+    moved = [
+        t * (1 + 0.1 * b.mean()) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for t in pytree.tree_leaves(args)
+    ]
+    args = pytree.tree_unflatten(moved, pytree.tree_structure(args))
+    return scalar(functional_call(Around(net, remat), parameters, args, kwargs)).sin() * a
+
+
 @dataclass(frozen=True)
 class Program:
     seed: int
@@ -64,7 +161,14 @@ class Program:
     stack: tuple
 
     def run(self, remat, x, w):
+        if "module_of" in self.source:
+            from_the_database()  # not under a transform
         namespace = dict(
+            nn=nn,
+            Part=Part,
+            doubled=doubled,
+            module_call=module_call,
+            module_of=lambda name: copy.copy(from_the_database()[name][0]),
             torch=torch,
             F=F,
             func=torch.func,
@@ -120,7 +224,9 @@ class Scope:
 
     def __init__(self, outer=None):
         self.kinds = {k: list(outer.kinds[k]) if outer else [] for k in (VECTOR, MATRIX, NUMBER)}
+        # What this body may rebind: what others have made would be a side effect.
         self.own = []
+        self.rebindings = []
 
     def add(self, kind, expression, rebindable=False):
         self.kinds[kind].append(expression)
@@ -219,8 +325,13 @@ class Writer:
                 self.hide,
                 self.in_place,
                 self.special,
+                self.knob,
+                self.part,
+                self.loop,
+                self.database,
+                self.rebind,
             ]
-            weights = [3, 4, 3, 3, 3, 1, 2]
+            weights = [3, 4, 3, 3, 3, 1, 2, 2, 2, 1, 1, 5]
             if depth > 0:
                 kinds.append(self.call)
                 weights.append(6)
@@ -377,15 +488,15 @@ class Writer:
         name = self.name({0: "box", 1: "holder", 2: "G", 3: "deep", 4: "t"}[choice])
         if choice == 0:
             self.emit(f"{name} = [{a}, {{'k': {b} * 0.5}}]")
-            scope.add(kind, f"{name}[1]['k']")
+            scope.add(kind, f"{name}[1]['k']", rebindable=True)
         elif choice == 1:
             self.emit(f"{name} = Holder()")
             self.emit(f"{name}.t = {a} * 0.8")
-            scope.add(kind, f"{name}.t")
+            scope.add(kind, f"{name}.t", rebindable=True)
         elif choice == 2:
             self.emit(f"global {name}")
             self.emit(f"{name} = {a} + {b}")
-            scope.add(kind, name)
+            scope.add(kind, name, rebindable=True)
         elif choice == 3:
             self.emit(f"{name} = Holder()")
             self.emit(f"{name}.inner = {{'t': (Pair({a}, {b}.cos()),)}}")
@@ -393,6 +504,85 @@ class Writer:
         elif scope.own:
             kind, old = self.rng.choice(scope.own)
             self.emit(f"{old} = {old} * 0.9")
+
+    # What is rebound after a call
+
+    def rebind(self, scope, depth):
+        if scope.rebindings and self.rng.random() < 0.7:
+            self.emit(self.rng.choice(scope.rebindings))
+        elif scope.own:
+            kind, old = self.rng.choice(scope.own)
+            self.emit(f"{old} = {self.pick(scope, kind)} * 0.9")
+
+    def rebound(self, scope, *texts):
+        """What may be rebound from here on: some at once, some later or never."""
+        now = self.rng.randrange(min(len(texts), 3) + 1)
+        chosen = self.rng.sample(texts, min(len(texts), 4))
+        for text in chosen[:now]:
+            self.emit(text)
+        scope.rebindings += chosen[now:]
+
+    def knob(self, scope, depth):
+        """A number, a function or a name in some place, and a call that reads it."""
+        place, n = self.name("k"), self.rng.randrange(3)
+        if n == 0:
+            target = place
+        elif n == 1:
+            self.emit(f"{place} = Holder()")
+            target = f"{place}.k"
+        else:
+            self.emit(f"{place} = {{'k': [None]}}")
+            target = f"{place}['k'][0]"
+        first, then, use = self.rng.choice(
+            (
+                ("0.7", "-1.3", "a * {}"),
+                ("torch.sin", "torch.exp", "{}(a)"),
+                ("'cos'", "'exp'", "getattr(torch, {})(a)"),
+                ("True", "False", "a.sin() if {} else a.cos()"),
+                ("nn.Tanh()", "nn.Sigmoid()", "{}(a)"),
+                ("slice(0, 2)", "slice(1, 3)", "a[{}].sum() * a"),
+            )
+        )
+        self.emit(f"{target} = {first}")
+        v, u = self.pick(scope, VECTOR), self.pick(scope, VECTOR)
+        self.let(scope, VECTOR, f"remat(lambda a: {use.format(target)} * {u})({v})")
+        self.rebound(scope, f"{target} = {then}")
+
+    def part(self, scope, depth):
+        """A module, called in one of several ways."""
+        part = self.name("part")
+        self.emit(f"{part} = Part()")
+        if self.rng.random() < 0.3:
+            self.emit(f"{part}.forward = doubled({part}.forward)")
+        v, u, m = self.pick(scope, VECTOR), self.pick(scope, VECTOR), self.pick(scope, MATRIX)
+        text = (
+            f"remat({part})({v})",
+            f"remat(lambda a: {part}(a) * {u})({v})",
+            f"remat(functools.partial({part}.forward))({v})",
+            f"remat(lambda p, a: functional_call({part}, {{'weight': p}}, (a,)))({m}, {v})",
+            f"remat(lambda a: functional_call({part}, {{'weight': {m}, 'scale': {u}}}, (a,)))({v})",
+            f"remat(nn.Sequential({part}, nn.Tanh(), {part}))({v})",
+        )
+        self.let(scope, VECTOR, self.rng.choice(text))
+        self.rebound(scope, *[text.format(part) for text in REBINDINGS], f"{part}.extra = {u}")
+
+    def loop(self, scope, depth):
+        i, u = self.name("i"), self.pick(scope, VECTOR)
+        name = self.let(scope, VECTOR, self.pick(scope, VECTOR))
+        self.emit(f"for {i} in (0.5, -1.5):")
+        self.emit(f"    {name} = remat(lambda a: torch.sin(a * {i}) + {u})({name})")
+
+    def database(self, scope, depth):
+        """A module of torch's database. The parameters are put in inside of remat, or around it."""
+        net, name = self.name("net"), self.rng.choice(MODULES)
+        v, u = self.pick(scope, VECTOR), self.pick(scope, VECTOR)
+        self.emit(f"{net} = module_of('{name}')")
+        text = (
+            f"remat(lambda a, b: module_call({net}, a, b))({v}, {u})",
+            f"module_call({net}, {v}, {u}, remat)",
+        )
+        self.let(scope, VECTOR, self.rng.choice(text))
+        self.rebound(scope, f"{net}.eval()", f"{net}.forward = None")
 
     # Local functions and the ways to call them
 
@@ -479,7 +669,7 @@ class Writer:
 
 
 def shrink(program, fails):
-    """The same failure with as few lines and levels as a greedy search finds."""
+    """The same failure with as few lines, levels and statements as a greedy search finds."""
     progress = True
     while progress:
         progress = False
@@ -488,14 +678,31 @@ def shrink(program, fails):
             if fails(smaller):
                 program, progress = smaller, True
                 break
-        lines = program.source.splitlines()
-        for i in range(len(lines) - 1, 0, -1):
-            width = len(lines[i]) - len(lines[i].lstrip())
-            end = i + 1
-            while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > width:
-                end += 1  # a def goes with its body
-            smaller = Program(program.seed, "\n".join(lines[:i] + lines[end:]) + "\n", program.stack)
-            if fails(smaller):
-                program, progress = smaller, True
-                lines = lines[:i] + lines[end:]
+        i = len(program.source.splitlines())
+        while (i := i - 1) > 0:
+            lines = program.source.splitlines()
+            for instead in smaller_at(lines, i):
+                smaller = Program(program.seed, "\n".join(instead) + "\n", program.stack)
+                if fails(smaller):
+                    program, progress = smaller, True
+                    break
     return program
+
+
+def smaller_at(lines, i):
+    """The lines of a program without number i, or with something simpler in its place."""
+    line = lines[i]
+    width = len(line) - len(line.lstrip())
+    end = i + 1
+    while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > width:
+        end += 1  # a def goes with its body
+    yield lines[:i] + lines[end:]
+    left, equals, right = line.partition(" = ")
+    if equals and right not in ("x", "w", "constant"):
+        for value in ("constant", "x", "w"):
+            yield [*lines[:i], f"{left} = {value}", *lines[end:]]
+    if "remat(" in line:
+        yield [*lines[:i], line.replace("remat(", "(", 1), *lines[i + 1 :]]
+    if " " in (value := right or line.strip().removeprefix("return ")):
+        for name in dict.fromkeys(re.findall(r"\bt\d+\b", value)):
+            yield [*lines[:i], line.replace(value, name), *lines[end:]]
