@@ -1,5 +1,5 @@
-"""What checkpoints save and cost, measured: in words (`explain`) and as pictures (`plot`).
+"""What a function keeps and what its checkpoints cost: `residuals` in words, `explain` measured, `plot` drawn.
 
-Both run a function with its checkpoints switched on and off, and count with :mod:`funcckpt.meter`. That one
-stands where users import it from; the loops count with it, too, and need nothing of this folder.
+Bytes and FLOPs are those of :mod:`funcckpt.meter`, which stands where users import it from: the loops count
+with it, too, and need nothing of this folder.
 """
