@@ -91,22 +91,20 @@ def while_loop(
     choose(checkpoint, checkpoints, bytes, 1, loop.name)
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
-    # How long the bar is shows at its end.
-    shown = loop._replace(progress=(open_bar(progress, loop.name), 0))
     if checkpoint is None or keeps_nothing((cond, body), init):
-        return _sweep(cond, shown, init, max_steps)[0]
+        return _sweep(cond, _shown(loop, progress), init, max_steps)[0]
     if bytes is not None:
         checkpoints = as_many_as_fit(loop, bytes, 0, None, init, None).number
     before = Before((cond, body))
     cond = _drawing_nothing(cond, before.streams, loop.name)
     if checkpoint == "binomial" and loop.policy is None and can_restart(init) and not _torch.has_dual_level():
         try:
-            return _online(cond, shown, init, max_steps, checkpoints, before.streams)
+            return _online(cond, _shown(loop, progress), init, max_steps, checkpoints, before.streams)
         except _Unknown:
             before.restore()
     # Values alone: nothing that is computed here is looked at by a transform.
     with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
-        steps = _sweep(cond, shown, init, max_steps)[1]  # and no carry
+        steps = _sweep(cond, loop, init, max_steps)[1]  # and no carry
     before.restore()
     before.closure.settle(loop.name)
     if not before.closure.is_pure:
@@ -115,6 +113,11 @@ def while_loop(
         return init
     schedule = choose(checkpoint, checkpoints, None, steps, loop.name)
     return start(loop, schedule, None, progress, 0, steps, init, None)[0]
+
+
+def _shown(loop: Loop, progress: bool) -> Loop:
+    """The loop with a bar, whose length shows at its end."""
+    return loop._replace(progress=(open_bar(progress, loop.name), 0))
 
 
 def _sweep(cond: Callable[..., Any], loop: Loop, carry: Any, max_steps: int | None) -> tuple[Any, int]:
