@@ -166,7 +166,7 @@ class Tape:
         needs = self._needs(kind, given)
         index, addresses = len(self.calls), set(map(address_of, given))
         outs = out if isinstance(out, (list, tuple)) else (out,)
-        call = Call(func, needs, None if isinstance(out, Tensor) else len(outs))
+        call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None)
         self.calls.append(call)
         if kind in WRITE:
             call.may_skip = False
