@@ -494,9 +494,7 @@ def test_random_programs(seed, wrap):
     assert type(found.error) is type(expected.error), found.error
     residuals = found.value or []
     assert sum(r.bytes for r in residuals if r.kind == "output") <= meter.peak_bytes
-    # The parameters of a module of the database are in the cache of a function, where nothing has a name.
-    if "module_of" not in program.source:
-        assert not [r for r in residuals if r.source == "a captured tensor"]
+    assert not [r for r in residuals if r.source == "a captured tensor"]
 
 
 def test_random_streams_and_gradients_are_left_alone():

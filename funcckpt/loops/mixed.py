@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch, dispatch, net, primitive
+from ..call import Call, Options
 from ..errors import InputError, OptionError, describe
-from ..flat import Arguments
 from ..program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
-from ..remat import _Call, _name_and_check, _Options
+from ..remat import _name_and_check
 
 __all__ = ["inner_grad"]
 
@@ -111,18 +111,16 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
                         f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {what}, which has no "
                         "gradient. Choose others by argnums."
                     )
-        options = _Options(frozenset(), frozenset(), True, "default")
-        arguments = Arguments(name, tuple(own), kwargs)
-        places = {id(x): i for i, x in enumerate(arguments.tensors)}
-        call = _Call(_scalar(loss, name), name, options, arguments)
-        call._layers = layers
-        inputs = call._take_inputs(call._captured)
+        call = Call(_scalar(loss, name), name, Options(), tuple(own), kwargs, lifts_all=True)
+        inputs = call.take_inputs()
+        places = {id(x): i for i, x in enumerate(inputs)}
         program = _Gradient(
             call, call.home, len(inputs), tuple([places[id(x)] for x in leaves]), with_zeros=True
         )
         # functorch asks for the rule of a vmap only where something is batched; the loss may draw
         # random numbers, which differ from sample to sample all the same.
         outputs = _Symmetric.apply(program, *inputs, *_torch.batched_nothing())
+        call.seal()
         gradients = pytree.tree_unflatten(list(outputs), structure)
         return gradients if isinstance(argnums, tuple) else gradients[0]
 
@@ -158,7 +156,7 @@ class _Gradient(Vjp):
         nested = torch.is_grad_enabled()
         # With no level active and nobody to differentiate it, plain autograd records, and is leaner.
         plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
-        if plain and not nested and not self.source.replaces:
+        if plain and not nested:
             outputs, leaves = self._record_plain(primals, nested)
         else:
             outputs, leaves = self._record_at_level(primals)
@@ -212,7 +210,9 @@ class _Symmetric(torch.autograd.Function):
 
     @staticmethod
     def forward(program: Any, *inputs: Tensor) -> Tensors:
-        return tuple([_torch.fresh(y) for y in net.run(program, _torch.without_forward_views(inputs))])
+        return tuple(
+            [_torch.fresh(y) for y in net.run_in_function(program, _torch.without_forward_views(inputs))[0]]
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
