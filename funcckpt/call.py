@@ -69,8 +69,7 @@ class Call(Leaf):
         super().__init__()
         self._name, self._options = name, options
         self.code = code_of(f)
-        # Where values are computed in a cheaper way, no graph tells what f uses.
-        lifts_all = lifts_all or dispatch.is_by_function() or options.forward is not None
+        lifts_all = lifts_all or dispatch.is_by_function()
         self._arguments = arguments = Arguments(
             name, args, kwargs, options.static_argnums, options.static_argnames
         )
@@ -78,9 +77,7 @@ class Call(Leaf):
         self._is_f_alone = arguments.is_flat and not arguments.static
         root = f if self._is_f_alone else (f, arguments.others, arguments.static)
         self._found = found = Found(root)
-        self._arity = arguments.arity
-        if options.forward is None:
-            self.arity = arguments.arity
+        self.arity = arguments.arity
         given = {id(x) for x in arguments.tensors}
         # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
         lifted = {key for key, x in found.tensors.items() if is_lifted(x) or (lifts_all and x.requires_grad)}
@@ -228,7 +225,7 @@ class Call(Leaf):
 
     def where(self, i: int) -> str:
         """What input `i` is to f, in words."""
-        if i < self._arity:
+        if i < self.arity:
             return self._arguments.where(i)
         key = next((key for key, number in self._ids.items() if number == i), 0)
         return self._found.where(key)
@@ -264,7 +261,7 @@ class Call(Leaf):
         )
         with _within(contexts):
             f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
-            args, kwargs = self._arguments.unflatten(inputs[: self._arity], others, static)
+            args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
             content = self._arguments.content(args, kwargs)
             try:
                 out = (forward or f)(*args, **kwargs)
@@ -416,7 +413,7 @@ class Call(Leaf):
         )
         with _within(contexts):
             f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
-            args, kwargs = self._arguments.unflatten(inputs[: self._arity], others, static)
+            args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
             del inputs, mapped, others, static
             out = f(*args, **kwargs)
             if draws and self._drawn is None and self._ends:

@@ -18,9 +18,10 @@ A program never holds a tensor that is among its inputs: `autograd` owns those, 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ class Leaf(Program):
     arity = 1 << 30
     # What f has captured of plain autograd, if it was called under a transform: nodes above hold no such.
     captured: Sequence[Tensor] = ()
+    # Of captured inputs, those that require grad in plain autograd, and on which no output depends.
+    unused: Sequence[int] = ()
     seen: Sequence[Tensor] = ()
 
     def __init__(self) -> None:
@@ -199,15 +202,39 @@ class Recording(_Derived):
         with _torch.recording_level() if self.differentiated else _torch.grad_level() as level:
             wrapped = _torch.wrapped_for_grad(inputs, level)
             leaves = _torch.require_grad_at_this_level(wrapped, self.differentiated)
-            outputs = self.inner.run(*wrapped)
-            if self.differentiated and self.differentiated[-1] >= self.source.arity:
-                used = {id(x) for x in _torch.leaves_of(outputs)}
+            looks = bool(self.differentiated) and self.differentiated[-1] >= self.source.arity
+            with _noting_leaves() if looks else nullcontext() as dropped:
+                outputs = self.inner.run(*wrapped)
+            if looks:
+                used = {id(x) for x in _torch.leaves_of(outputs)}.union(dropped or ())
                 at = zip(self.differentiated, leaves, strict=True)
                 self.unused = [i for i, x in at if i >= self.source.arity and id(x) not in used]
             if (watch := recording.watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(_torch.require_grad, outputs),)
             return tuple(_torch.unwrapped_for_grad(outputs, level))
+
+
+# The leaves to which histories led that f has dropped, for each recording of this thread that is under way.
+_dropped = threading.local()
+
+
+@contextmanager
+def _noting_leaves() -> Iterator[set[int]]:
+    stack = _dropped.__dict__.setdefault("stack", [])
+    stack.append(set())
+    try:
+        yield stack[-1]
+    finally:
+        stack.pop()
+
+
+def note_dropped(tensors: Sequence[Tensor]) -> None:
+    """A loop drops the history of tensors: what they depend on is used all the same."""
+    if stack := getattr(_dropped, "stack", None):
+        leaves = {id(x) for x in _torch.leaves_of(tensors)}
+        for noted in stack:
+            noted |= leaves
 
 
 def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:

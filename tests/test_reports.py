@@ -231,25 +231,13 @@ REPLACED = {
 }
 
 
-# Their values are computed without a history, so that no graph tells which captured tensors are used.
-OF_LOOPS = pytest.mark.xfail(reason="number 4 is not mended in loops", strict=True)
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, marks=OF_LOOPS) if way in ("scan", "fori_loop", "inner_grad") else way
-        for way in REPLACED
-    ],
-)
+@pytest.mark.parametrize("way", REPLACED)
 def test_replaced_parameters_are_no_inputs(way):
     """`functional_call` replaces the parameters, which require grad, before anything uses them."""
     same(lambda remat: REPLACED[way](remat)(parameters(NET)))
 
 
-@pytest.mark.parametrize(
-    "way", ["grad", pytest.param("scan", marks=OF_LOOPS), pytest.param("inner_grad", marks=OF_LOOPS)]
-)
+@pytest.mark.parametrize("way", ["grad", "scan", "inner_grad"])
 def test_a_training_loop_holds_no_history(way):
     """No result has a graph, so that none is kept alive."""
     p = parameters(NET)

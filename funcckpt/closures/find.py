@@ -391,29 +391,21 @@ class Found:
         return changed
 
     def take_state(self) -> bool:
-        """After the first run: what f has counted up or added is its own state. Whether there is any.
-
-        What it has taken away or replaced otherwise, a recomputation finds as it was at the call.
-        """
-        found = False
-        for number in self.changed():
+        """After the first run: what f has assigned is its own state. Whether there is any."""
+        changed = self.changed()
+        for number in changed:
             node = self.nodes[number]
-            before, now = node.content, read(node.kind, node.value, node.names)
-            if node.kind is Kind.LIST:
-                added = {*now} - before.keys()
-                if isinstance(node.value, set) or not all(map(operator.is_, now.values(), before.values())):
-                    continue
-            else:
-                added = {
-                    name
-                    for name, x in now.items()
-                    if name not in before or (type(x) in ATOMS and type(before[name]) in ATOMS)
-                }
-            added = {name for name in added if not _is_it(now[name], before.get(name, now))}
-            node.state |= added
-            before.update({name: now[name] for name in added})
-            found = found or bool(added)
-        return found
+            now = read(node.kind, node.value, node.names)
+            if GLOBALS in node.content and node.kind is Kind.FUNCTION:
+                now[GLOBALS] = node.content[GLOBALS]
+            gone = object()
+            node.state |= {
+                name
+                for name in now.keys() | node.content.keys()
+                if not _is_it(now.get(name, gone), node.content.get(name, gone))
+            }
+            node.content = now
+        return bool(changed)
 
     def leading_to(self, reached: set[int]) -> set[int]:
         """The objects with some ids, and those that refer to them by a way that can be rebuilt."""
@@ -496,6 +488,8 @@ def _is_same_but_for_state(node: Node) -> bool:
     if node.kind is Kind.LIST:
         return True
     now = read(node.kind, node.value, node.names)
+    if node.kind is Kind.OBJECT and not now.keys() <= node.content.keys():
+        return False  # an attribute that was none: a forward of the instance
     return all(
         [
             name in node.state or name == GLOBALS or (name in now and _is_it(now[name], item))

@@ -16,7 +16,7 @@ the Hessian", 1994), and its reverse sweep need not record itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,9 @@ class _Gradient(Vjp):
     not used.
     """
 
+    # Which gradients require grad in plain autograd, after the first run.
+    active: Sequence[bool] | None = None
+
     def __init__(
         self, inner: Program, home: int, arity: int, wrt: tuple[int, ...], with_zeros: bool = False
     ) -> None:
@@ -210,9 +213,8 @@ class _Symmetric(torch.autograd.Function):
 
     @staticmethod
     def forward(program: Any, *inputs: Tensor) -> Tensors:
-        return tuple(
-            [_torch.fresh(y) for y in net.run_in_function(program, _torch.without_forward_views(inputs))[0]]
-        )
+        outputs, program.active = net.run_in_function(program, _torch.without_forward_views(inputs))
+        return tuple([_torch.fresh(y) for y in outputs])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -221,6 +223,11 @@ class _Symmetric(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.program = program
         ctx.home = min(program.home, level - 1) if level else program.home
+        for i in program.source.unused:
+            tensors[i] = _torch.fresh(tensors[i])
+        if level == 0 and program.source.unused and program.active is not None and not _torch.in_dual_level():
+            active = zip(output, program.active, strict=True)
+            ctx.mark_non_differentiable(*[y for y, is_active in active if not is_active])
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
