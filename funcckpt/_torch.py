@@ -614,50 +614,8 @@ def is_tracing() -> bool:
     ) and get_proxy_mode() is not None
 
 
-# Torch's functions that are written in C: of `torch` itself, whose class nobody can change, and in modules.
-FUNCTIONS = torch._C._VariableFunctions  # type: ignore[attr-defined]
-NAMESPACES = tuple(
-    [getattr(torch._C, name) for name in ("_nn", "_special", "_linalg", "_fft") if hasattr(torch._C, name)]
-)
-# Modules that its functions in Python go through.
-PASSAGES = (torch._C, torch.nn._reduction)
-# What its functions in Python ask about their arguments, and call only for those of a subclass.
-FOR_SUBCLASSES = (
-    torch._C._has_torch_function,
-    torch._C._has_torch_function_unary,
-    torch._C._has_torch_function_variadic,
-    torch.overrides.handle_torch_function,
-)
-
-# The kernels that Python code has registered for operators, by their names. Torch goes on to register such as
-# compute nothing, and decompositions under vmap.
-_kernels = torch.library._impls
-_torchs_kernels = frozenset(_kernels)
-_number_of_kernels, _are_torchs = len(_kernels), True
-
-
-def kernels_are_torchs() -> bool:
-    """Whether no Python code of others has registered a kernel for an operator of torch."""
-    global _number_of_kernels, _are_torchs
-    if len(_kernels) != _number_of_kernels:
-        _number_of_kernels = len(_kernels)
-        added = [name for name in _kernels - _torchs_kernels if name.startswith("aten/")]
-        _are_torchs = all([name.endswith(("/Meta", "/FuncTorchBatched")) for name in added])
-    return _are_torchs
-
-
 # The number of the function modes that are active.
 has_function_modes = torch._C._len_torch_function_stack
-
-
-def is_bare() -> bool:
-    """Whether no function mode or dispatch mode is active, nor autocast."""
-    return not (
-        has_function_modes()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-    )
 
 
 def takes_only_fake() -> bool:
@@ -709,26 +667,6 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 
 # Asked of many tensors at once, without a frame of Python's.
 require_grad = operator.attrgetter("requires_grad")
-
-
-def with_leaves(
-    values: Sequence[Tensor], wrt: Iterable[int], level: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Values in which leaves that require grad stand for some, and the leaves; at a level, if it is not 0."""
-    if level:
-        tensors = wrapped_for_grad(values, level)
-        return tensors, require_grad_at_this_level(tensors, wrt)
-    tensors, leaves = [*values], []
-    for i in wrt:
-        tensors[i] = leaf = tensors[i].detach().requires_grad_()
-        leaves.append(leaf)
-    return tensors, leaves
-
-
-def detached(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
-    if not level:
-        return (*map(Tensor.detach, tensors),)
-    return (*wrapped_for_grad(unwrapped_for_grad(tensors, level), level),)
 
 
 def without_detour(function: Any) -> Any:
@@ -1147,13 +1085,6 @@ def alias(x: Tensor) -> Tensor:
         return x.detach()
     with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False), plain():
         return x.detach()
-
-
-def same_memory(x: Tensor) -> Tensor:
-    """A tensor with the memory of `x`, and no other relation to it."""
-    with torch.no_grad(), plain():
-        empty = torch.empty(0, dtype=x.dtype, device=x.device)
-        return empty.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
 
 
 def subclasses_asleep() -> Any:

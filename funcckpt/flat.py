@@ -220,15 +220,6 @@ class Outputs:
         tensors, self.tensors = tuple(self.tensors), []
         return tensors
 
-    def is_one_like(self, out: Any) -> bool:
-        """Whether a recomputation gave one tensor as this one was, as most do."""
-        return (
-            self.structure is None
-            and len(self._kept) == 1
-            and isinstance(out, Tensor)
-            and _look_of(out) == self.looks[0]
-        )
-
     def as_in(self, first: Outputs) -> Tensors:
         """The tensors that were outputs in the first run, where this is another one."""
         return tuple([self.tensors[self._sources[i][1]] for i in first._kept])

@@ -210,10 +210,6 @@ def _slots(kind: type) -> tuple[str, ...]:
     )
 
 
-def has_slots(kind: type) -> bool:
-    return len(_slots(kind)) > 0
-
-
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """The global names that code loads, in itself or in a function within it."""

@@ -102,16 +102,6 @@ class World:
         # Whether autocast is enabled.
         self.casts = any(self._state[2][1])
 
-    @classmethod
-    def bare(cls, dtype: torch.dtype) -> World:
-        """A world in which nothing is set but the default dtype."""
-        world = cls()
-        cache, enabled, dtypes = _autocast()
-        world._modes = ()
-        world._state = torch.device("cpu"), dtype, (cache, (False,) * len(enabled), dtypes)
-        world.casts = False
-        return world
-
     def is_here(self) -> bool:
         """Whether it is as it was."""
         return not self._modes and self._state == _state()
