@@ -37,28 +37,6 @@ STACKS = [
 ]
 
 
-# Promised, and not held yet: names of tests, and why. An entry goes with the mend.
-NOT_YET = {
-    r"(remat-forward_of_an_instance-.*(back|grad|hess))|(checkpoint-forward_of_an_instance-.*(grad|hess))": "a "
-    "forward of an instance is called with the module twice",
-    r"test_what_f_does_not_use": "parameters that functional_call has replaced become inputs",
-    r"test_batch_norm_is_updated_once.remat|test_batch_norm_under": "buffers given to functional_call are taken "
-    "for captured tensors that f changes",
-    r"test_batch_norm_is_updated_once.checkpoint": "num_batches_tracked is counted up twice",
-    r"checkpoint-context variable-.*backward": "the hook path does not look at context variables",
-    r"only_reachable.(remat-.*(back|grad|hess)|checkpoint-.*(grad|hess))": "a class attribute that f does not read",
-    r"test_a_write_between.*argument-vjp": "an argument on which nothing depends is recomputed with the new value",
-    r"test_nothing_is_an_error.*(vmap|jvp)": "MutationError where nothing is differentiated",
-}
-
-
-@pytest.fixture(autouse=True)
-def not_yet(request):
-    for pattern, reason in NOT_YET.items():
-        if re.search(pattern, request.node.name):
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-
-
 @pytest.fixture(autouse=True)
 def in_float64(state_intact):
     torch.set_default_dtype(torch.float64)
@@ -356,11 +334,11 @@ def test_batch_norm_under_a_transform(wrap):
         buffers = {name: t.clone() for name, t in net.named_buffers()}
         x = inputs()[1]
 
-        def loss(p):
+        def loss(p, buffers):
             y = wrap(lambda p, x: functional_call(net, {**p, **buffers}, (x,)))(p, x)
             return y.sin().sum(), {name: b.detach() for name, b in buffers.items()}
 
-        return grad(loss, has_aux=True)(p)
+        return grad(loss, has_aux=True)(p, buffers)
 
     assert_same(run(wrap), run(no_remat))
 
@@ -547,6 +525,26 @@ def test_side_effects_happen_twice(wrap):
 
     wrap(f)(inputs()[0].requires_grad_()).sum().backward()
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_what_f_assigns_it_assigns_once(transform, wrap):
+    def run(wrap):
+        calls, mean = 0, 1.0
+
+        def f(x):
+            nonlocal calls, mean
+            calls, mean = calls + 1, mean / 2
+            return (x * calls).sin() * mean
+
+        x = inputs()[0]
+        if transform == "grad":
+            gradient = grad(lambda x: wrap(f)(wrap(f)(x)).sum())(x)
+        else:
+            (gradient,) = torch.autograd.grad(wrap(f)(wrap(f)(x.requires_grad_())).sum(), x)
+        return gradient, calls, mean
+
+    assert_same(run(wrap), run(no_remat))
 
 
 def test_the_page_names_tests_that_exist():
