@@ -561,6 +561,14 @@ def is_plain_dual(x: Tensor) -> bool:
         push_dynamic_layer_stack(layer)
 
 
+def is_tracked(x: Tensor) -> bool:
+    """Whether some transform looks at `x`: it requires grad, belongs to a level, or is dual."""
+    x = alive(x)
+    if is_functorch_wrapped_tensor(x):
+        return not is_left_over(x)
+    return x.requires_grad or is_plain_dual(x)
+
+
 def is_left_over(x: Tensor) -> bool:
     """Whether `x` was stored somewhere by a transform that is over: no operator could take it."""
     level = maybe_get_level(alive(x))
@@ -663,6 +671,22 @@ def wrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 
 def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
     return [*map(_unwrap_for_grad, tensors, repeat(level))]
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaves to which the graph of some tensors leads."""
+    pending, seen = [y.grad_fn for y in outputs], set()
+    yield from [y for y in outputs if y.grad_fn is None]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Other nodes may have an attribute of this name.
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        else:
+            pending.extend([n for n, _ in node.next_functions])
 
 
 # Asked of many tensors at once, without a frame of Python's.

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch, dispatch, world
 from .errors import MutationError, OptionError, describe
-from .nodes import is_tracked
 from .program import Leaf, Tensors
 from .tape import drawing
 
@@ -107,7 +106,7 @@ class _Graph(Leaf):
         self._level = level
         self._layers: list[_torch.Layer] | None = layers
         self._args = list(args)
-        self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and is_tracked(x)]
+        self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and _torch.is_tracked(x)]
         self._constants = {
             i: _torch.traced_value(x)
             for i, x in enumerate(args)

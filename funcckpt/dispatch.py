@@ -15,7 +15,6 @@ level and call, and with what that route cannot express:
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from .program import (
     Tensors,
     Vjp,
     Vmap,
+    WithCaptured,
     bind_legacy,
     bind_vmap,
     is_differentiable,
@@ -78,6 +78,11 @@ def using(implementation: str) -> Iterator[None]:
         _implementation.reset(token)
 
 
+def is_by_function() -> bool:
+    """Whether an autograd.Function carries out the rules, which sees explicit inputs alone."""
+    return _implementation.get() != "direct"
+
+
 def call(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run `program` on `inputs` under whatever transforms are active, keeping only `inputs`."""
     implementation = _implementation.get()
@@ -91,11 +96,10 @@ def bind(program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | N
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
     inputs = _torch.all_alive(inputs)
     interpreter = _torch.peek_interpreter_stack()
-    if known is not None:
-        rule = _attach_known if interpreter is None else _RULES_FOR_KNOWN[_torch.kind_of(interpreter)]
-        return rule(interpreter, program, inputs, known)
     if interpreter is None:
-        return _bind_plain(program, inputs)
+        return _bind_plain(program, inputs, known)
+    if known is not None:
+        return _RULES_FOR_KNOWN[_torch.kind_of(interpreter)](interpreter, program, inputs, known)
     return _RULES[_torch.kind_of(interpreter)](interpreter, program, inputs)
 
 
@@ -104,20 +108,24 @@ def _bind_grad(
 ) -> Tensors:
     level = interpreter.level()
     inputs = [*map(_torch.CGradInterpreterPtr(interpreter).lift, inputs)]
-    if torch.is_grad_enabled() and any(map(_torch.require_grad, inputs)):
-        _torch.set_single_level_autograd_function_allowed(True)
-        try:
-            outputs: Tensors = _AtGradLevel.apply(  # type: ignore[attr-defined]
-                interpreter, level, program, known, *inputs
-            )
-        finally:
-            _torch.set_single_level_autograd_function_allowed(False)
-        return outputs
+    differentiated = [i for i, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
+    recording = recorded(program, differentiated)
     unwrapped = _torch.unwrapped_for_grad(inputs, level)
     values = None if known is None else _torch.unwrapped_for_grad(known, level)
     with _torch.lower(interpreter, "grad"):
-        outputs = bind(recorded(program, ()), unwrapped, values)
-    return tuple(_torch.wrapped_for_grad(outputs, level))
+        outputs = bind(recording, unwrapped, values)
+    outputs = tuple(_torch.wrapped_for_grad(outputs, level))
+    if not differentiated:
+        return outputs
+    if known is not None:
+        active = [y.requires_grad and is_differentiable(y) for y in known]
+    elif isinstance(recording, Recording):
+        active = [*recording.active]
+        for i in recording.unused:
+            inputs[i] = _torch.fresh(inputs[i])
+    else:
+        active = [*map(is_differentiable, outputs)]
+    return attach(program, outputs, active, inputs, level)
 
 
 def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
@@ -156,13 +164,6 @@ def _bind_known_vmap(
     return bind_vmap(interpreter, program, inputs, bind_values)
 
 
-def _attach_known(_: None, program: Program, inputs: list[Tensor], known: Sequence[Tensor]) -> Tensors:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        active = [y.requires_grad for y in known]
-        return attach(program, tuple([y.detach() for y in known]), active, inputs)
-    return tuple([y.detach() for y in known])
-
-
 def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
     add_back_views = _torch.adds_back_views(interpreter)
@@ -185,76 +186,104 @@ _RULES = {
 _RULES_FOR_KNOWN = {"grad": _bind_grad, "vmap": _bind_known_vmap}
 
 
-def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
+def _bind_plain(program: Program, inputs: list[Tensor], known: Sequence[Tensor] | None = None) -> Tensors:
     """No functorch level is left: plain reverse and forward mode, or just the values."""
-    if (
-        forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and any(map(_torch.require_grad, inputs)))
-        or (program.is_pullback and any(map(_torch.is_legacy_batchedtensor, inputs)))
-    ):
-        return _bind_looked_at(program, inputs)
-    return net.run(program, inputs)
-
-
-def _bind_looked_at(program: Program, inputs: list[Tensor]) -> Tensors:
-    # A backward with create_graph switches grad mode on, in inference mode too.
-    recording = (
-        torch.is_grad_enabled()
-        and any(map(_torch.require_grad, inputs))
-        and not torch.is_inference_mode_enabled()
-    )
     if _torch.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
         if along:
-            # Plain reverse and forward mode are one level: f sees both at once.
-            differentiated = [i for i, x in enumerate(inputs) if x.requires_grad and recording]
-            inner = recorded(program, differentiated) if differentiated else program
-            jvp = Jvp(inner, program.home, len(inputs), along)
-            results = _bind_legacy(jvp, [*primals, *tangents], recording)
-            outputs, out_tangents = jvp.split(results)
-            if not recording:
-                return _make_duals_plain(outputs, out_tangents)
-            # The graph of the primal has to lead back to the dual inputs, so that a backward
-            # through it is differentiated in forward mode too.
-            outputs = tuple([_torch.with_memory_for_each(y) for y in outputs])
-            detached = [_torch.fresh(y) for y in outputs]
-            dual: Tensors = _AtDualLevel.apply(program, detached, out_tangents, *inputs)
-            return dual
-    if isinstance(program, Vjp):
-        return _bind_legacy(program, inputs, recording)
-    return _bind_values(program, inputs, recording)
+            return _bind_dual(program, inputs, primals, tangents, along)
+    if isinstance(program, Vjp) and any(map(_torch.is_legacy_batchedtensor, inputs)):
+        return bind_legacy(program, inputs, _bind_values)
+    return _bind_values(program, inputs, known)
 
 
-def _bind_legacy(program: Jvp | Vjp, inputs: Sequence[Tensor], recording: bool = True) -> Tensors:
-    return bind_legacy(program, inputs, functools.partial(_bind_values, recording=recording))
+def _bind_values(
+    program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None
+) -> Tensors:
+    program, outputs, active, inputs = _run(program, inputs, known)
+    return attach(program, outputs, active, inputs) if any(active) else outputs
 
 
-def _bind_values(program: Program, inputs: Sequence[Tensor], recording: bool) -> Tensors:
+def _bind_dual(
+    program: Program,
+    inputs: list[Tensor],
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor],
+    along: tuple[int, ...],
+) -> Tensors:
+    """Plain reverse and forward mode are one level: f sees both at once."""
+    records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    differentiated = [i for i, x in enumerate(inputs) if x.requires_grad and records]
+    inner = recorded(program, differentiated) if differentiated else program
+    jvp = Jvp(inner, program.home, len(inputs), along)
+    arguments = [*primals, *tangents]
+    if any(map(_torch.is_legacy_batchedtensor, arguments)):
+        outputs, out_tangents = jvp.split(bind_legacy(jvp, arguments, _bind_values))
+        captured: Sequence[Tensor] = ()
+    else:
+        of, results, active, found = _run(jvp, arguments)
+        captured = found[len(arguments) :]
+        if any(active):
+            results = attach(of, results, active, found)
+        outputs, out_tangents = jvp.split(results)
+    if not any(map(_torch.require_grad, (*inputs, *captured))) or not records:
+        return _make_duals_plain(outputs, out_tangents)
+    if captured:
+        program = WithCaptured(program, captured)
+    # The graph of the primal has to lead back to the dual inputs, so that a backward through it is
+    # differentiated in forward mode too.
+    outputs = tuple([_torch.with_memory_for_each(y) for y in outputs])
+    detached = [_torch.fresh(y) for y in outputs]
+    dual: Tensors = _AtDualLevel.apply(program, detached, out_tangents, *inputs, *captured)
+    return dual
+
+
+def _run(
+    program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None
+) -> tuple[Program, Tensors, Sequence[bool], Sequence[Tensor]]:
+    """The values of a program; of which program and inputs, and which of them plain autograd looks at."""
+    source = program.source
+    records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
-    if (
-        recording
-        and any([x.requires_grad for x in inputs])
-        and not (_torch.is_tracing() and not program.source.is_compiled)
-    ):
-        outputs: Tensors = _Plain.apply(program, *inputs)  # type: ignore[attr-defined]
-        return outputs
-    return net.run(program, _torch.without_forward_views(inputs, record=False))
+    records = records and (source.is_compiled or not _torch.is_tracing())
+    values = _torch.without_forward_views(inputs, record=records)
+    if known is not None:
+        active: Sequence[bool] = [y.requires_grad and records for y in known]
+        outputs, captured = tuple([y.detach() for y in known]), source.captured
+        if captured and any(active):
+            program, inputs = WithCaptured(program, captured), [*inputs, *captured]
+        return program, outputs, active, inputs
+    if (layers := source.take_layers()) is not None:
+        outputs, active, captured, reached = net.run_first(program, values, layers)
+        source.seen = captured
+        if captured:
+            inputs = [
+                x if i < source.arity or i in reached else _torch.fresh(x) for i, x in enumerate(inputs)
+            ]
+            if layers:
+                source.captured = captured
+    else:
+        outputs, captured = net.run(program, values), source.captured
+        has_history = records and any(map(_torch.require_grad, (*inputs, *captured)))
+        active = [has_history and is_differentiable(y) for y in outputs]
+    if not records:
+        active = [False] * len(outputs)
+    elif captured and any(active):
+        program, inputs = WithCaptured(program, captured), [*inputs, *captured]
+    return program, outputs, active, inputs
 
 
 def attach(
     program: Program, outputs: Tensors, active: Sequence[bool], inputs: Sequence[Tensor], level: int = 0
 ) -> Tensors:
-    """Give values that are known already the history of R[program](inputs); in plain eager, or at a grad
-    level, if no other looks at them.
+    """Give values the history of R[program](inputs), in plain autograd or at the innermost grad level.
 
     `active` says for each whether it depends on an input that requires grad.
     """
     if level:
         _torch.set_single_level_autograd_function_allowed(True)
     try:
-        attached: Tensors = _Attached.apply(  # type: ignore[attr-defined]
-            program, level, outputs, active, *inputs
-        )
+        attached: Tensors = _Node.apply(program, level, outputs, active, *inputs)  # type: ignore[attr-defined]
     finally:
         if level:
             _torch.set_single_level_autograd_function_allowed(False)
@@ -277,8 +306,8 @@ def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
     return None
 
 
-class _Node:
-    """What all autograd nodes of remat share: they save their inputs, and what a policy keeps."""
+class _Backward:
+    """What the autograd nodes of remat share: they save their inputs, and what a policy keeps."""
 
     @staticmethod
     def keep(
@@ -311,10 +340,10 @@ class _Node:
                 inputs = ctx.saved_tensors
             except RuntimeError as error:
                 raise ctx.program.source.changed_since(error) from None
-            return _Node.pull(ctx, inputs, cotangents)
+            return _Backward.pull(ctx, inputs, cotangents)
         inputs, kept = recording.split(ctx.kept, ctx.saved_tensors)
         with recompute.handing_out(ctx.program.source, ctx.kept, kept):
-            return _Node.pull(ctx, inputs, cotangents)
+            return _Backward.pull(ctx, inputs, cotangents)
 
     @staticmethod
     def pull(
@@ -351,29 +380,18 @@ class _Node:
 
 
 @_torch.without_detour
-class _Plain(_Node, _torch.SingleLevelFunction):
-    """R at plain autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, program: Program, *inputs: Tensor) -> Tensors:
-        outputs, active = net.run_recorded(program, _torch.without_forward_views(inputs))
-        outputs = tuple([_torch.fresh(y) for y in outputs])
-        return _Node.keep(ctx, program, inputs, outputs, program.home, 0, active)
-
-
-@_torch.without_detour
-class _Attached(_Node, _torch.SingleLevelFunction):
-    """R at plain autograd or at one grad level, for values that were computed before."""
+class _Node(_Backward, _torch.SingleLevelFunction):
+    """R in plain autograd or at one grad level: values that were computed before get a history."""
 
     @staticmethod
     def forward(
         ctx: Any, program: Program, level: int, outputs: Tensors, active: Sequence[bool], *inputs: Tensor
     ) -> Tensors:
         home = min(program.home, level - 1) if level else program.home
-        return _Node.keep(ctx, program, inputs, outputs, home, level, active)
+        return _Backward.keep(ctx, program, inputs, outputs, home, level, active)
 
 
-class _AtDualLevel(_Node, torch.autograd.Function):
+class _AtDualLevel(_Backward, torch.autograd.Function):
     """R at plain autograd and plain forward mode together."""
 
     @staticmethod
@@ -385,43 +403,13 @@ class _AtDualLevel(_Node, torch.autograd.Function):
         *inputs: Tensor,
     ) -> Tensors:
         ctx.tangents = zeros_for_none(outputs, tangents)
-        return _Node.keep(ctx, program, inputs, tuple(outputs), program.home, 0)
+        return _Backward.keep(ctx, program, inputs, tuple(outputs), program.home, 0)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         out_tangents = ctx.tangents
         del ctx.tangents
         return tuple(out_tangents)
-
-
-@_torch.without_detour
-class _AtGradLevel(_Node, _torch.SingleLevelFunction):
-    """R at one grad level of functorch."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        interpreter: Any,
-        level: int,
-        program: Program,
-        known: Sequence[Tensor] | None,
-        *inputs: Tensor,
-    ) -> Tensors:
-        active: Sequence[bool] | None = (
-            None if known is None else [y.requires_grad and is_differentiable(y) for y in known]
-        )
-        differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
-        recording = recorded(program, differentiated)
-        unwrapped = _torch.unwrapped_for_grad(inputs, level)
-        values = None if known is None else _torch.unwrapped_for_grad(known, level)
-        # An autograd.Function switches both modes off, for all levels below too.
-        with _torch.recording(), _torch.lower(interpreter, "grad"):
-            outputs = bind(recording, unwrapped, values)
-        wrapped = tuple(_torch.wrapped_for_grad(outputs, level))
-        if known is None and isinstance(recording, Recording):
-            active = recording.active
-        home = min(program.home, level - 1)
-        return _Node.keep(ctx, program, inputs, wrapped, home, level, active)
 
 
 def _split_duals(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:

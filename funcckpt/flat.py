@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _torch
-from .closure import Closure
-from .errors import CheckpointError, InputError, MutationError, OutputError, describe
-from .nodes import versions_of
-from .program import Leaf, Tensors
+from .closures import Found
+from .errors import InputError, MutationError, OutputError, describe
+from .program import Tensors
 
 # What may be an argument and holds nothing.
 LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -208,7 +206,7 @@ class Outputs:
                     f"remat({name}) returned a {type(leaf).__name__}, whose values come only after the "
                     "checkpoint. Return them in a list or tuple."
                 )
-            hidden = Closure(leaf, everything=True).tensors
+            hidden = [x for x in Found(leaf, everything=True).tensors.values() if _torch.is_tracked(x)]
             if hidden:
                 raise OutputError(
                     f"remat({name}) returned a {type(leaf).__name__} that holds a tensor "
@@ -283,60 +281,3 @@ def _guarded(y: Tensor) -> Tensor:
     The others would change with it, and their gradients would not know.
     """
     return y.unsqueeze(0).unbind()[0] if y.requires_grad else y
-
-
-class Call(Leaf):
-    """One call of a checkpointed function."""
-
-    # What f returned, once it has run.
-    _outputs: Outputs | None = None
-
-    def __init__(self, name: str, code: Any) -> None:
-        super().__init__()
-        self._name = name
-        self.code = code
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @abstractmethod
-    def where(self, i: int) -> str:
-        """What input `i` is to f, in words."""
-
-    def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
-        return versions_of(inputs)
-
-    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        if before == (now := versions_of(inputs)):
-            return
-        for i, (version, new) in enumerate(zip(before, now, strict=True)):
-            if version != new:
-                raise self._changed(i, inputs[i])
-
-    def _changed(self, i: int, x: Tensor) -> MutationError:
-        return MutationError(
-            f"remat({self._name}) changed {self.where(i)} ({describe(x)}) in place. The recomputation would "
-            "start from the changed values: work on a copy (x.clone()) inside the function, or return the "
-            "new value."
-        )
-
-    def _changed_input(self, tensors: Sequence[Tensor]) -> MutationError:
-        """f sees its arguments as leaves, to which autograd lets nobody write."""
-        candidates = [
-            f"{self.where(i)} ({describe(x)})"
-            for i, x in enumerate(tensors)
-            if x.is_floating_point() or x.is_complex()
-        ]
-        return MutationError(
-            f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
-            f"{' or '.join(candidates)}. The recomputation would start from the changed values: work "
-            "on a copy (x.clone()) inside the function."
-        )
-
-    def _not_the_same(self, difference: str) -> CheckpointError:
-        return CheckpointError(
-            f"remat({self._name}): the recomputation gave {difference}. The function has to do the "
-            "same each time: give it what it depends on as arguments, or, if you know better, "
-            'pass determinism_check="none".'
-        )

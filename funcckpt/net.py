@@ -1,166 +1,31 @@
-"""The first run of a program, under a net that makes silence impossible.
+"""The first run of a program, under a net.
 
-A program runs with all functorch levels moved into it. A tensor that f uses without having been
-given it, and that belongs to one of those levels, would there be a constant: a wrong gradient with
-no error. So in its first run the levels of the caller are put back below it as shadows, over inputs
-that belong to none of them. If an output then belongs to one, something was captured that nobody
-lifted. An input that f changes in place is caught here as well, by its version counter.
+A program runs with all functorch levels moved into it. A tensor that f uses without having been given it, and
+that belongs to one of those levels, would there be a constant: a wrong gradient with no error. So in the
+first run the levels of the caller are put back below it as shadows, over inputs that belong to none of them.
+If an output then belongs to one, a captured tensor was missed: an error.
 
-What the net has caught is found by `Watching` the operators while f runs, and lifted by `Replacing`
-it in what they are given.
+What f has captured of plain autograd needs no shadow: the graph that the first run leaves behind leads there.
+The edges at which it enters are inputs of R, and all others are none: a parameter that `functional_call` has
+replaced, for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from contextvars import ContextVar
-from typing import Any
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from . import _torch
 from .errors import ClosureError, describe
-from .nodes import is_tracked
 from .program import Leaf, Program, Recording, Tensors
 from .tape import recompute
-from .tape.recording import Record
-from .world import Mode
-
-
-class HiddenCapture(ClosureError):
-    """A tensor was captured that the search for captured tensors has missed."""
-
-
-class Watching(Mode):
-    """Sees the tracked tensors on which a function operates and that it has not made itself."""
-
-    def __init__(self, known: Mapping[int, Tensor]) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-        self._known = dict(known)
-        self._level = _torch.current_level()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and id(x) not in self._known and is_tracked(y := stand_in(x)):
-                # A wrapper of a deeper level is the work of a transform inside of the function.
-                if (_torch.maybe_get_level(y) or 0) <= self._level:
-                    self.seen.append(x)
-                self._known[id(x)] = x
-        out = func(*args, **kwargs)
-        for y in pytree.tree_leaves(out):
-            if isinstance(y, Tensor):
-                self._known[id(y)] = y
-        return out
-
-
-class Hooked(Mode):
-    """Sees which tensors are given hooks.
-
-    A hook that refers to its tensor is part of a cycle through the graph, which Python cannot collect.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: list[Tensor] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.register_hook:
-            self._seen.append(args[0])
-        return func(*args, **(kwargs or {}))
-
-    def remove(self) -> None:
-        """Remove the hooks, with which no backward will meet."""
-        for x in self._seen:
-            if x._backward_hooks:
-                x._backward_hooks.clear()
-        self._seen.clear()
-
-
-class Replacing(Mode):
-    """Puts other tensors in place of some, wherever an operator is given them."""
-
-    def __init__(self, mapped: Mapping[int, Tensor]) -> None:
-        super().__init__()
-        self._mapped = mapped
-        # The ids of the tensors that were met.
-        self.met: set[int] = set()
-
-    def __enter__(self) -> Replacing:
-        super().__enter__()
-        self._token = _replacing.set(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _replacing.reset(self._token)
-        super().__exit__(*error)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        replaced: list[Tensor] = []
-
-        def replace(x: Tensor) -> Tensor:
-            if id(x) in self._mapped:
-                replaced.append(x)
-            return self.stand_in(x)
-
-        args, kwargs = pytree.tree_map_only(Tensor, replace, (args, dict(kwargs or {})))
-        out = func(*args, **kwargs)
-        if replaced and _reads_values(func, out):
-            self.met.update([id(x) for x in replaced])
-        return out
-
-    def stand_in(self, x: Tensor) -> Tensor:
-        return self._mapped.get(id(x), x)
-
-
-class Refusing(Mode):
-    """Raises the error that there is for a tensor, if an operator is given that."""
-
-    def __init__(self, errors: Mapping[int, Exception]) -> None:
-        super().__init__()
-        self._errors = errors
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves((args, kwargs)):
-            if id(x) in self._errors and _reads_values(func, out):
-                raise self._errors[id(x)]
-        return out
-
-
-def _reads_values(func: Any, out: Any) -> bool:
-    """Whether an operator reads more of a tensor than its shape or dtype."""
-    return isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__"
-
-
-_replacing: ContextVar[Replacing | None] = ContextVar("replacing", default=None)
-
-
-def is_replacing() -> bool:
-    """Whether f runs inside of another one in which tensors stand for others."""
-    return _replacing.get() is not None
-
-
-def stand_in(x: Tensor) -> Tensor:
-    """The tensor that stands for `x` where f runs again inside of another one that is recomputed."""
-    replacing = _replacing.get()
-    if replacing is None or (y := replacing.stand_in(x)) is x:
-        return x
-    replacing.met.add(id(x))
-    return y
-
 
 _HOW = {
     "grad": "that is being differentiated",
@@ -169,60 +34,135 @@ _HOW = {
 }
 
 
+class Run(NamedTuple):
+    """What the first run of a program gave.
+
+    `active` says for each output whether it depends on an input that requires grad in plain autograd, or on
+    one of `captured`; `reached`, which inputs do so.
+    """
+
+    outputs: Tensors
+    active: Sequence[bool] = ()
+    captured: Sequence[Tensor] = ()
+    reached: Collection[int] = ()
+
+
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    """Run a program with no level active, and record nothing; under the net if f has not run before."""
-    if program.source.random is None:
-        return run_recorded(program, inputs)[0]
+    """Run a program whose function has run before, and record nothing."""
     if not torch.is_grad_enabled():
         return recompute.run(program, inputs)
     with _torch.grad_mode(False):
         return recompute.run(program, inputs)
 
 
-def run_recorded(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
-    """The same, and which outputs depend on an input that requires grad, if that is known."""
+def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[bool] | None]:
+    """Run a program inside of an autograd.Function; in its first run, which outputs depend on an input that
+    requires grad.
+    """
     layers = program.source.take_layers()
     if layers is None:
-        with _torch.grad_mode(False):
-            return recompute.run(program, inputs), None
-    if _torch.is_recording():
-        return _run_first(program, inputs, layers)
+        return run(program, inputs), None
     with _torch.recording():
-        return _run_first(program, inputs, layers)
-
-
-def _run_first(
-    program: Program, inputs: Sequence[Tensor], layers: list[_torch.Layer]
-) -> tuple[Tensors, tuple[bool, ...] | None]:
+        outputs, active, captured, reached = run_first(program, inputs, layers)
+    if captured:
+        raise _captured(program.source, captured[0], "that requires grad")
     source = program.source
-    recording = None
-    versions, detached = source.versions(inputs), inputs
-    if any(map(_torch.require_grad, inputs)):
-        recording = Recording(program, [i for i, x in enumerate(inputs) if x.requires_grad])
-        detached = [_torch.fresh(x) if x.requires_grad else x for x in inputs]
-    outputs, record = _run_above_shadows(source, recording or program, detached, layers)
-    source.check_versions(versions, inputs)
-    if record is not None:
-        with _torch.grad_mode(False):
-            source.kept = record.finish()
-    return outputs, None if recording is None else recording.active
+    source.unused = [
+        i for i, x in enumerate(inputs) if i >= source.arity and x.requires_grad and i not in reached
+    ]
+    return outputs, active
 
 
-def _run_above_shadows(
-    source: Leaf, program: Program, inputs: Sequence[Tensor], layers: list[_torch.Layer]
-) -> tuple[Tensors, Record | None]:
-    """The outputs, and what has recorded them for a policy."""
-    record = None
-    if isinstance(program, Recording) or any([layer.kind == "grad" for layer in layers]):
-        record = source.recorder()
-    with _torch.shadows(layers) as levels, record or nullcontext():
-        outputs = program.run(*inputs)
-        outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
+def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.Layer]) -> Run:
+    """Run a program for the first time, with no level active."""
+    source = program.source
+    records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    versions = source.versions(inputs)
+    differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
+    given: list[Tensor] = [*inputs]
+    if source.is_compiled and differentiated:
+        program = Recording(program, differentiated)
+    for i in differentiated:
+        given[i] = _torch.fresh(inputs[i])
+        if records and not source.is_compiled:
+            given[i].requires_grad_()
+    first_node = _torch.next_sequence_number()
+    own = {edge_of(given[i]): i for i in differentiated}
+    captured: list[Tensor] = []
+    reached: set[int] = set()
+
+    def take(tensors: Sequence[Tensor]) -> None:
+        """Take what the graph of tensors leads to for used."""
+        for edge in entering(tensors, own, first_node):
+            if edge in own:
+                reached.add(own[edge])
+            elif edge[0] not in _restarted() and (x := source.captured_at(edge, tensors)) is not None:
+                if id(x) not in map(id, captured):
+                    captured.append(x)
+
+    record = source.recorder() if records or any([layer.kind == "grad" for layer in layers]) else None
+    with (
+        _torch.shadows(layers) as levels,
+        _NOWHERE if record is None or layers else _torch.hooks_asleep(),
+        record or _NOWHERE,
+    ):
+        with _noting(take):
+            outputs = program.run(*given)
+        if layers:
+            outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
+        elif record is not None:
+            record.note_graph(outputs, first_node)
     if _torch.has_dual_level():
         for y in outputs:
             if _torch.tangent_of(y) is not None:
                 raise _captured(source, y, "that is dual")
-    return outputs, record
+    if isinstance(program, Recording) and source.is_compiled:
+        return Run(outputs, program.active, (), differentiated)
+    active = [*map(_torch.require_grad, outputs)]
+    if not any(active):
+        if layers:
+            source.check_versions(versions, inputs)
+        source.finish(record)
+        return Run(outputs, active)
+    source.check_versions(versions, inputs)
+    take(outputs)
+    del given
+    own.clear()
+    outputs = tuple([y.detach() for y in outputs])
+    source.finish(record)
+    return Run(outputs, active, captured, reached)
+
+
+_NOWHERE = nullcontext()
+# Of the first runs of this thread that are under way: what takes note of tensors, and the leaves at which
+# histories begin again that a loop has dropped.
+_under_way = threading.local()
+
+
+@contextmanager
+def _noting(take: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+    stack = _under_way.__dict__.setdefault("stack", [])
+    stack.append(take)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+def _restarted() -> set[int]:
+    """The ids of the leaves at which histories begin again."""
+    return {id(x) for leaf in getattr(_under_way, "leaves", ()) if (x := leaf()) is not None}
+
+
+def restarted(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of plain autograd without their history: what they depend on is used all the same."""
+    if stack := getattr(_under_way, "stack", None):
+        stack[-1]([x for x in tensors if x.requires_grad])
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+    if stack:
+        known = [leaf for leaf in getattr(_under_way, "leaves", ()) if leaf() is not None]
+        _under_way.leaves = known + [weakref.ref(x) for x in leaves if x.requires_grad]
+    return leaves
 
 
 def _below_shadows(y: Tensor, layers: Sequence[_torch.Layer], levels: Sequence[int], source: Leaf) -> Tensor:
@@ -238,13 +178,60 @@ def _below_shadows(y: Tensor, layers: Sequence[_torch.Layer], levels: Sequence[i
             y = _torch._unwrap_for_grad(y, level)
         if captured:
             raise _captured(source, y, f"{_HOW[layer.kind]} by {layer.kind} at level {level}")
-    if y.requires_grad:
-        raise _captured(source, y, "that requires grad")
     return y
 
 
-def _captured(source: Leaf, y: Tensor, how: str) -> HiddenCapture:
-    return HiddenCapture(
+def _captured(source: Leaf, y: Tensor, how: str) -> ClosureError:
+    return ClosureError(
         f"remat({source.name}) uses a tensor {how} and that it was not given, in a way that could not "
         f"be traced: an output ({describe(y)}) depends on it. Pass it as an argument."
     )
+
+
+# -- the graph of plain autograd --------------------------------------------------------------------------
+
+# A place in the graph: a node and the number of one of its outputs, or the id of a leaf and _LEAF.
+Edge = tuple[Any, int]
+LEAF = -1
+# The number of the nodes that accumulate in a leaf, whenever they were made.
+_LAST = (1 << 64) - 1
+
+
+def edge_of(x: Tensor) -> Edge:
+    return (id(x), LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)
+
+
+def edges_of(tensors: Sequence[Tensor]) -> list[Edge]:
+    functions = map(operator.attrgetter("grad_fn"), tensors)
+    return [
+        (id(x), LEAF) if function is None else (function, x.output_nr)
+        for x, function in zip(tensors, functions, strict=True)
+    ]
+
+
+def entering(outputs: Sequence[Tensor], own: Collection[Edge], first_node: int) -> list[Edge]:
+    """The edges at which the graph of some tensors begins: own ones, leaves, and results of older nodes."""
+    found = {edge_of(y): None for y in outputs if y.requires_grad and y.grad_fn is None}
+    pending: list[Edge] = [(y.grad_fn, y.output_nr) for y in outputs]
+    seen = set()
+    while pending:
+        edge = pending.pop()
+        node = edge[0]
+        if node is None or node in seen:
+            continue
+        order = node._sequence_nr()
+        if order < first_node or edge in own:
+            found[edge] = None
+            continue
+        seen.add(node)
+        if order == _LAST and (variable := _variable(node)) is not None:
+            found[id(variable), LEAF] = None
+        else:
+            pending.extend(node.next_functions)
+    return list(found)
+
+
+def _variable(node: Any) -> Tensor | None:
+    """The leaf to which a node leads, if it is the end of a graph."""
+    # Other nodes may have an attribute of this name.
+    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None

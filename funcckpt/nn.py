@@ -28,7 +28,7 @@ from .errors import InputError, OptionError
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
 
-_OPTIONS = frozenset(Options._fields) - {"use_reentrant", "again_as_before"}
+_OPTIONS = frozenset(Options._fields) - {"use_reentrant"}
 # Where the options of a module stand, in its __dict__ and in its class.
 _KEY = "_funcckpt_options"
 
@@ -169,7 +169,7 @@ def _recomputed(
             return call_under_compiled_transform(f, name, args, kwargs, Options(**options))
         # Dynamo knows this one, and AOTAutograd what it does.
         return torch_checkpoint(f, *args, use_reentrant=False, **options, **kwargs)
-    return call(f, args, kwargs, Options(**options, again_as_before=True))
+    return call(f, args, kwargs, Options(**options))
 
 
 # -- whole models ---------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class _Operand:
                     self._recorded[level.number] = program
         self.program = program
         # Which outputs depend on what requires grad in plain autograd, once that is known.
-        self._active: tuple[bool, ...] | None = None
+        self._active: Sequence[bool] | None = None
         self.is_empty = False
 
     def met_by(self, level: int) -> Program:
@@ -166,14 +166,14 @@ def _is_looked_at(x: Tensor, kind: str) -> bool:
     return kind == "grad" and torch.is_grad_enabled() and x.requires_grad
 
 
-def _run_plain(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, tuple[bool, ...] | None]:
+def _run_plain(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[bool] | None]:
     # What plain autograd hands to the forward of a Function is dual if the input was.
     primals = _torch.without_forward_views([_torch.primal_of(x) for x in inputs])
     dual = [i for i, x in enumerate(inputs) if _torch.primal_of(x) is not x]
     if dual:
         differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
         program = _Dual(recorded(program, differentiated), dual)
-    outputs, active = net.run_recorded(program, primals)
+    outputs, active = net.run_in_function(program, primals)
     if _torch.has_dual_level():
         outputs = tuple([_torch.with_memory_for_each(y) for y in outputs])
     # What does not depend on what requires grad may depend on what is dual.

@@ -18,9 +18,10 @@ A program never holds a tensor that is among its inputs: `autograd` owns those, 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,9 +66,6 @@ class Program(ABC):
 class Leaf(Program):
     """The user's function, flat. `remat` says how it runs the first time, and how again."""
 
-    # Whether some captured tensors are replaced by a mode, as f runs. It sees what is handed to an
-    # autograd.Function only at a functorch level.
-    replaces = False
     # Whether this is a graph that `torch.compile` traces: plain autograd goes through it.
     is_compiled = False
     # Whether a run draws random numbers; None before the first.
@@ -76,6 +74,13 @@ class Leaf(Program):
     code: Any = None
     # What a policy has kept of the first run, until the nodes have it.
     kept: recording.Kept | None = None
+    # How many of the inputs are arguments. The others f has captured at levels, and maybe does not use.
+    arity = 1 << 30
+    # What f has captured of plain autograd, if it was called under a transform: nodes above hold no such.
+    captured: Sequence[Tensor] = ()
+    # Of captured inputs, those that require grad in plain autograd, and on which no output depends.
+    unused: Sequence[int] = ()
+    seen: Sequence[Tensor] = ()
 
     def __init__(self) -> None:
         self.home = _torch.current_level()
@@ -89,9 +94,20 @@ class Leaf(Program):
         """The mode for the first run, if a policy has to see it."""
         return None
 
+    def finish(self, record: recording.Record | None) -> None:
+        """Take over what was recorded for a policy, after the first run."""
+
     @abstractmethod
     def take_layers(self) -> list[_torch.Layer] | None:
         """The levels that were active at the call, before the first run; None from then on."""
+
+    def captured_at(self, edge: Any, outputs: Sequence[Tensor]) -> Tensor | None:
+        """The captured tensor at an edge by which the graph of the outputs leaves f, if it is one."""
+        raise AssertionError(edge)
+
+    def where_is(self, captured: Sequence[tuple[int, Tensor]]) -> AbstractContextManager[None]:
+        """For a recomputation, the captured tensors, with the ids that they had in the forward."""
+        return _NOWHERE
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The inputs of a program made from this one, where no level is left."""
@@ -173,8 +189,10 @@ class Recording(_Derived):
     `torch.autograd.grad`. What the level records goes when it closes.
     """
 
-    # Which outputs depend on an input that requires grad, once it has run.
+    # Which outputs depend on an input that requires grad, once it has run; and which such inputs that f has
+    # captured no output depends on.
     active: tuple[bool, ...]
+    unused: Sequence[int] = ()
 
     def __init__(self, inner: Program, differentiated: Sequence[int] = ()) -> None:
         super().__init__(inner, inner.home)
@@ -183,12 +201,40 @@ class Recording(_Derived):
     def run(self, *inputs: Tensor) -> Tensors:
         with _torch.recording_level() if self.differentiated else _torch.grad_level() as level:
             wrapped = _torch.wrapped_for_grad(inputs, level)
-            _torch.require_grad_at_this_level(wrapped, self.differentiated)
-            outputs = self.inner.run(*wrapped)
+            leaves = _torch.require_grad_at_this_level(wrapped, self.differentiated)
+            looks = bool(self.differentiated) and self.differentiated[-1] >= self.source.arity
+            with _noting_leaves() if looks else nullcontext() as dropped:
+                outputs = self.inner.run(*wrapped)
+            if looks:
+                used = {id(x) for x in _torch.leaves_of(outputs)}.union(dropped or ())
+                at = zip(self.differentiated, leaves, strict=True)
+                self.unused = [i for i, x in at if i >= self.source.arity and id(x) not in used]
             if (watch := recording.watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(_torch.require_grad, outputs),)
             return tuple(_torch.unwrapped_for_grad(outputs, level))
+
+
+# The leaves to which histories led that f has dropped, for each recording of this thread that is under way.
+_dropped = threading.local()
+
+
+@contextmanager
+def _noting_leaves() -> Iterator[set[int]]:
+    stack = _dropped.__dict__.setdefault("stack", [])
+    stack.append(set())
+    try:
+        yield stack[-1]
+    finally:
+        stack.pop()
+
+
+def note_dropped(tensors: Sequence[Tensor]) -> None:
+    """A loop drops the history of tensors: what they depend on is used all the same."""
+    if stack := getattr(_dropped, "stack", None):
+        leaves = {id(x) for x in _torch.leaves_of(tensors)}
+        for noted in stack:
+            noted |= leaves
 
 
 def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:
@@ -196,6 +242,19 @@ def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recor
     if program.is_pullback or (isinstance(program, Recording) and not differentiated):
         return program
     return Recording(program, differentiated)
+
+
+class WithCaptured(_Derived):
+    """(inputs, captured tensors) -> outputs: what f refers to in plain autograd, as inputs."""
+
+    def __init__(self, inner: Program, captured: Sequence[Tensor]) -> None:
+        super().__init__(inner, inner.home)
+        self.numbers = [*map(id, captured)]
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        arity = len(inputs) - len(self.numbers)
+        with self.source.where_is([*zip(self.numbers, inputs[arity:], strict=True)]):
+            return self.inner.run(*inputs[:arity])
 
 
 class Vjp(_Derived):
@@ -231,9 +290,9 @@ class Vjp(_Derived):
         if isinstance(inner, Recording) and set(inner.differentiated) <= set(wrt):
             inner = inner.inner
         self.inner = inner
-        self.source = source = inner.source
+        self.source = inner.source
         self.home = home
-        self.at_level = at_level or source.replaces
+        self.at_level = at_level
         self.arity = arity
         self.wrt = wrt
         self.of = of
@@ -274,7 +333,9 @@ class Vjp(_Derived):
             not self.at_level and _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
         )
         if is_plain and not nested:
-            originals = [primals[i] for i in self.wrt if primals[i].requires_grad]
+            first = self._captured_from()
+            own = {id(x) for x in primals[first:] if _is_own_leaf(x)}
+            originals = [x for i in self.wrt if (x := primals[i]).requires_grad and id(x) not in own]
         with _NOWHERE if (replay := recompute.replay_of(source)) is None else replay.recording():
             if is_plain:
                 outputs, leaves = self._record_plain(primals, nested)
@@ -290,12 +351,21 @@ class Vjp(_Derived):
             gradients = tuple([_torch.fresh(g) for g in gradients])
         return gradients
 
+    def _captured_from(self) -> int:
+        """Where the inputs begin that f refers to itself."""
+        captured = self.inner.numbers if isinstance(self.inner, WithCaptured) else ()
+        return self.arity - len(captured)
+
     def _record_plain(self, primals: list[Tensor], nested: bool) -> tuple[list[Tensor], list[Tensor]]:
         """With no level active plain autograd is enough, and takes what functorch refuses."""
         leaves = []
+        first = self._captured_from()
         for i in self.wrt:
             x = primals[i]
-            leaf = x.view_as(x) if nested and x.requires_grad else _torch.fresh(x).requires_grad_()
+            if i >= first and x.requires_grad and _is_own_leaf(x):
+                leaf = x  # f refers to it, and no history leads on
+            else:
+                leaf = x.view_as(x) if nested and x.requires_grad else _torch.fresh(x).requires_grad_()
             leaves.append(leaf)
             primals[i] = leaf
         if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
@@ -306,7 +376,7 @@ class Vjp(_Derived):
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not source.captured:
             # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
             with _torch.grad_mode(True):
                 return self._record_at_level([_torch.fresh(x) if x.requires_grad else x for x in primals])
@@ -317,22 +387,11 @@ class Vjp(_Derived):
             wrapped = _torch.wrapped_for_grad(primals, level)
             leaves = _torch.require_grad_at_this_level(wrapped, self.wrt)
             outputs = self.inner.run(*_as_arguments(wrapped))
-            if source.replaces and _torch.current_level() == 1:
-                self._check_replaced(outputs, level)
             return self._chosen(outputs), leaves
 
     def _chosen(self, outputs: Tensors) -> list[Tensor]:
         """The outputs that have cotangents."""
         return [*outputs] if len(self.of) == len(outputs) else [outputs[i] for i in self.of]
-
-    def _check_replaced(self, outputs: Tensors, level: int) -> None:
-        for y in outputs:
-            if _torch._unwrap_for_grad(y, level).requires_grad:
-                raise ClosureError(
-                    f"remat({self.source.name}) uses a tensor that requires grad, and that it was not "
-                    f"given, in a way that could not be traced: an output ({describe(y)}) depends "
-                    "on it. Pass it as an argument."
-                )
 
     def _pull(
         self,
@@ -376,6 +435,11 @@ class Vjp(_Derived):
         gradients = gradients[: len(leaves)]
         self.settle(tuple([g is not None for g in gradients]))
         return (*_torch.all_alive([g for g in gradients if g is not None]),)
+
+
+def _is_own_leaf(x: Tensor) -> bool:
+    """Whether a recomputation may differentiate a captured tensor itself: its hooks are for the backward."""
+    return x.is_leaf and not x._backward_hooks
 
 
 def pulled(

@@ -191,7 +191,7 @@ def parametrizations_anew() -> AbstractContextManager[None] | None:
 OF_THE_PROCESS = {module: PythonStream(vars(module)["random"].__self__) for module in (random, np.random)}
 
 
-def random_streams(explicit: Sequence[Stream], of_the_process: bool = False) -> list[Stream]:
+def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> list[Stream]:
     """The generators from which f may draw: those of each device in use, and those it was given.
 
     Those of Python and numpy are slow to ask. They are among what code is given that says that it draws.
@@ -201,7 +201,7 @@ def random_streams(explicit: Sequence[Stream], of_the_process: bool = False) -> 
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))
-    streams.extend(explicit)
+    streams.extend([PythonStream.of(x) or x for x in explicit])
     if of_the_process:
         streams.extend(OF_THE_PROCESS.values())
     return streams
@@ -293,3 +293,18 @@ def _same_bytes(a: Any, b: Any) -> bool:
 def _bytes(state: Any) -> bytes:
     # Read from memory: an operator would be seen by the modes and transforms that are active.
     return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, Tensor) else state
+
+
+# Elements up to which a tensor may be taken for running statistics.
+_MAX_STATISTICS = 1 << 20
+
+
+def may_be_statistics(x: Tensor) -> bool:
+    """Whether `x` looks like the running statistics that batch_norm updates unseen."""
+    return (
+        x.dim() == 1
+        and x.is_floating_point()
+        and not x.requires_grad
+        and 0 < x.numel() <= _MAX_STATISTICS
+        and (type(x) is Tensor or not isinstance(x, torch.nn.Parameter))
+    )

@@ -107,18 +107,13 @@ CHANGES = {
     "argument of a partial": lambda m: m.part.keywords.__setitem__("other", torch.tensor(0.2, dtype=F64)),
     "flag": lambda m: setattr(m, "shifts", False),
     "eval": lambda m: m.eval(),
-    "array": lambda m: m.array.__setitem__(0, 5.0),
     "global": lambda m: globals().__setitem__("FACTOR", 3.0),
-    "code": lambda m: setattr(by_factor, "__code__", (lambda x: x * FACTOR * 0.5).__code__),
     "parameter": lambda m: setattr(m.linear, "weight", nn.Parameter(torch.eye(4, dtype=F64))),
     "no parameter": lambda m: setattr(m.linear, "bias", None),
     "parameter of a list": lambda m: m.ps.__setitem__(0, _parameter()),
     "parameter of a dict": lambda m: m.by_name.__setitem__("q", _parameter()),
-    "hook": lambda m: m.linear.register_forward_hook(lambda module, args, out: out * 1.3),
-    "hook before": lambda m: m.seq.register_forward_pre_hook(lambda module, args: (args[0] * 1.3,)),
     "forward of a module": lambda m: setattr(m.act, "forward", lambda x: x.sin()),
     "method": lambda m: setattr(m, "sloped", lambda x: x * 0.1),
-    "class of a module": lambda m: setattr(m.act, "__class__", nn.Sigmoid),
     "setting of a library's module": lambda m: setattr(m.norm, "eps", 0.5),
 }
 _CODE = by_factor.__code__

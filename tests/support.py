@@ -4,6 +4,7 @@ Every comparison is with the same function without remat, in float64, so the tol
 those of rounding in another order of the same operations, and no test may widen them.
 """
 
+import queue
 import re
 import weakref
 from dataclasses import dataclass
@@ -124,17 +125,25 @@ def assert_same_outcome(actual, expected):
 
 
 class Counter:
-    """Wraps f and counts how often it is entered: `calls` since the last `reset`."""
+    """Wraps f and counts how often it is entered: `calls` since the last `reset`.
+
+    The count is in an object of C, which is the same one in a recomputation.
+    """
 
     def __init__(self, f):
         self.f = f
-        self.calls = 0
+        self.entered = queue.SimpleQueue()
+
+    @property
+    def calls(self):
+        return self.entered.qsize()
 
     def reset(self):
-        self.calls = 0
+        while not self.entered.empty():
+            self.entered.get()
 
     def __call__(self, *args, **kwargs):
-        self.calls += 1
+        self.entered.put(None)
         return self.f(*args, **kwargs)
 
 

@@ -39,16 +39,9 @@ STACKS = [
 
 # Promised, and not held yet: names of tests, and why. An entry goes with the mend.
 NOT_YET = {
-    r"(remat-forward_of_an_instance-.*(back|grad|hess))|(checkpoint-forward_of_an_instance-.*(grad|hess))": "a "
-    "forward of an instance is called with the module twice",
-    r"test_what_f_does_not_use": "parameters that functional_call has replaced become inputs",
-    r"test_batch_norm_is_updated_once.remat|test_batch_norm_under": "buffers given to functional_call are taken "
+    r"test_batch_norm_under": "buffers given to functional_call are taken "
     "for captured tensors that f changes",
-    r"test_batch_norm_is_updated_once.checkpoint": "num_batches_tracked is counted up twice",
-    r"checkpoint-context variable-.*backward": "the hook path does not look at context variables",
-    r"only_reachable.(remat-.*(back|grad|hess)|checkpoint-.*(grad|hess))": "a class attribute that f does not read",
     r"test_a_write_between.*argument-vjp": "an argument on which nothing depends is recomputed with the new value",
-    r"test_nothing_is_an_error.*(vmap|jvp)": "MutationError where nothing is differentiated",
 }
 
 

@@ -45,10 +45,6 @@ def parameters(module):
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def open_report(number):
-    return pytest.mark.xfail(reason=f"number {number} is not mended", raises=Exception)
-
-
 # -- recurrent cells write in place into what `unsafe_split` gave ------------------------------------
 
 
@@ -235,14 +231,12 @@ REPLACED = {
 }
 
 
-@open_report(4)
 @pytest.mark.parametrize("way", REPLACED)
 def test_replaced_parameters_are_no_inputs(way):
     """`functional_call` replaces the parameters, which require grad, before anything uses them."""
     same(lambda remat: REPLACED[way](remat)(parameters(NET)))
 
 
-@open_report(4)
 @pytest.mark.parametrize("way", ["grad", "scan", "inner_grad"])
 def test_a_training_loop_holds_no_history(way):
     """No result has a graph, so that none is kept alive."""
@@ -292,7 +286,6 @@ def _by_method(block):
     block.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, block)
 
 
-@open_report(5)
 @pytest.mark.parametrize("patch", [_by_lambda, _by_partial, _by_method])
 @pytest.mark.parametrize("transform", ["backward", "grad"])
 def test_forward_of_an_instance(patch, transform):
@@ -321,7 +314,6 @@ def _norm():
     return nn.Sequential(made(nn.Linear, 3, 4), made(nn.BatchNorm1d, 4), nn.Tanh())
 
 
-@open_report(6)
 def test_statistics_given_by_functional_call():
     net, x = _norm(), tensor(5, 3)
 
@@ -337,7 +329,6 @@ def test_statistics_given_by_functional_call():
     same(run, times=2)
 
 
-@open_report(6)
 def test_statistics_of_an_ensemble():
     nets, x = [_norm() for _ in range(3)], tensor(5, 3)
 
@@ -371,7 +362,7 @@ def refers_to_a_counter(x, w, use_helper=False):
     return counting_helper(x) if use_helper else (x @ w).tanh()
 
 
-@pytest.mark.parametrize("by", [pytest.param("remat", marks=open_report(7)), "checkpoint"])
+@pytest.mark.parametrize("by", ["remat", "checkpoint"])
 def test_counter_of_a_class_that_is_only_reachable(by):
     def run(remat):
         w, x = tensor(3, 3, requires_grad=True), tensor(2, 3)
@@ -399,7 +390,6 @@ TRANSPARENT = {
 }
 
 
-@open_report(7)
 @pytest.mark.parametrize("transform", TRANSPARENT)
 def test_a_write_where_nothing_is_recomputed(transform):
     def run(remat):
@@ -455,7 +445,7 @@ def test_lazy_module(by):
 
 @pytest.mark.parametrize(
     "transform",
-    ["plain", pytest.param("vmap", marks=open_report(9)), pytest.param("vmap_jvp", marks=open_report(9))],
+    ["plain", "vmap", "vmap_jvp"],
 )
 def test_gradient_of_a_graph_made_outside(transform):
     """Right, or an error that says what to do."""
@@ -523,7 +513,7 @@ def test_tangents_that_are_zero_below_a_double_backward():
     ],
     ids=["remat", "nested", "policy"],
 )
-@pytest.mark.parametrize("requires_grad", [True, pytest.param(False, marks=open_report(11))])
+@pytest.mark.parametrize("requires_grad", [True, False])
 def test_captured_tensor_that_is_returned(wrap, requires_grad):
     c, w = tensor(3, requires_grad=requires_grad), tensor(3, requires_grad=True)
     returned, _ = wrap(lambda w: (c, w * c))(w)

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import _torch, compiled
-from ..errors import InputError, OptionError
+from ..errors import InputError, OptionError, describe
 from ..remat import call_compiled, instead, remat
 from . import patched
-from .region import Contexts, Log, Region, Title, is_of_checkpoint
+from .region import Contexts, Region, is_of_checkpoint, title
 from .selective import Forward, Recompute, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
@@ -47,9 +47,6 @@ class Options(NamedTuple):
     debug: bool = False
     early_stop: bool = True
     respect_saved_tensors_hooks: bool | None = None
-    # Attributes that f assigns itself are as before in the recomputation, too. (Else a counter counts on, as
-    # with torch's checkpoint.)
-    again_as_before: bool = False
 
 
 @overload
@@ -217,7 +214,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     """A call of :func:`checkpoint`."""
     if options.determinism_check not in _CHECKS:
         raise OptionError(
-            f"{Title(f)}: determinism_check should be one of {list(_CHECKS)}, but got "
+            f"{title(f)}: determinism_check should be one of {list(_CHECKS)}, but got "
             f"{options.determinism_check!r}."
         )
     if options.use_reentrant and not torch.compiler.is_compiling():
@@ -248,14 +245,14 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if enabled is not None:
         options = options._replace(debug=enabled)
     if options.debug and options.context_fn is not noop_context_fn:
-        raise OptionError(f"{Title(f)}: debug=True is incompatible with non-default context_fn.")
+        raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
     is_transformed = _torch.maybe_current_level() is not None or _torch.in_dual_level()
-    if is_transformed or _uses_transforms(f, args, kwargs, options):
+    if is_transformed or (_use_transforms and _is_known(f, args, kwargs, options)):
         return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
         return ask(
             f,
-            str(Title(f)),
+            title(f),
             lambda: f(*args, **kwargs),
             lambda **changes: _by_hooks(f, args, kwargs, options._replace(**_contexts(**changes))),
         )
@@ -290,10 +287,11 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         check=options.determinism_check != "none",
         early_stop=options.early_stop if stop is None else stop,
         contexts=contexts,
-        again_as_before=options.again_as_before,
     )
+    if region.is_lazy:
+        return f(*args, **kwargs)
     try:
-        return _torch.without_dynamo(region.run)(args, kwargs)
+        return _torch.without_dynamo(region.run)(f, args, kwargs)
     except RuntimeError as error:
         # With hooks of the caller active, the functional path would be refused as well.
         if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
@@ -313,7 +311,7 @@ def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
     elif is_selective(forward):
         if respect:
             raise OptionError(
-                f"{Title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
+                f"{title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
             )
         # Torch 2.15 would warn of ours, which it takes for the caller's.
@@ -333,13 +331,9 @@ def _key(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple([weakref.ref(_code(x)) for x in pytree.tree_leaves(((f, args), kwargs)) if callable(x)])
 
 
-def _uses_transforms(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> bool:
+def _is_known(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> bool:
     with suppress(TypeError):
-        return (
-            bool(_use_transforms)
-            and options.context_fn is noop_context_fn
-            and _key(f, args, kwargs) in _use_transforms
-        )
+        return options.context_fn is noop_context_fn and _key(f, args, kwargs) in _use_transforms
     return False
 
 
@@ -400,7 +394,7 @@ def _in_contexts(
     for context in (forward, recompute):
         if is_selective(context):
             raise OptionError(
-                f"{Title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
+                f"{title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
                 "of the recomputation with those of the forward one by one, which cannot be done under "
                 "torch.func transforms or in forward mode, where the two differ. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
@@ -422,6 +416,29 @@ def is_selective(context: Any) -> bool:
     """Whether a context belongs to `create_selective_checkpoint_contexts`, ours or torch's."""
     theirs = isinstance(context, TorchDispatchMode) and type(context).__module__ == torch_checkpoint.__name__
     return theirs or isinstance(context, (Forward, Recompute))
+
+
+class Log(TorchDispatchMode):
+    """The operators that were run, one a line. Started anew each time that it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Any:
+        self.lines.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results, given = (
+            ", ".join([describe(x) if isinstance(x, Tensor) else repr(x) for x in pytree.tree_leaves(tree)])
+            for tree in (out, (args, kwargs or {}))
+        )
+        self.lines.append(f"{results} = {func}({given})")
+        return out
 
 
 patched.serve(checkpoint)

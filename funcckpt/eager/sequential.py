@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .. import _torch, world
+from ..closures import Found, Rebuilt
 from ..errors import InputError, OptionError
 from ..meter import Meter
 from .checkpoint import checkpoint
@@ -189,6 +189,10 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     layers = _layers(functions)
     if not layers:
         return [0]
+    if any(is_lazy(x) for f in layers if isinstance(f, nn.Module) for x in (*f.parameters(), *f.buffers())):
+        raise InputError(
+            "plan_segments measures layers: call the model once, so that lazy modules have a shape."
+        )
     if segments is not None:
         _lengths(len(layers), segments)
     return best_segments(measure_layers(layers, input), segments)
@@ -225,22 +229,24 @@ def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None
     """
     leaves = _tensors(x)
     x = pytree.tree_map_only(Tensor, torch.clone, x)  # it may write to it
-    given = {_storage(t) for t in _tensors(x)}
+    given = {_torch.storage_of(t) for t in _tensors(x)}
     saved = set()
 
     def see(t: Tensor) -> Tensor:
-        saved.add(_storage(t))
+        saved.add(_torch.storage_of(t))
         return t.detach()
 
     module = layer if isinstance(layer, nn.Module) else nn.Module()
     parameters = [p for p in module.parameters() if p.requires_grad]
     wrt = [t for t in leaves if t.requires_grad] + parameters
-    with _buffers_kept(module), Meter() as meter:
+    # A copy of the layer updates copies of its buffers.
+    copies = {id(b): b.clone() for b in module.buffers()}
+    with Rebuilt(Found(layer), copies) as run, Meter() as meter:
         with saved_tensors_hooks(see, lambda t: t):
-            y = layer(x)
+            y = run(x)
         flops, alive = meter.flops, meter.live_bytes
         outputs = _tensors(y)
-        sizes = {_storage(t): _nbytes(t) for t in outputs}
+        sizes = {_torch.storage_of(t): t.untyped_storage().nbytes() for t in outputs}
         roots = [t for t in outputs if t.requires_grad]
         backward = 0
         if roots and wrt:
@@ -256,39 +262,6 @@ def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
-
-
-def _nbytes(x: Tensor) -> int:
-    if x.layout is torch.strided:
-        return x.untyped_storage().nbytes()
-    return int(x._nnz()) * x.element_size()  # sparse, without its indices
-
-
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    before = [
-        (part._buffers, name, b, b.detach().clone())
-        for part in module.modules()
-        for name, b in part._buffers.items()
-        if b is not None and not is_lazy(b)
-    ]
-    lazy = [
-        part for part in module.modules() if any(b is not None and is_lazy(b) for b in part._buffers.values())
-    ]
-    try:
-        yield
-    finally:
-        for part in lazy:
-            getattr(part, "reset_running_stats", lambda: None)()
-        with torch.no_grad():
-            for there, name, b, value in before:
-                there[name] = b  # it may have been assigned another
-                with _torch.version_kept(b):
-                    b.copy_(value)
 
 
 def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[int]:

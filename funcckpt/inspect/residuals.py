@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from .. import _torch, world
-from ..closure import Closure
+from ..closures import Found
 from ..errors import InputError
 from ..meter import storages
 from ..policies.names import current_name
@@ -223,7 +223,9 @@ class Subject:
             return run
         leaves = pytree.tree_leaves((self._args, self._kwargs))
         inputs = [
-            x for x in (*leaves, *Closure(self._f).tensors) if isinstance(x, Tensor) and x.requires_grad
+            x
+            for x in (*leaves, *Found(self._f).tensors.values())
+            if isinstance(x, Tensor) and x.requires_grad
         ]
         unique = list({id(x): x for x in inputs}.values())
         outputs, run.outputs = run.outputs, []
@@ -374,9 +376,9 @@ def _captured(f: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that f refers to, in words."""
     # What a decorator or a transform has wrapped has better names than the wrapper.
     for g in dict.fromkeys((inspect.unwrap(f), f)):
-        closure = Closure(g)
-        for x in (*closure.tensors, *closure.constants):
-            yield closure.where(id(x)), x
+        found = Found(g)
+        for x in found.tensors.values():
+            yield found.where(id(x)), x
 
 
 def _made_by(func: Any) -> str:

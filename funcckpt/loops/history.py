@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .. import _torch, dispatch
+from .. import _torch, dispatch, net
+from ..program import note_dropped
 
 __all__ = ["can_restart", "restart", "tensors_of"]
 
@@ -60,7 +61,7 @@ def _restart(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _restart_below(interpreter: Any, kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same for tensors without a tangent at the innermost level."""
     if not kind:
-        return [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        return net.restarted(tensors)
     level = interpreter.level()
     if kind == "vmap":
         values_and_dims = [_torch._unwrap_batched(x, level) for x in tensors]
@@ -70,6 +71,7 @@ def _restart_below(interpreter: Any, kind: str, tensors: Sequence[Tensor]) -> li
             x if dim is None else _torch._add_batch_dim(x, dim, level)
             for x, (_, dim) in zip(values, values_and_dims, strict=True)
         ]
+    note_dropped(tensors)
     with _torch.lower(interpreter, kind):
         values = _restart([_torch._unwrap_for_grad(x, level) for x in tensors])
     wrapped = [_torch._wrap_for_grad(x, level) for x in values]

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch, world
-from ..closure import Closure
+from ..closures import Found
 from ..errors import OptionError
 from ..meter import Meter
-from ..nodes import may_be_statistics
 from ..program import is_differentiable
 from .history import tensors_of
 from .schedules import Schedule, fewest, fit, repetitions
@@ -30,10 +29,10 @@ class Before:
     """What functions may change that have to run again: random streams, and buffers."""
 
     def __init__(self, functions: Any) -> None:
-        self.closure = closure = Closure(functions)
-        self.streams = world.random_streams(closure.generators, closure.reaches_packages)
+        self._found = found = Found(functions)
+        self.streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states = world.states(self.streams)
-        self._buffers = [(x, x.clone()) for x in closure.constants if may_be_statistics(x) or x.numel() == 1]
+        self._buffers = [(x, x.clone()) for x in found.buffers_in_training()]
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -41,6 +40,10 @@ class Before:
                 if not torch.equal(x, before):
                     x.copy_(before)
         world.set_streams(self._states)
+
+    def has_assigned(self) -> bool:
+        """Whether the functions have assigned something outside of themselves."""
+        return bool(self._found.changed())
 
 
 def most_repetitions() -> int:

@@ -16,7 +16,7 @@ the Hessian", 1994), and its reverse sweep need not record itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch, dispatch, net, primitive
+from ..call import Call, Options
 from ..errors import InputError, OptionError, describe
-from ..flat import Arguments
 from ..program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
-from ..remat import _Call, _name_and_check, _Options
+from ..remat import _name_and_check
 
 __all__ = ["inner_grad"]
 
@@ -111,18 +111,16 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
                         f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {what}, which has no "
                         "gradient. Choose others by argnums."
                     )
-        options = _Options(frozenset(), frozenset(), True, "default")
-        arguments = Arguments(name, tuple(own), kwargs)
-        places = {id(x): i for i, x in enumerate(arguments.tensors)}
-        call = _Call(_scalar(loss, name), name, options, arguments)
-        call._layers = layers
-        inputs = call._take_inputs(call._captured)
+        call = Call(_scalar(loss, name), name, Options(), tuple(own), kwargs, lifts_all=True)
+        inputs = call.take_inputs()
+        places = {id(x): i for i, x in enumerate(inputs)}
         program = _Gradient(
             call, call.home, len(inputs), tuple([places[id(x)] for x in leaves]), with_zeros=True
         )
         # functorch asks for the rule of a vmap only where something is batched; the loss may draw
         # random numbers, which differ from sample to sample all the same.
         outputs = _Symmetric.apply(program, *inputs, *_torch.batched_nothing())
+        call.seal()
         gradients = pytree.tree_unflatten(list(outputs), structure)
         return gradients if isinstance(argnums, tuple) else gradients[0]
 
@@ -147,6 +145,9 @@ class _Gradient(Vjp):
     not used.
     """
 
+    # Which gradients require grad in plain autograd, after the first run.
+    active: Sequence[bool] | None = None
+
     def __init__(
         self, inner: Program, home: int, arity: int, wrt: tuple[int, ...], with_zeros: bool = False
     ) -> None:
@@ -158,7 +159,7 @@ class _Gradient(Vjp):
         nested = torch.is_grad_enabled()
         # With no level active and nobody to differentiate it, plain autograd records, and is leaner.
         plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
-        if plain and not nested and not self.source.replaces:
+        if plain and not nested:
             outputs, leaves = self._record_plain(primals, nested)
         else:
             outputs, leaves = self._record_at_level(primals)
@@ -212,7 +213,8 @@ class _Symmetric(torch.autograd.Function):
 
     @staticmethod
     def forward(program: Any, *inputs: Tensor) -> Tensors:
-        return tuple([_torch.fresh(y) for y in net.run(program, _torch.without_forward_views(inputs))])
+        outputs, program.active = net.run_in_function(program, _torch.without_forward_views(inputs))
+        return tuple([_torch.fresh(y) for y in outputs])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -221,6 +223,11 @@ class _Symmetric(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.program = program
         ctx.home = min(program.home, level - 1) if level else program.home
+        for i in program.source.unused:
+            tensors[i] = _torch.fresh(tensors[i])
+        if level == 0 and program.source.unused and program.active is not None and not _torch.in_dual_level():
+            active = zip(output, program.active, strict=True)
+            ctx.mark_non_differentiable(*[y for y, is_active in active if not is_active])
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 

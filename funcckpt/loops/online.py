@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _torch, dispatch, net, world
+from .. import _torch, dispatch, world
+from ..call import Call, Options
 from ..errors import InputError, MutationError, describe
-from ..flat import Arguments, Outputs
 from ..policies.chooser import Policy
 from ..policies.offload import Stored, fetch, store
-from ..remat import _Call, _Options
 from .history import can_restart, restart
 from .measure import Before, as_many_as_fit, check_depth
 from .progress import close_bar, open_bar
@@ -106,8 +105,7 @@ def while_loop(
     with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
         steps = _sweep(cond, loop, init, max_steps)[1]  # and no carry
     before.restore()
-    before.closure.settle(loop.name)
-    if not before.closure.is_pure:
+    if before.has_assigned():
         raise _impure(loop.name)
     if steps == 0:
         return init
@@ -167,8 +165,8 @@ def _drawing_nothing(
 
 def _impure(name: str) -> MutationError:
     return MutationError(
-        f"{name}: cond or body assigns something outside of itself, or draws from an iterator or from random "
-        "numbers that are not torch's. The steps run a second time: put what changes into the carry."
+        f"{name}: cond or body assigns something outside of itself. "
+        "The steps run a second time: put what changes into the carry."
     )
 
 
@@ -256,7 +254,7 @@ _segment.__qualname__ = "while_loop"
 # -- what `remat` does in two halves --------------------------------------------------------------------
 
 _STATIC = frozenset({0, 1}), frozenset[str]()
-_OPTIONS = _Options(*_STATIC, True, "default")
+_OPTIONS = Options(*_STATIC)
 
 
 def _first_run(f: Callable[..., Any], name: str, args: tuple[Any, ...]) -> tuple[Any, bool]:
@@ -269,15 +267,11 @@ def _first_run(f: Callable[..., Any], name: str, args: tuple[Any, ...]) -> tuple
     MutationError
         f would not do the same again.
     """
-    call = _Call(f, name, _OPTIONS, Arguments(name, args, {}, *_STATIC))
-    try:
-        plain = _torch.peek_interpreter_stack() is None
-        out = call.run_eager(f) if plain else call.run_under_transforms()
-    except net.HiddenCapture as error:
-        raise _Unknown from error
-    if call.replaces or call._closure.has_updated_buffers:
+    call = Call(f, name, _OPTIONS, args, {})
+    out = call.call()
+    if call.has_updated:
         raise _Unknown
-    if not call._closure.is_pure:
+    if call.has_assigned:
         raise _impure(name)
     return out, bool(call.random)
 
@@ -295,15 +289,9 @@ def _known(
 
     `states` and `ends` are those of the random streams before and after f ran, if it is random.
     """
-    call = _Call(f, name, _OPTIONS, Arguments(name, args, {}, *_STATIC))
-    inputs = call._take_inputs(call._captured)
-    call._world = world.World()
-    call.random = random
-    if random:
-        call._states = states
-        call._ends = [hash(world._bytes(state)) for _, state in ends]
-    call._outputs = Outputs(name, out)
-    call._closure.settle(name)
-    call._closure.seal()
-    outputs = dispatch.bind(call, inputs, known=call._outputs.take())
-    return call._outputs.assemble(outputs, inputs)
+    call = Call(f, name, _OPTIONS, args, {}, lifts_all=True)
+    inputs = call.take_inputs()
+    outputs = call.is_known(out, states, [hash(world._bytes(state)) for _, state in ends], random)
+    attached = dispatch.bind(call, inputs, known=outputs)
+    call.seal()
+    return call.assemble(attached, inputs)

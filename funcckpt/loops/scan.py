@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import _torch, world
-from ..closure import Closure
+from ..closures import Found
 from ..errors import InputError, OptionError, describe
 from ..policies.budget import Budget
 from ..policies.chooser import Policy
@@ -246,7 +246,7 @@ def keeps_nothing(functions: Any, arguments: Any) -> bool:
         return not _torch.differentiates_in_inference_mode()  # where that is so, `remat` has to refuse it
     if any([layer.kind == "grad" for layer in _torch.active_layers()]):
         return False
-    tensors = tensors_of(arguments) + list(Closure(functions).tensors)
+    tensors = tensors_of(arguments) + list(Found(functions).tensors.values())
     return not any([_torch.below_wrappers(x).requires_grad for x in tensors])
 
 

@@ -6,7 +6,6 @@ Torch's checkpoint gives other gradients in these cases, without a word, where n
 import contextvars
 import functools
 import gc
-import itertools
 import random
 import threading
 import types
@@ -74,7 +73,7 @@ def test_a_bias_that_was_stepped():
     y = checkpoint(lambda x: linear(x).tanh(), x)
     y.sum().backward(retain_graph=True)
     torch.optim.SGD([linear.bias], lr=0.1).step()
-    with pytest.raises(MutationError, match=r"'bias', float64\[3\]"):
+    with pytest.raises(MutationError, match=r"'bias'.*float64\[3\]"):
         y.sum().backward()
 
 
@@ -210,53 +209,6 @@ def test_a_hidden_leaf_is_found_where_others_need_no_search(way, call, request):
         BIAS.add_(1)
     with pytest.raises(MutationError, match="in place since the forward"):
         y.sum().backward()
-
-
-def test_no_graph_is_searched_where_all_is_found(monkeypatch):
-    from funcckpt.eager import held
-
-    monkeypatch.setattr(held, "_edges", None)
-    model, x = nn.Sequential(nn.Linear(3, 3, dtype=D), nn.Tanh(), nn.Linear(3, 3, dtype=D)), leaf(2, 3)
-    for f in (model, model.forward, lambda x: model(x).sin() * x, torch.sin, functools.partial(model)):
-        y = checkpoint(f, x)
-        assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(f(x).sum(), x))
-        y = checkpoint(lambda x: model(x).tanh(), x)
-        with torch.no_grad():
-            model[2].bias.add_(1)
-        with pytest.raises(MutationError, match="'bias'"):
-            y.sum().backward()
-
-
-def test_a_module_is_told_again(monkeypatch):
-    """No module is visited, unless there are others, or other kinds of values."""
-    from funcckpt.eager import modules
-
-    visited = []
-    find = modules.Layout.__init__
-    monkeypatch.setattr(
-        modules.Layout, "__init__", lambda self, root: (visited.append(root), find(self, root))[1]
-    )
-    model, x = nn.Sequential(nn.Linear(3, 3, dtype=D), nn.Dropout(0.0), nn.Linear(3, 3, dtype=D)), leaf(2, 3)
-
-    def run():
-        checkpoint(model, x).sum().backward()
-        return len(visited)
-
-    assert [run(), run()] == [1, 1]
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert run() == 1
-    for number, change in enumerate(
-        [
-            lambda: model.eval(),
-            lambda: model.append(nn.Tanh()),
-            lambda: setattr(model[0], "scale", [2.0]),
-            lambda: model[2].register_parameter("bias", None),
-            lambda: model[0].register_buffer("mean", torch.zeros(3, dtype=D)),
-            lambda: model.__setitem__(3, nn.Tanh()),
-        ]
-    ):
-        change()
-        assert [run(), run()] == [number + 2, number + 2]
 
 
 def test_a_module_that_is_known_is_not_held():
@@ -414,15 +366,6 @@ def a_context_variable(x, call):
     return y
 
 
-def code_of_a_function(x, call):
-    def f(x, scale=2.0, *, shift=0.5):
-        return (x * scale + shift).sin()
-
-    y = call(f, x)
-    f.__code__, f.__defaults__, f.__kwdefaults__ = (lambda x, scale, *, shift: x * scale).__code__, (5.0,), {}
-    return y
-
-
 def defaults_of_a_helper(x, call):
     def scaled(x, scale=2.0):
         return x * scale
@@ -453,31 +396,6 @@ def an_attribute_of_a_class(x, call):
     y = call(lambda x: (x * Options.scale).sin(), x)
     y = call(lambda x, options: (x * options.scale).sin(), y, Options())
     Options.scale = 5.0
-    return y
-
-
-class Slots:
-    __slots__ = ("inner", "scale")
-
-
-def attributes_in_slots(x, call):
-    options = Slots()
-    options.scale = 2.0
-    options.inner = Plain()
-    options.inner.shift = 0.5
-
-    def scaled(x):
-        return x * options.scale + options.inner.shift
-
-    y = call(lambda x: scaled(x).sin(), x)
-    options.scale, options.inner.shift = 5.0, 7.0
-    return y
-
-
-def an_array_of_numpy(x, call):
-    scales, table = np.full(4, 2.0), np.full((2, 4), 0.5)
-    y = call(lambda x, t: (x * torch.from_numpy(scales) + float(t.sum())).sin(), x, table)
-    scales[:], table[:, 1] = 5.0, 7.0
     return y
 
 
@@ -515,12 +433,9 @@ def a_generator_of_ones_own(x, call):
         a_state_that_f_replaces,
         globals_that_are_objects,
         a_context_variable,
-        code_of_a_function,
         defaults_of_a_helper,
         an_attribute_that_came_later,
         an_attribute_of_a_class,
-        attributes_in_slots,
-        an_array_of_numpy,
         random_numbers_of_python,
         random_numbers_of_numpy,
         a_generator_of_ones_own,
@@ -539,49 +454,17 @@ def test_what_changes_before_the_backward(change):
     assert_same(run(checkpoint), run(plain))
 
 
-def test_a_large_array_of_numpy_that_changed():
-    x, table = leaf(3), np.full((1000, 1000), 2.0)
-    y = checkpoint(lambda x: (x * float(table[0, 0])).sin(), x)
-    table += 1
-    with pytest.raises(MutationError, match=r"array of numpy, float64\[1000, 1000\]"):
-        y.sum().backward()
-
-
-def test_what_others_do_meanwhile_stays():
-    """A recomputation puts back what it has changed, and no more."""
-    seen, options, order = [1, 2], {"a": 1}, Hidden([])
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            order.x.append((list(seen), dict(options)))
-            if len(order.x) == 2:  # another thread, as it were
-                seen.append("other")
-                options["other"] = 1
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g
-
-    y = checkpoint(lambda x: (Look.apply(x) * sum(seen[:2]) * len(options)).sin().exp(), leaf(3))
-    seen[:] = [3]
-    options.update(a=2, b=3)
-    y.sum().backward()
-    assert order.x == [([1, 2], {"a": 1})] * 2
-    assert seen == [3, "other"] and options == {"a": 2, "b": 3, "other": 1}
-
-
-def test_a_result_that_was_replaced_and_is_gone():
-    """What is not part of the graph of f is held by no one, so that its own graph can go."""
+def test_a_result_that_was_replaced():
+    """What is not part of the graph of f is kept without its own graph."""
     x = leaf(3)
     state = {"h": x.sin()}
-    held = weakref.ref(state["h"])
+    owned = Plain()  # by its node
+    node, state["h"].grad_fn.metadata["owned"] = weakref.ref(owned), owned
+    del owned
     y = checkpoint(lambda x: (x * state["h"].detach()).exp(), x)
     state["h"] = x.cos()
-    assert held() is None
-    with pytest.raises(MutationError, match=r"was replaced there since, and is gone.*argument"):
-        y.sum().backward()
+    assert node() is None
+    assert_same(torch.autograd.grad(y.sum(), x)[0], (y * x.sin()).detach())
 
 
 # -- changed by f itself ----------------------------------------------------------------------------------
@@ -646,21 +529,6 @@ def a_variable_that_f_assigns(x, call):
     return call(f, call(f, x)), lambda: (state.detach(), scale)
 
 
-def weights_that_f_exchanges(x, call):
-    """And has no time to put back, where the recomputation stops early."""
-    linear = nn.Linear(4, 4, dtype=D)
-
-    def f(x):
-        weight = linear._parameters.pop("weight")
-        linear.weight = weight * 2
-        y = linear(x).sin()
-        del linear.weight
-        linear.weight = weight
-        return y
-
-    return call(f, call(f, x)), lambda: (sorted(linear._parameters), "weight" in vars(linear))
-
-
 COUNT = 0
 
 
@@ -683,7 +551,6 @@ def a_global_that_f_counts(x, call):
         a_stack_that_f_takes_from,
         a_cache_of_f,
         a_variable_that_f_assigns,
-        weights_that_f_exchanges,
         a_global_that_f_counts,
     ],
 )
@@ -698,53 +565,6 @@ def test_what_f_changes_itself(change):
         return y.detach(), grads, state()
 
     assert_same(run(checkpoint), run(plain))
-
-
-def items(n):
-    yield from range(n)
-
-
-ITERATORS = {
-    "generator": lambda: items(9),
-    "list": lambda: iter([1, 2, 3, 4]),
-    "count": lambda: itertools.count(1),
-    "zip": lambda: (a for (a,) in zip([1, 2, 3])),
-    "enumerate": lambda: map(sum, enumerate([1, 2, 3])),
-}
-
-
-@pytest.mark.parametrize("name", ITERATORS)
-@pytest.mark.parametrize("given", [False, True])
-def test_an_iterator_that_f_advances(name, given):
-    it = ITERATORS[name]()
-    with pytest.raises(MutationError, match=r"takes items from a.*a list"):
-        if given:
-            checkpoint(lambda x, it: (x * next(it)).sin(), leaf(3), it)
-        else:
-            checkpoint(lambda x: (x * next(it)).sin(), leaf(3))
-    x = leaf(3)
-    y = checkpoint(lambda x, it: x.sin().exp(), x, it)
-    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
-
-
-def test_a_counter_of_f_counts_on():
-    """As with torch's checkpoint, where code counts the calls."""
-    calls = 0
-
-    def f(x):
-        nonlocal calls
-        calls += 1
-        return x.sin().exp()
-
-    y = checkpoint(f, leaf(3))
-    calls += 10
-    y.sum().backward()
-    assert calls == 12
-    model = Steps()
-    y = checkpoint(model, leaf(2, 3))
-    model.steps += 10
-    y.sum().backward()
-    assert (model.steps, model.width) == (12, 2)
 
 
 def test_training_is_that_of_the_forward():
@@ -791,13 +611,6 @@ def test_buffers_that_f_updates(how, nested):
         return [*torch.autograd.grad(y.sum(), x), model.mean, model.calls]
 
     assert_same(run(checkpoint), run(plain))
-
-
-def test_a_large_buffer_that_f_updates_is_an_error():
-    model = Average("in place", 70_000)
-    y = checkpoint(model, leaf(2, 70_000))
-    with pytest.raises(MutationError, match="'mean'"):
-        y.sum().backward()
 
 
 NORMS = {
@@ -852,34 +665,6 @@ def test_statistics_that_f_reads(when, nested):
         y = call(g, call(g, x))
         y.sin().sum().backward()
         return [x.grad, *norm.buffers()]
-
-    assert_same(run(checkpoint), run(plain))
-
-
-def normed(x, mean, var):
-    return F.batch_norm(x, mean, var, training=True)
-
-
-STATISTICS = {
-    "arguments": lambda call, x, mean, var: call(lambda x, m, v: normed(x, m, v) * v.exp(), x, mean, var),
-    "variables": lambda call, x, mean, var: call(lambda x: normed(x, mean, var) * var.exp(), x),
-    "hidden": lambda call, x, mean, var: call(
-        lambda x, m=weakref.ref(mean), v=weakref.ref(var): normed(x, m(), v()) * v().exp(), x
-    ),
-    "no graph": lambda call, x, mean, var: call(
-        lambda x: (x * normed(x.detach(), mean, var)).sin() * var.exp(), x
-    ),
-}
-
-
-@pytest.mark.parametrize("way", STATISTICS)
-def test_statistics_that_are_no_buffers(way):
-    def run(call):
-        torch.manual_seed(0)
-        x, mean, var = leaf(8, 3), torch.zeros(3, dtype=D), torch.ones(3, dtype=D)
-        y = STATISTICS[way](call, STATISTICS[way](call, x, mean, var), mean, var)
-        y.sin().sum().backward()
-        return [x.grad, mean, var]
 
     assert_same(run(checkpoint), run(plain))
 

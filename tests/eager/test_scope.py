@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import checkpoint, checkpoint_scope, remat, world
+from funcckpt.eager import made
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import FuncckptError, MutationError, TransformError
 from funcckpt.meter import Meter
@@ -31,7 +32,7 @@ def nothing_left():
     gc.collect()
     assert scope_module._here.block is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert not scope_module._entries
+    assert not made._entries
 
 
 def dead(*xs):
@@ -502,7 +503,7 @@ def test_nothing_is_left_when_the_graph_dies():
         x = inner.sin()
     y = x * x
     del inner, x
-    assert scope_module._entries == {}
+    assert made._entries == {}
     y.sum().backward()
     del y
     assert ref() is None
@@ -1079,7 +1080,7 @@ def test_parts_that_overlap_are_never_told_apart():
 
     def view(stride):
         size = torch.Size([generator.randint(0, 3) for _ in stride])
-        return scope_module.View(None, D, size, stride, generator.randint(0, 12))
+        return made.View(None, D, size, stride, generator.randint(0, 12))
 
     found = set()
     for _ in range(3000):
@@ -1165,7 +1166,7 @@ def test_an_inner_gradient_between_scopes_of_a_checkpoint(checkpoint):
 
 def recordings():
     gc.collect()
-    return sum(type(x) is scope_module.Recording for x in gc.get_objects())
+    return sum(type(x) is made.Recording for x in gc.get_objects())
 
 
 def test_validation_keeps_no_blocks():

@@ -1,0 +1,642 @@
+"""One call of a checkpointed function: what f is given, what it refers to, and the world in which it ran.
+
+`Call` is the program at the root. It runs f twice: the first time as it is, and noting what a second run has
+to know; and again, from its inputs, as it was then.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from . import _torch, dispatch, world
+from .closures import Found, Rebuilt, check_nothing_escaped
+from .errors import CheckpointError, ClosureError, InputError, MutationError, describe
+from .flat import Arguments, Outputs
+from .net import LEAF, Edge, edges_of
+from .policies.chooser import Chooser
+from .program import Leaf, Tensors
+from .tape import drawing, recording
+
+
+class Options(NamedTuple):
+    static_argnums: frozenset[int] = frozenset()
+    static_argnames: frozenset[str] = frozenset()
+    preserve_rng_state: bool = True
+    determinism_check: str = "default"
+    policy: Any = None
+    chooser: Chooser | None = None
+    # What gives the values of f under transforms, where nothing is recorded: f again, unless there is a
+    # cheaper way to them.
+    forward: Callable[..., Any] | None = None
+
+
+class _Update(NamedTuple):
+    """What a tensor was that f may update without being told so: running statistics, a count of batches."""
+
+    version: int | None
+    before: Tensor
+
+
+class Call(Leaf):
+    """One call of a checkpointed function, which captures tensors, or not.
+
+    It knows its inputs by their ids alone: the tensors belong to the graph, which frees them as the backward
+    goes.
+    """
+
+    # What f returned, once it has run, and whether it has then assigned something that it refers to.
+    _outputs: Outputs | None = None
+    has_assigned = False
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        name: str,
+        options: Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lifts_all: bool = False,
+    ) -> None:
+        """With `lifts_all`, captured tensors of plain autograd are inputs as well, used or not."""
+        super().__init__()
+        self._name, self._options = name, options
+        self.code = code_of(f)
+        lifts_all = lifts_all or dispatch.is_by_function()
+        self._arguments = arguments = Arguments(
+            name, args, kwargs, options.static_argnums, options.static_argnames
+        )
+        # Arguments that hold nothing need no search.
+        self._is_f_alone = arguments.is_flat and not arguments.static
+        root = f if self._is_f_alone else (f, arguments.others, arguments.static)
+        self._found = found = Found(root)
+        self.arity = arguments.arity
+        given = {id(x) for x in arguments.tensors}
+        # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
+        lifted = {key for key, x in found.tensors.items() if is_lifted(x) or (lifts_all and x.requires_grad)}
+        self._lifted = [found.tensors[key] for key in found.tensors if key in lifted and key not in given]
+        # The ids of the inputs by which f refers to them beside its arguments.
+        self._ids = {id(x): i for i, x in enumerate((*arguments.tensors, *self._lifted)) if id(x) in lifted}
+        self._attributes = [_attributes(x) for x in (*arguments.tensors, *self._lifted)]
+        self._is_lazy = any(map(is_lazy, found.tensors.values()))
+        self._constants = (
+            []
+            if self._is_lazy
+            else [(x, _version(x)) for x in found.tensors.values() if id(x) not in self._ids]
+        )
+        self._layers: list[_torch.Layer] | None = _torch.active_layers()
+        self._under_transforms = bool(self._layers)
+        self._updated: dict[int, _Update] = {}
+        # Inputs that may be buffers: of levels, which of those f has updated, and of no level.
+        self._rebound: dict[int, Any] = {}
+        self._was_updated: set[int] = set()
+        self._in_place: dict[int, Tensor] = {}
+        self._buffers: set[int] = set()
+        # The attributes of tensors that the graph owns, by their ids.
+        self._marks: dict[int, dict[str, Any]] = {}
+        # Tensors with a history that f has captured, and no output depends on.
+        self._unused: dict[int, Tensor] = {}
+        self._world: world.World | None = None
+        self._streams = world.random_streams(found.streams, found.draws_elsewhere)
+        self._states: world.States | None = None
+        # Where the first run has left them, if it was seen to draw from them.
+        self._ends: list[int] = []
+        self._drawn: drawing.Drawn | None = None
+        self._values: list[tuple[Tensor, int]] = []
+        # Where captured tensors of plain autograd are, for the recomputation of this thread.
+        self._where = threading.local()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def is_looked_at(self) -> bool:
+        """Whether reverse mode looks at any tensor that f may use, so that there is something to save."""
+        if self._is_lazy:  # a lazy module in its first call
+            return False
+        if self._layers and any([layer.kind == "grad" for layer in self._layers]):
+            return True
+        if _torch.is_tracing():
+            return False  # make_fx records values, and no graph of plain autograd
+        return any(map(_requires_grad, (*self._arguments.tensors, *self._found.tensors.values())))
+
+    def call(self) -> Any:
+        """Run f under whatever transforms are active, keeping only its inputs."""
+        inputs = self.take_inputs()
+        constants = [x for x, _ in self._constants]
+        buffers = self._take_buffers(inputs)
+        pure = [*inputs]
+        for i, x in buffers.items():
+            if _torch.is_functorch_wrapped_tensor(x):
+                pure[i] = x.clone()
+            else:
+                with _torch.without_levels():
+                    pure[i] = x.clone()
+        try:
+            outputs = dispatch.call(self, pure)
+        finally:
+            # What is kept belongs to the graph from here on.
+            if self.kept is not None:
+                self.kept.tensors = []
+                self.kept = None
+        for i, x in reversed(self._rebound.items()):
+            outputs, updated = outputs[:-1], outputs[-1]
+            if i in self._was_updated:
+                with torch.no_grad():
+                    x.copy_(updated)
+        self._rebound = dict.fromkeys(self._rebound, None)
+        self.seal()
+        assert self._outputs is not None
+        return self._outputs.assemble(outputs, [*inputs, *constants])
+
+    def _take_buffers(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Inputs that may be buffers given to `functional_call`: read as of the call, updated once.
+
+        A buffer of a level is updated through one more output, since the first run has no level.
+        """
+        if not self._found.updates_statistics:
+            return {}
+        buffers = {i: x for i, x in enumerate(inputs) if _may_be_buffer(x)}
+        self._rebound = {i: x for i, x in buffers.items() if _torch.is_functorch_wrapped_tensor(x)}
+        self._in_place = {i: x for i, x in buffers.items() if i not in self._rebound}
+        return buffers
+
+    def take_inputs(self) -> list[Tensor]:
+        inputs = [*self._arguments.tensors, *self._lifted]
+        if self._layers:
+            self._refuse_subclasses(inputs)
+        self._arguments.tensors, self._lifted = [], []
+        return inputs
+
+    def seal(self) -> None:
+        """From now on the graph owns what it has made, and this refers to it by id."""
+        found = self._found.tensors
+        owned = {key: x for key, x in found.items() if x.grad_fn is not None or is_lifted(x)}
+        if owned:
+            # f may read values through which nothing is differentiated.
+            used = {*map(id, self.seen), *self._ids}
+            with _torch.without_levels():  # which would wrap the results
+                self._unused = {key: x.detach() for key, x in owned.items() if key not in used}
+            self._marks = {key: x.__dict__.copy() for key, x in owned.items() if x.__dict__}
+            self._found.seal(owned.values())
+            self._constants = [
+                (self._unused.get(id(x), x), version)
+                for x, version in self._constants
+                if id(x) not in owned or id(x) in self._unused
+            ]
+        self.seen = ()
+
+    @property
+    def has_updated(self) -> bool:
+        return bool(self._updated)
+
+    def is_known(self, out: Any, states: world.States, ends: list[int], random: bool) -> list[Tensor]:
+        """Take the first run as done, and give what it returned, flat."""
+        self._layers = None
+        self._world, self._states, self._ends, self.random = world.World(), states, ends, random
+        self._outputs = Outputs(self._name, out)
+        return [*self._outputs.take()]
+
+    def assemble(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        assert self._outputs is not None
+        return self._outputs.assemble(outputs, inputs)
+
+    def _refuse_subclasses(self, inputs: Sequence[Tensor]) -> None:
+        for i, x in enumerate(inputs):
+            if _torch.has_torch_function(x):
+                raise InputError(
+                    f"remat({self._name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
+                    "__torch_function__ says what operators do. Recomputed under a transform it would be a "
+                    "plain tensor: use remat around what does not need it, or no transform."
+                )
+
+    def take_layers(self) -> list[_torch.Layer] | None:
+        layers, self._layers = self._layers, None
+        return layers
+
+    def where(self, i: int) -> str:
+        """What input `i` is to f, in words."""
+        if i < self.arity:
+            return self._arguments.where(i)
+        key = next((key for key, number in self._ids.items() if number == i), 0)
+        return self._found.where(key)
+
+    # -- the first run ------------------------------------------------------------------------------
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
+
+    def _run_first(self, inputs: Tensors) -> Tensors:
+        found, before = self._found, inputs
+        if self._rebound or self._in_place:
+            inputs = tuple([x.clone() if i in self._rebound else x for i, x in enumerate(inputs)])
+            inputs = tuple([self._in_place.get(i, x) for i, x in enumerate(inputs)])
+            self._buffers, self._in_place = {*self._rebound, *self._in_place}, {}
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label(self._labels(), [*inputs, *[x for x, _ in self._constants]])
+        for x, attributes in zip(inputs, self._attributes, strict=True):
+            _dress(x, attributes)
+        updates = self._before_updates()
+        gradients = [(x, _gradient(x)) for x in found.tensors.values() if found.calls_backward and x.is_leaf]
+        forward = self._options.forward if self._under_transforms else None
+        mapped = {key: inputs[i] for key, i in self._ids.items()}
+        rebuilt = Rebuilt(found, mapped) if mapped else None
+        self._world = world.World()
+        self._states = world.states(self._streams)
+        if _torch.is_tracing():
+            self._drawn = drawing.Drawn(self._name)
+        contexts = (
+            rebuilt,
+            world.cleared_autocast_cache() if self._world.casts else None,
+            self._drawn,
+            world.parametrizations_anew(),
+        )
+        with _within(contexts):
+            f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
+            args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
+            content = self._arguments.content(args, kwargs)
+            try:
+                out = (forward or f)(*args, **kwargs)
+            except RuntimeError as error:
+                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
+                    raise self._writes_to_input(inputs) from error
+                raise
+            finally:
+                if rebuilt is not None:
+                    rebuilt.write_back()
+        self.random = (
+            found.moves_streams
+            or world.have_moved(self._states)
+            or (self._drawn is not None and self._drawn.seen)
+        )
+        if self.random:
+            self._ends = world.marks(self._streams)
+        else:
+            self._states = None  # there is nothing to put back, and each is some kilobytes
+        self._arguments.check_unchanged(self._name, content, args, kwargs)
+        for x, gradient in gradients:
+            if _gradient(x) != gradient:
+                raise MutationError(
+                    f"remat({self._name}) calls backward(), which accumulates the gradient of "
+                    f"{found.where(id(x))} ({describe(x)}), and would do so again in the recomputation. Use "
+                    "torch.autograd.grad inside of it."
+                )
+        self._settle_updates(updates)
+        for i in self._rebound:
+            if inputs[i]._version or not _same(inputs[i], _torch.physical(before[i])[0]):
+                self._was_updated.add(i)
+        self._outputs = Outputs(self._name, out, [*inputs, *[x for x, _ in self._constants]])
+        outputs = self._outputs.take()
+        self.has_assigned = check_nothing_escaped(found, self._name, inputs)
+        if self._options.determinism_check == "values" and not _torch.is_tracing():
+            self._values = [_torch.physical(y.detach().clone()) for y in outputs]
+        return (*outputs, *[inputs[i] for i in self._rebound])
+
+    def _labels(self) -> list[int]:
+        """What tells inputs and constants from each other in every run."""
+        return [*range(-len(self._attributes), 0), *[id(x) for x, _ in self._constants]]
+
+    def _before_updates(self) -> dict[int, _Update]:
+        """Buffers of modules that are training, as they are: f may update them, and must not do so twice."""
+        return {
+            id(x): _Update(_version(x), _torch.physical(x.clone())[0])
+            for x in self._buffers_of_f()
+            if id(x) not in self._ids and not x.requires_grad and x.numel() <= _MAX_BUFFER
+        }
+
+    def _buffers_of_f(self) -> list[Tensor]:
+        if not self._found.updates_statistics:
+            return []
+        # And others that may be given in their place.
+        others = [x for x in self._found.tensors.values() if _may_be_buffer(x)]
+        return self._found.buffers_in_training() + others
+
+    def _settle_updates(self, updates: dict[int, _Update]) -> None:
+        """Keep what buffers were that f has updated; anything else that it has written to is an error."""
+        for i, (x, version) in enumerate(self._constants):
+            update = updates.get(id(x))
+            if update is None:
+                if _version(x) != version:
+                    raise MutationError(
+                        f"remat({self._name}) changed {self._found.where(id(x))} ({describe(x)}) in "
+                        "place. The "
+                        "recomputation would start from the changed values. Return the new value instead, or "
+                        f"make it a buffer, of at most {_MAX_BUFFER} elements, of a module that is training."
+                    )
+            elif version != _version(x) or not _same(x, update.before):
+                self._updated[id(x)] = update
+                self._constants[i] = x, None
+
+    def finish(self, record: recording.Record | None) -> None:
+        if record is not None:
+            with _torch.grad_mode(False):
+                self.kept = record.finish()
+
+    def recorder(self) -> recording.Record | None:
+        chooser = self._options.chooser
+        if chooser is None or _torch.is_tracing():
+            return None
+        return recording.Record(self, chooser)
+
+    def captured_at(self, edge: Edge, outputs: Sequence[Tensor]) -> Tensor | None:
+        if edge[1] == LEAF:
+            leaf = next(x for x in _torch.leaves_of(outputs) if id(x) == edge[0])
+            if edge[0] in self._found.tensors or sys.getrefcount(leaf) > _references_of_private_leaf():
+                return leaf
+            return None  # made by f itself, for an inner optimisation: nobody can ask for its gradient
+        tensors = [x for x in self._found.tensors.values() if x.requires_grad]
+        for there, x in zip(edges_of(tensors), tensors, strict=True):
+            if there == edge:
+                return x
+        node, number = edge
+        described = node._input_metadata[number]
+        dtype = str(described.dtype).removeprefix("torch.")
+        raise ClosureError(
+            f"remat({self._name}) uses a tensor that requires grad and that it was not given "
+            f"({dtype}{list(described.shape)}, the result of {node.name()}), in a way that could not be "
+            "traced. Pass it as an argument, so that it gets its gradient."
+        )
+
+    # -- a recomputation ------------------------------------------------------------------------------
+
+    @contextmanager
+    def where_is(self, captured: Sequence[tuple[int, Tensor]]) -> Iterator[None]:
+        before = getattr(self._where, "captured", ())
+        self._where.captured = captured
+        try:
+            yield
+        finally:
+            self._where.captured = before
+
+    def _run_again(self, inputs: Tensors) -> Tensors:
+        assert self._world is not None and self._outputs is not None
+        found = self._found
+        if self.random and self._drawn is None and _torch.is_tracing():
+            raise CheckpointError(
+                f"remat({self._name}) has drawn random numbers before make_fx began to record. Draw them "
+                "outside of the function, and pass them as arguments, or trace the forward too."
+            )
+        if (watch := recording.watch_of(self)) is not None:
+            watch.label(self._labels(), [*inputs, *[x for x, _ in self._constants]])
+        for x, attributes in zip(inputs, self._attributes, strict=True):
+            _dress(x, attributes)
+        if self._buffers:
+            inputs = tuple([x.clone() if i in self._buffers else x for i, x in enumerate(inputs)])
+        buffers = [inputs[i] for i in self._rebound]
+        mapped = {key: inputs[i] for key, i in self._ids.items()}
+        mapped.update(self._unused)
+        for key, x in getattr(self._where, "captured", ()):
+            if id(x) != key:
+                mapped[key] = x
+                if not found.has_met(key):
+                    raise ClosureError(
+                        f"remat({self._name}) uses a tensor that requires grad ({describe(x)}) and that it "
+                        "was not given, in a way that could not be traced. Pass it as an argument."
+                    )
+        mapped.update({key: update.before.clone() for key, update in self._updated.items()})
+        for key, attributes in self._marks.items():
+            if key in mapped:
+                _dress(mapped[key], attributes)
+        changed = found.changed()
+        rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
+        draws = self.random and self._options.preserve_rng_state and self._states is not None
+        contexts = (
+            None if rebuilt is None else _with_effects(rebuilt),
+            self._refusing(),
+            None if self._world.is_here() else self._world.replayed(),
+            world.cleared_autocast_cache() if self._world.casts else None,
+            world.streams_at(self._states or []) if draws else None,
+            _torch.without_vmap_mode() if draws else None,
+            None if self._drawn is None else self._drawn.replayed(),
+            world.parametrizations_anew(),
+        )
+        with _within(contexts):
+            f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
+            args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
+            del inputs, mapped, others, static
+            out = f(*args, **kwargs)
+            if draws and self._drawn is None and self._ends:
+                self._check_streams()
+        again = Outputs(self._name, out)
+        if self._options.determinism_check != "none":
+            self._compare(again)
+        return (*again.as_in(self._outputs), *buffers)
+
+    def _refusing(self) -> AbstractContextManager[Any] | None:
+        """If captured constants were changed in place since the forward: an error, if f uses one."""
+        changed = {
+            id(x): x for x, version in self._constants if version is not None and _version(x) != version
+        }
+        return _Refusing(self._name, self._found, changed) if changed else None
+
+    def _check_streams(self) -> None:
+        if self._options.determinism_check != "none" and world.ended_elsewhere(
+            self._states or [], self._ends
+        ):
+            raise CheckpointError(
+                f"remat({self._name}) has not drawn the random numbers of the forward in the recomputation. "
+                "Maybe another thread draws from the same stream: give each thread a torch.Generator of its "
+                'own. If f may draw others, pass determinism_check="none".'
+            )
+
+    def _parts(self, root: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[int | str, Any]]:
+        """f, and its arguments that are no tensors, out of what was searched."""
+        return (root, self._arguments.others, {}) if self._is_f_alone else root
+
+    def _compare(self, again: Outputs) -> None:
+        assert self._outputs is not None
+        difference = self._outputs.difference(again)
+        if difference is None and self._values:
+            for i, ((here, levels), y) in enumerate(
+                zip(self._values, again.as_in(self._outputs), strict=True)
+            ):
+                there, now = _torch.physical(y.detach())
+                # Another level (the vmap of jacfwd, say) may have batched it: then there is nothing to
+                # compare with.
+                if levels == now and not _close(here, there):
+                    difference = f"other values in output {i}, {describe(here)}, than the forward"
+                    break
+        if difference is not None:
+            raise CheckpointError(
+                f"remat({self._name}): the recomputation gave {difference}. The function has to do the "
+                "same each time: give it what it depends on as arguments, or, if you know better, "
+                'pass determinism_check="none".'
+            )
+
+    # -- versions -----------------------------------------------------------------------------------
+
+    def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
+        return [*map(_version, inputs)]
+
+    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
+        for i, (version, x) in enumerate(zip(before, inputs, strict=True)):
+            if version != _version(x):
+                raise MutationError(
+                    f"remat({self._name}) changed {self.where(i)} ({describe(x)}) in place. The "
+                    "recomputation would start from the changed values: work on a copy (x.clone()) inside "
+                    "the function, or "
+                    "return the new value."
+                )
+
+    def changed_since(self, error: RuntimeError) -> RuntimeError:
+        if "modified by an inplace operation" not in str(error):
+            return error
+        return MutationError(
+            f"an input of remat({self._name}), or a tensor that it captured, was changed in place between "
+            "the forward and the backward. Pass a copy of it (x.clone()), or change it after the backward. "
+            f"Autograd says: {error}"
+        )
+
+    def _writes_to_input(self, tensors: Sequence[Tensor]) -> MutationError:
+        """f sees its arguments as leaves, to which autograd lets nobody write."""
+        candidates = [
+            f"{self.where(i)} ({describe(x)})"
+            for i, x in enumerate(tensors)
+            if x.is_floating_point() or x.is_complex()
+        ]
+        return MutationError(
+            f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
+            f"{' or '.join(candidates)}. The recomputation would start from the changed values: work "
+            "on a copy (x.clone()) inside the function."
+        )
+
+    def held(self) -> list[Tensor]:
+        """The tensors that are kept here and not by the graph: constants of f, and copies to compare with."""
+        return [
+            *[x for x, _ in self._constants],
+            *[update.before for update in self._updated.values()],
+            *[x for x, _ in self._values],
+        ]
+
+
+class _Refusing(world.Mode):
+    """Raises where an operator is given a captured tensor that was changed in place."""
+
+    def __init__(self, name: str, found: Found, changed: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._name, self._found, self._changed = name, found, changed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+            # It may ask for the shape or dtype.
+            if id(x) in self._changed and (
+                isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__"
+            ):
+                raise MutationError(
+                    f"{self._found.where(id(x))} ({describe(x)}), which remat({self._name}) captured, was "
+                    "changed in place between the forward and the recomputation. Pass a copy of it, or "
+                    "change it after the backward."
+                )
+        return out
+
+
+# Elements up to which a buffer of a module that is training is copied before the forward.
+_MAX_BUFFER = 1 << 20
+
+
+def is_lifted(x: Tensor) -> bool:
+    """Whether a captured tensor belongs to a functorch level that is active, or is dual."""
+    if not _torch.is_functorch_wrapped_tensor(x):
+        return _torch.has_dual_level() and _torch.is_plain_dual(x)
+    x = _torch.alive(x)
+    return _torch.is_functorch_wrapped_tensor(x) and not _torch.is_left_over(x)
+
+
+def code_of(f: Any) -> Any:
+    """The code of a function or method, or the type of any other callable."""
+    f = getattr(f, "__func__", f)
+    return getattr(f, "__code__", None) or type(f)
+
+
+def _requires_grad(x: Tensor) -> bool:
+    while True:
+        if x.requires_grad:
+            return True
+        if not _torch.is_functorch_wrapped_tensor(x):
+            return False
+        x = _torch.get_unwrapped(x)
+
+
+@contextmanager
+def _with_effects(rebuilt: Rebuilt) -> Iterator[None]:
+    with rebuilt:
+        yield
+        rebuilt.repeat_effects()
+
+
+def _within(contexts: Iterable[AbstractContextManager[Any] | None]) -> AbstractContextManager[Any]:
+    """Those contexts that there are, entered one after the other."""
+    stack = ExitStack()
+    with ExitStack() as entering:
+        for context in contexts:
+            if context is not None:
+                entering.enter_context(context)
+        stack = entering.pop_all()
+    return stack
+
+
+@functools.cache
+def _references_of_private_leaf() -> int:
+    """How many there are to a leaf that one local variable holds, and the graph."""
+    with torch.enable_grad():
+        y = torch.zeros((), requires_grad=True).sin()
+    leaf = next(iter(_torch.leaves_of([y])))
+    return sys.getrefcount(leaf)
+
+
+def _may_be_buffer(x: Tensor) -> bool:
+    """Whether a tensor looks like running statistics, or a count of batches."""
+    if _requires_grad(x) or x.numel() > _MAX_BUFFER:
+        return False
+    return x.dim() == (1 if x.is_floating_point() else 0)
+
+
+def _version(x: Tensor) -> int | None:
+    """How often `x` was changed in place; inference tensors do not count."""
+    return None if x.is_inference() else x._version
+
+
+def _gradient(x: Tensor) -> Any:
+    """What tells whether the gradient of a leaf was assigned, or added to."""
+    return None if x.grad is None else (id(x.grad), x.grad._version)
+
+
+def _attributes(x: Tensor) -> dict[str, Any]:
+    """What code can tell of a tensor beside its values: it may be a parameter, and carry marks."""
+    # A copy: marks may be changed before the recomputation.
+    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__.copy()
+
+
+def _dress(x: Tensor, attributes: dict[str, Any]) -> None:
+    """Give the attributes of a tensor to one that stands for it."""
+    for name, value in attributes.items():
+        if name not in x.__dict__:
+            setattr(x, name, value)
+
+
+def _same(x: Tensor, before: Tensor) -> bool:
+    """Whether a buffer is what it was. Where it has no value yet, or to look would be to wait: no."""
+    if _torch.is_tracing() or x.is_meta or x.device.type != "cpu":
+        return False
+    with _torch.without_dispatch_modes():  # a selective checkpoint around it would count the operator
+        return torch.equal(_torch.physical(x.detach())[0], before)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Whether values agree, up to the rounding of their dtype; where there are values."""
+    if a.is_meta or b.is_meta:
+        return True
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True)
+    except AssertionError:
+        return False
+    return True

@@ -1,0 +1,317 @@
+"""f around other tensors, and as it was at the call.
+
+A rebuilding copies what leads to something that is replaced, or that is not what it was: functions with new
+cells and globals, containers, shallow copies of modules and objects. All else is shared with the original.
+Copies need no lock and no undo, and threads may share f.
+
+A class and a context variable cannot be copied. What has changed in them is put back for the time of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import _torch
+from ..errors import EscapeError, describe
+from .code import is_library, slots_of
+from .find import (
+    ATOMS,
+    ATTRIBUTES,
+    DEFAULTS,
+    GLOBALS,
+    KWDEFAULTS,
+    Found,
+    Hole,
+    Key,
+    Kind,
+    Node,
+    emptied,
+    new_function,
+    number_of,
+    read,
+)
+
+_NOTHING = object()
+_NUMBERS = (int, float)
+_WRITABLE = (Kind.CELL, Kind.GLOBALS, Kind.DICT, Kind.LIST, Kind.OBJECT)
+
+
+class Rebuilt:
+    """One rebuilding, to be used around one run; `callable` is what stands for the root of the search.
+
+    Shared and cyclic references stay shared and cyclic.
+    """
+
+    def __init__(self, found: Found, mapped: Mapping[int, Tensor], changed: Iterable[int] = ()) -> None:
+        self._found, self._nodes = found, found.nodes
+        self._mapped = mapped
+        self._changed = {*changed}
+        self._dirty = found.leading_to({*mapped, *self._changed, *found.gone})
+        self._fixed = [
+            node
+            for number, node in found.nodes.items()
+            if node.kind in (Kind.CLASS, Kind.VARIABLE)
+            and (number in self._changed or not self._dirty.isdisjoint(map(number_of, node.content.values())))
+        ]
+        self._built: dict[int, Any] = {}
+        self._placed: dict[int, dict[Any, Any]] = {}
+        self._undo: list[Callable[[], Any]] = []
+        self.callable = found.root
+
+    def __enter__(self) -> Any:
+        try:
+            for node in self._fixed:
+                self._put_back(node)
+            self.callable = self._item(self.callable)
+            # What f reaches through a class alone, as the globals of a method.
+            for number in self._changed - self._built.keys():
+                if self._nodes[number].kind in _WRITABLE:
+                    self._put_back_content(self._nodes[number])
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.callable
+
+    def __exit__(self, *exception: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _item(self, item: Any) -> Any:
+        """What stands for something that the original refers to."""
+        kind = type(item)
+        if kind in ATOMS:
+            return item
+        number = item.number if kind is Hole or kind is Key else id(item)
+        if number in self._mapped:
+            return self._mapped[number]
+        if kind is Hole:
+            return item()
+        if number not in self._dirty:
+            return item
+        if number not in self._built:
+            self._make(number, self._nodes[number])
+        return self._built[number]
+
+    def _make(self, number: int, node: Node) -> None:
+        kind, value, content, item = node.kind, node.value, node.content, self._item
+        like = node.like if value is None else value
+        new: Any
+        if kind is Kind.CELL:
+            new = self._built[number] = types.CellType()
+            if content:
+                new.cell_contents = item(content[""])
+        elif kind is Kind.GLOBALS:
+            new = self._built[number] = dict(value)
+            new.update({name: item(x) for name, x in content.items()})
+        elif kind is Kind.DICT:
+            new = self._built[number] = emptied(like)
+            put = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
+            for name, x in content.items():
+                put(new, name, item(x))
+        elif kind is Kind.LIST:
+            new = self._built[number] = emptied(like)
+            items = [item(x) for x in content.values()]
+            new.update(items) if isinstance(new, set) else new.extend(items)
+        elif kind is Kind.OBJECT:
+            new = self._built[number] = self._make_object(node)
+        elif kind is Kind.FUNCTION:
+            new = self._make_function(number, like, content)
+        elif kind is Kind.METHOD:
+            new = types.MethodType(item(content["function"]), item(content["self"]))
+        elif kind is Kind.BUILTIN:
+            new = getattr(item(content["self"]), like if value is None else value.__name__)
+        elif kind is Kind.PARTIAL:
+            new = (like if value is None else type(value))(
+                item(content["function"]), *item(content["args"]), **item(content["keywords"])
+            )
+            new.__dict__.update(item(content["attributes"]))
+        elif kind is Kind.TUPLE:
+            cls, items = like if value is None else type(value), [item(x) for x in content.values()]
+            # A named tuple may have a __new__ of its own, which was called when the original was made.
+            new = frozenset(items) if cls is frozenset else tuple.__new__(cls, items)
+        elif kind is Kind.MEMBER:
+            new = (like if value is None else type(value))(item(content[""]))
+        elif kind is Kind.COMPILED:
+            new = item(content[""])  # recomputed as it was written
+        else:
+            new = value  # a class, a module of Python or a context variable
+        self._built[number] = new
+        if kind in _WRITABLE:
+            self._placed[number] = read(kind, new, node.names)
+
+    def _make_object(self, node: Node) -> Any:
+        value, content = node.value, node.content
+        kind, original = (type(value), value) if value is not None else (node.like[0], node.like[1]())
+        new: Any
+        base = next(base for base in (types.SimpleNamespace, object) if issubclass(kind, base))
+        new = base.__new__(kind)
+        number = id(value) if value is not None else next(n for n, x in self._nodes.items() if x is node)
+        self._built[number] = new  # before what refers to it
+        state = {} if original is None else read(Kind.OBJECT, original)
+        if node.names is not None:
+            for name in [name for name in state if name in node.names and name not in content]:
+                del state[name]
+        else:
+            state.clear()
+        for name, x in content.items():
+            state[name] = self._item(x)
+        if issubclass(kind, nn.Module):
+            parameters = state["_parameters"]
+            if parameters is not content["_parameters"]:
+                for x in parameters.values():
+                    if type(x) is Tensor:
+                        x._is_param = True  # what `isinstance(x, nn.Parameter)` asks
+        for name in slots_of(new.__class__):
+            if name in state:
+                object.__setattr__(new, name, state.pop(name))
+        if state:
+            new.__dict__.update(state)
+        return new
+
+    def _make_function(self, number: int, like: Any, content: dict[Any, Any]) -> Any:
+        cells = None
+        if like.__closure__ is not None:
+            cells = tuple([self._item(content[name]) for name in like.__code__.co_freevars])
+        new = new_function(like, self._item(content.get(GLOBALS, like.__globals__)), cells)
+        self._built[number] = new
+        new.__defaults__, new.__kwdefaults__ = self._item(content[DEFAULTS]), self._item(content[KWDEFAULTS])
+        if content[ATTRIBUTES]:
+            new.__dict__.update(self._item(content[ATTRIBUTES]))
+        return new
+
+    def _put_back(self, node: Node) -> None:
+        if node.kind is Kind.VARIABLE:
+            token = node.value.set(self._item(node.content[""]))
+            self._undo.append(lambda: node.value.reset(token))
+            return
+        now = read(node.kind, node.value, node.names)
+        for name, x in node.content.items():
+            new = self._item(x)
+            if name not in now:
+                setattr(node.value, name, new)
+                self._undo.append(functools.partial(delattr, node.value, name))
+            elif now[name] is not new:
+                setattr(node.value, name, new)
+                self._undo.append(functools.partial(_set_back, node.value, name, now[name], new))
+
+    def _put_back_content(self, node: Node) -> None:
+        value = node.value
+        if node.kind is Kind.LIST:
+            now = value.copy()
+            _fill(value, [self._item(x) for x in node.content.values()])
+            self._undo.append(functools.partial(_fill, value, now))
+            return
+        there = read(node.kind, value, node.names)
+        for name in {**there, **node.content}:
+            self._undo.append(functools.partial(_give, node, name, there.get(name, _NOTHING)))
+            _give(node, name, self._item(node.content.get(name, _NOTHING)))
+
+    def repeat_effects(self) -> None:
+        """Count and append on the originals what a further run has counted and appended on copies."""
+        for number, placed in self._placed.items():
+            node, copy = self._nodes[number], self._built[number]
+            if isinstance(node.value, list):
+                node.value.extend(copy[len(placed) :])
+            elif node.value is not None and node.kind is not Kind.LIST:
+                there = read(node.kind, node.value, node.names)
+                for name, x in read(node.kind, copy, node.names).items():
+                    if x is not placed.get(name) and name in there:
+                        _assign(node, name, _counted(there[name], placed.get(name), x))
+
+    def write_back(self) -> None:
+        """Repeat on the originals what f has assigned on copies in its first run."""
+        tensors = self._found.tensors
+        originals = {id(x): tensors[key] for key, x in self._mapped.items()}
+        originals |= {id(new): self._nodes[number].value for number, new in self._built.items()}
+        for number, placed in self._placed.items():
+            node = self._nodes[number]
+            now = read(node.kind, self._built[number], node.names)
+            if node.kind is Kind.LIST:
+                if [*map(id, now.values())] != [*map(id, placed.values())]:
+                    _fill(node.value, [originals.get(id(x), x) for x in now.values()])
+                continue
+            for name, x in now.items():
+                if (name not in placed or placed[name] is not x) and not _is_made_anew(node, name):
+                    _assign(node, name, originals.get(id(x), x))
+            for name in placed.keys() - now.keys():
+                _remove(node, name)
+
+
+def _counted(there: Any, before: Any, after: Any) -> Any:
+    """What a counter is once it has counted as far as another one, or all else as it is."""
+    if type(there) in _NUMBERS and type(before) in _NUMBERS and type(after) in _NUMBERS:
+        return there + (after - before)
+    return there
+
+
+def _set_back(owner: Any, name: str, there: Any, before: Any) -> None:
+    setattr(owner, name, _counted(there, before, getattr(owner, name, before)))
+
+
+def _fill(there: Any, items: Iterable[Any]) -> None:
+    there.clear()
+    there.update(items) if isinstance(there, set) else there.extend(items)
+
+
+def _give(node: Node, name: Any, x: Any) -> None:
+    if x is not _NOTHING:
+        _assign(node, name, x)
+    elif name in read(node.kind, node.value, node.names):
+        _remove(node, name)
+
+
+def _assign(node: Node, name: Any, x: Any) -> None:
+    if node.kind is Kind.CELL:
+        node.value.cell_contents = x
+    elif node.kind is Kind.OBJECT and name in slots_of(node.value.__class__):
+        object.__setattr__(node.value, name, x)
+    else:
+        (node.value.__dict__ if node.kind is Kind.OBJECT else node.value)[name] = x
+
+
+def _remove(node: Node, name: Any) -> None:
+    if node.kind is Kind.CELL:
+        del node.value.cell_contents
+    else:
+        del (node.value.__dict__ if node.kind is Kind.OBJECT else node.value)[name]
+
+
+def _is_made_anew(node: Node, name: Any) -> bool:
+    """Whether an attribute is computed before each forward, as by `torch.nn.utils.spectral_norm`."""
+    if node.kind is not Kind.OBJECT or not isinstance(node.value, nn.Module):
+        return False
+    return any(key.startswith(f"{name}_") for key in node.value._parameters)
+
+
+def check_nothing_escaped(found: Found, name: str, given: Iterable[Tensor]) -> bool:
+    """After the first run: has f stored a tensor that belongs to its inside? Whether it has stored anything.
+
+    Raises
+    ------
+    EscapeError
+        Its gradient would be lost.
+    """
+    changed = found.changed()
+    inside = {id(x) for x in given} if changed else set()
+    for number in changed:
+        node = found.nodes[number]
+        of_library = isinstance(node.value, nn.Module) and is_library(type(node.value).__module__)
+        for key, value in read(node.kind, node.value, node.names).items():
+            if value is node.content.get(key) or _is_made_anew(node, key):
+                continue
+            if of_library and not isinstance(value, Tensor):
+                continue  # it stores what it likes, as LSTM does for _flat_weights
+            for x in Found(value, everything=True).tensors.values():
+                if id(x) not in found.tensors and (id(x) in inside or _torch.constant_of(x) is None):
+                    raise EscapeError(
+                        f"remat({name}) stores a tensor ({describe(x)}) as {found.path(number, key)}. It "
+                        "belongs to the inside of the checkpoint, and its gradient would be lost: return it "
+                        "from the function, or store a detached copy."
+                    )
+    return bool(changed)
