@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _torch, dispatch, world
+from . import _torch, world
+from .core import dispatch
+from .core.program import Leaf, Tensors
 from .errors import MutationError, OptionError, describe
-from .program import Leaf, Tensors
 from .tape import drawing
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from . import _torch, compiled
-from .call import Call, Options
 from .closures import count_as_own
+from .core.call import Call, Options
 from .errors import CheckpointError, InputError
 from .policies.chooser import Policy
 from .policies.policies import chooser_of

@@ -54,7 +54,7 @@ NOT_OURS = (
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request):
     """Run the test once with each way of carrying out the rules."""
-    from funcckpt.dispatch import using
+    from funcckpt.core.dispatch import using
 
     with using(request.param):
         yield request.param

@@ -461,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         remat, using = (lambda f: f), contextlib.nullcontext
     else:
         from funcckpt import remat
-        from funcckpt.dispatch import using
+        from funcckpt.core.dispatch import using
     limit = None if options.samples == "all" else int(options.samples)
     part, parts = map(int, options.part.split("/"))
     warnings.simplefilter("ignore")

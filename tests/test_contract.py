@@ -37,21 +37,6 @@ STACKS = [
 ]
 
 
-# Promised, and not held yet: names of tests, and why. An entry goes with the mend.
-NOT_YET = {
-    r"test_batch_norm_under": "buffers given to functional_call are taken "
-    "for captured tensors that f changes",
-    r"test_a_write_between.*argument-vjp": "an argument on which nothing depends is recomputed with the new value",
-}
-
-
-@pytest.fixture(autouse=True)
-def not_yet(request):
-    for pattern, reason in NOT_YET.items():
-        if re.search(pattern, request.node.name):
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-
-
 @pytest.fixture(autouse=True)
 def in_float64(state_intact):
     torch.set_default_dtype(torch.float64)
@@ -349,11 +334,11 @@ def test_batch_norm_under_a_transform(wrap):
         buffers = {name: t.clone() for name, t in net.named_buffers()}
         x = inputs()[1]
 
-        def loss(p):
+        def loss(p, buffers):
             y = wrap(lambda p, x: functional_call(net, {**p, **buffers}, (x,)))(p, x)
             return y.sin().sum(), {name: b.detach() for name, b in buffers.items()}
 
-        return grad(loss, has_aux=True)(p)
+        return grad(loss, has_aux=True)(p, buffers)
 
     assert_same(run(wrap), run(no_remat))
 

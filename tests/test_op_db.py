@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from funcckpt import remat
-from funcckpt.dispatch import using
+from funcckpt.core.dispatch import using
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # some operators are deprecated
 

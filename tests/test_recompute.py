@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import meter, policies, remat
+from funcckpt.core.dispatch import using
 from funcckpt.demo import language_model
-from funcckpt.dispatch import using
 from funcckpt.tape import recompute
 
 L, N, D, H = 4, 8, 4, 16

@@ -27,7 +27,7 @@ from funcckpt import (
     scan,
     while_loop,
 )
-from funcckpt.dispatch import using
+from funcckpt.core.dispatch import using
 from funcckpt.loops.schedules import Online, Schedule, advances, beta, choose, evaluations, kept, parts
 from funcckpt.meter import mark, measure
 from funcckpt.tape import recompute

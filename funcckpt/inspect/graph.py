@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from ..program import Program
+from ..core.program import Program
 
 
 class Walk:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .. import _torch, dispatch, net
-from ..program import note_dropped
+from .. import _torch
+from ..core import dispatch, net
+from ..core.program import note_dropped
 
 __all__ = ["can_restart", "restart", "tensors_of"]
 

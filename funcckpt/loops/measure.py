@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch, world
 from ..closures import Found
+from ..core.program import is_differentiable
 from ..errors import OptionError
 from ..meter import Meter
-from ..program import is_differentiable
 from .history import tensors_of
 from .schedules import Schedule, fewest, fit, repetitions
 from .steps import Loop, step

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _torch, dispatch, net, primitive
-from ..call import Call, Options
+from .. import _torch
+from ..core import dispatch, net, primitive
+from ..core.call import Call, Options
+from ..core.program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
 from ..errors import InputError, OptionError, describe
-from ..program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
 from ..remat import _name_and_check
 
 __all__ = ["inner_grad"]

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _torch, dispatch, world
-from ..call import Call, Options
+from .. import _torch, world
+from ..core import dispatch
+from ..core.call import Call, Options
 from ..errors import InputError, MutationError, describe
 from ..policies.chooser import Policy
 from ..policies.offload import Stored, fetch, store

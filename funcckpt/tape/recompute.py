@@ -51,7 +51,7 @@ from .operators import (
 from .recording import Entry, Kept, Tape, Watch, watch_of
 
 if TYPE_CHECKING:
-    from ..program import Program
+    from ..core.program import Program
 
 Tensors = tuple[Tensor, ...]
 

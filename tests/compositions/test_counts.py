@@ -10,7 +10,7 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linea
 from torch.utils.flop_counter import FlopCounterMode
 
 from funcckpt import remat
-from funcckpt.dispatch import using
+from funcckpt.core.dispatch import using
 
 X = (0.3, -0.2, 0.5)
 

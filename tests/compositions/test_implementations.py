@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from funcckpt import EscapeError, remat
-from funcckpt.dispatch import using
+from funcckpt.core.dispatch import using
 
 from .functions import FUNCTIONS, Cube
 from .programs import draw, shrink

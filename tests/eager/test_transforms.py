@@ -292,7 +292,7 @@ def test_the_functional_path_knows_nothing_of_this_one():
         "package = types.ModuleType('funcckpt')\n"
         f"package.__path__ = [{funcckpt.__path__[0]!r}]\n"
         "sys.modules['funcckpt'] = package\n"
-        "import funcckpt.remat, funcckpt.meter, funcckpt.net, funcckpt.world, funcckpt.dispatch\n"
+        "import funcckpt.remat, funcckpt.meter, funcckpt.core.net, funcckpt.world, funcckpt.core.dispatch\n"
         "print([name for name in sys.modules if name.startswith('funcckpt.eager')])"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _torch
-from .closures import Found
-from .errors import InputError, MutationError, OutputError, describe
+from .. import _torch
+from ..closures import Found
+from ..errors import InputError, MutationError, OutputError, describe
 from .program import Tensors
 
 # What may be an argument and holds nothing.

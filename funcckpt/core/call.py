@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from . import _torch, dispatch, world
-from .closures import Found, Rebuilt, check_nothing_escaped
-from .errors import CheckpointError, ClosureError, InputError, MutationError, describe
+from .. import _torch, world
+from ..closures import Found, Rebuilt, check_nothing_escaped
+from ..errors import CheckpointError, ClosureError, InputError, MutationError, describe
+from ..policies.chooser import Chooser
+from ..tape import drawing, recording
+from . import dispatch
 from .flat import Arguments, Outputs
 from .net import LEAF, Edge, edges_of
-from .policies.chooser import Chooser
 from .program import Leaf, Tensors
-from .tape import drawing, recording
 
 
 class Options(NamedTuple):
@@ -94,6 +96,12 @@ class Call(Leaf):
         )
         self._layers: list[_torch.Layer] | None = _torch.active_layers()
         self._under_transforms = bool(self._layers)
+        # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
+        self._plain = [
+            (weakref.ref(x), _version(x), i)
+            for i, x in enumerate(arguments.tensors)
+            if self._layers and not _torch.is_functorch_wrapped_tensor(x)
+        ]
         self._updated: dict[int, _Update] = {}
         # Inputs that may be buffers: of levels, which of those f has updated, and of no level.
         self._rebound: dict[int, Any] = {}
@@ -384,6 +392,9 @@ class Call(Leaf):
                 f"remat({self._name}) has drawn random numbers before make_fx began to record. Draw them "
                 "outside of the function, and pass them as arguments, or trace the forward too."
             )
+        for ref, version, i in self._plain:
+            if (x := ref()) is not None and _version(x) != version and i not in self._buffers:
+                raise self._changed_between(self.where(i), x)
         if (watch := recording.watch_of(self)) is not None:
             watch.label(self._labels(), [*inputs, *[x for x, _ in self._constants]])
         for x, attributes in zip(inputs, self._attributes, strict=True):
@@ -430,12 +441,18 @@ class Call(Leaf):
             self._compare(again)
         return (*again.as_in(self._outputs), *buffers)
 
+    def _changed_between(self, where: str, x: Tensor) -> MutationError:
+        return MutationError(
+            f"{where} ({describe(x)}) of remat({self._name}) was changed in place between the forward and the "
+            "recomputation. Pass a copy of it, or change it after the backward."
+        )
+
     def _refusing(self) -> AbstractContextManager[Any] | None:
         """If captured constants were changed in place since the forward: an error, if f uses one."""
         changed = {
             id(x): x for x, version in self._constants if version is not None and _version(x) != version
         }
-        return _Refusing(self._name, self._found, changed) if changed else None
+        return _Refusing(self, changed) if changed else None
 
     def _check_streams(self) -> None:
         if self._options.determinism_check != "none" and world.ended_elsewhere(
@@ -520,9 +537,9 @@ class Call(Leaf):
 class _Refusing(world.Mode):
     """Raises where an operator is given a captured tensor that was changed in place."""
 
-    def __init__(self, name: str, found: Found, changed: dict[int, Tensor]) -> None:
+    def __init__(self, call: Call, changed: dict[int, Tensor]) -> None:
         super().__init__()
-        self._name, self._found, self._changed = name, found, changed
+        self._call, self._changed = call, changed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -531,11 +548,7 @@ class _Refusing(world.Mode):
             if id(x) in self._changed and (
                 isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__"
             ):
-                raise MutationError(
-                    f"{self._found.where(id(x))} ({describe(x)}), which remat({self._name}) captured, was "
-                    "changed in place between the forward and the recomputation. Pass a copy of it, or "
-                    "change it after the backward."
-                )
+                raise self._call._changed_between(self._call._found.where(id(x)), x)
         return out
 
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch
-from .errors import ClosureError, describe
+from .. import _torch
+from ..errors import ClosureError, describe
+from ..tape import recompute
 from .program import Leaf, Program, Recording, Tensors
-from .tape import recompute
 
 _HOW = {
     "grad": "that is being differentiated",

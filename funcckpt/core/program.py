@@ -1,17 +1,9 @@
 """What a checkpoint recomputes: a pure function of flat tensors, and how the next one is made.
 
-Write R[f] for "run f, keep only its inputs". Every transform of R[f] is R of another program:
-
-======== ==================================================================================
-reverse  the pullback of R[f] at x, applied to ct, is R[(x, ct) -> vjp(f, x)(ct)](x, ct)
-forward  the tangent of R[f] at x along t is R[(x, t) -> jvp(f, x, t)](x, t)
-batching vmap of R[f] is R[vmap(f)]
-======== ==================================================================================
-
-`Vjp`, `Jvp` and `Vmap` below are the three programs on the right; `Functional` is the same for
-`torch.func.functionalize`, and `Recording` runs a program at a grad level that does not
-differentiate it, so that f meets the same stack of levels as it would without remat. A program runs
-with no functorch level below it: all of them have been moved into the program.
+`Vjp`, `Jvp` and `Vmap` are the three programs on the right of the lines in `funcckpt.core`; `Functional` is
+the same for `torch.func.functionalize`, and `Recording` runs a program at a grad level that does not
+differentiate it, so that f meets the same stack of levels as it would without remat. A program runs with no
+functorch level below it: all of them have been moved into the program.
 
 A program never holds a tensor that is among its inputs: `autograd` owns those, and frees them.
 """
@@ -29,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 
-from . import _torch
-from .errors import CheckpointError, ClosureError, describe
-from .tape import recompute, recording
+from .. import _torch
+from ..errors import CheckpointError, ClosureError, describe
+from ..tape import recompute, recording
 
 Tensors = tuple[Tensor, ...]
 

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch, net, primitive
+from .. import _torch
+from ..tape import recompute, recording
+from . import net, primitive
 from .program import (
     Functional,
     Jvp,
@@ -42,7 +44,6 @@ from .program import (
     recorded,
     zeros_for_none,
 )
-from .tape import recompute, recording
 
 _IMPLEMENTATIONS = {"function": primitive.Remat, "generated": primitive.GeneratedRemat}
 _implementation: ContextVar[str] = ContextVar("funcckpt_implementation", default="direct")
@@ -63,7 +64,7 @@ def using(implementation: str) -> Iterator[None]:
     --------
     >>> import torch
     >>> from funcckpt import remat
-    >>> from funcckpt.dispatch import using
+    >>> from funcckpt.core.dispatch import using
     >>> with using("function"):
     ...     torch.func.grad(remat(torch.sin))(torch.tensor(0.0))
     tensor(1.)

@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch, net
-from .errors import CheckpointError
+from .. import _torch
+from ..errors import CheckpointError
+from ..tape import recompute, recording
+from . import net
 from .program import (
     Jvp,
     Program,
@@ -44,7 +46,6 @@ from .program import (
     vmapped,
     zeros_for_none,
 )
-from .tape import recompute, recording
 
 
 class _Level(NamedTuple):
