@@ -300,6 +300,8 @@ def _apply_below_vmaps(spelling: Any, program: Program, inputs: Sequence[Tensor]
 def _dispatch(
     spelling: Any, program: Program, inputs: Sequence[Tensor], has_say: tuple[bool, ...] = ()
 ) -> Tensors:
+    if torch.is_inference_mode_enabled() and _torch.peek_interpreter_stack() is None:
+        return net.run(program, inputs)  # nothing can be saved for a backward
     operand = _Operand(program, inputs, has_say, skips=not spelling.generate_vmap_rule)
     token = _handed_over.set(operand.modes)
     try:

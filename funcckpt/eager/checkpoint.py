@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -399,15 +400,13 @@ def _in_contexts(
                 "torch.func transforms or in forward mode, where the two differ. Make them with "
                 "funcckpt.create_selective_checkpoint_contexts."
             )
-    # A namespace, since remat gives a recomputation the values that other variables had in the call.
-    run = SimpleNamespace(first=True)
+    # An iterator, since a recomputation finds variables and attributes as they were at the call.
+    runs = itertools.count()
 
     @functools.wraps(f, updated=())
     def in_contexts(*args: Any, **kwargs: Any) -> Any:
-        with forward if run.first else recompute:
-            out = f(*args, **kwargs)
-        run.first = False
-        return out
+        with recompute if next(runs) else forward:
+            return f(*args, **kwargs)
 
     return in_contexts
 
