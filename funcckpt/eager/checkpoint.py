@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from types import FunctionType, MethodType
+from contextlib import suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import _torch, compiled
-from ..errors import InputError, OptionError, describe
+from ..errors import InputError, OptionError
 from ..remat import call_compiled, instead, remat
 from . import patched
-from .region import Contexts, Region, is_of_checkpoint, title
-from .selective import Forward, Recompute, create_selective_checkpoint_contexts
+from .region import Contexts, Log, Region, title
+from .selective import Forward, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,36 +43,14 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     debug: bool = False
     early_stop: bool = True
-    respect_saved_tensors_hooks: bool | None = None
 
 
 @overload
-def checkpoint(
-    function: Callable[..., R],
-    *args: Any,
-    use_reentrant: bool | None = ...,
-    preserve_rng_state: bool = ...,
-    context_fn: Callable[[], Contexts] = ...,
-    determinism_check: str = ...,
-    debug: bool = ...,
-    early_stop: bool = ...,
-    respect_saved_tensors_hooks: bool | None = ...,
-    **kwargs: Any,
-) -> R: ...
+def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 
 
 @overload
-def checkpoint(
-    function: None = None,
-    *,
-    use_reentrant: bool | None = ...,
-    preserve_rng_state: bool = ...,
-    context_fn: Callable[[], Contexts] = ...,
-    determinism_check: str = ...,
-    debug: bool = ...,
-    early_stop: bool = ...,
-    respect_saved_tensors_hooks: bool | None = ...,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(function: None = None, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
@@ -105,8 +79,7 @@ def checkpoint(
     *args, **kwargs
         What to call it with; tensors of any shape, anything else, and any nesting of them.
     use_reentrant : bool or None
-        False and None are the same. True, the variant that torch gives up, is served like False, with one
-        warning.
+        Accepted, and False. True gives one warning.
     preserve_rng_state : bool
         Draw in the recomputation the random numbers of the forward.
     context_fn : callable
@@ -116,14 +89,12 @@ def checkpoint(
         Compare shapes, dtypes and devices of the recomputation with those of the forward, and look
         for tensors that were changed in place between the two; or not.
     debug : bool
-        Errors about the recomputation list the operators of both runs; on the functional path, which
-        compares results, it has no effect.
+        Errors about a recomputation by hooks list the operators of both runs.
     early_stop : bool
         Stop the recomputation when all that is needed is there. The functional path skips what is
         not needed in any case.
     respect_saved_tensors_hooks : bool or None
-        Whether what a selective checkpoint saves goes through the hooks (`save_on_cpu`, for one) that
-        are active around the call. None is False.
+        Accepted, and False: what a selective checkpoint saves does not go through hooks around the call.
 
     Returns
     -------
@@ -142,8 +113,8 @@ def checkpoint(
     Notes
     -----
     When f uses a transform that refuses hooks, that shows when f is run: it is then started anew, with
-    the random streams put back, and goes by `remat` from then on if it is a module or a function. What it
-    has changed by then is put back if it was found (`MutationError` if it cannot be).
+    the random streams put back, and goes by `remat`. What it has changed by then is put back if it was
+    found (`MutationError` if it cannot be).
 
     Examples
     --------
@@ -161,15 +132,12 @@ def checkpoint(
     >>> f(torch.ones(2), debug=3)
     tensor([3., 3.])
     """
-    options = Options(
-        use_reentrant,
-        preserve_rng_state,
-        context_fn,
-        determinism_check,
-        debug,
-        early_stop,
-        respect_saved_tensors_hooks,
-    )
+    if respect_saved_tensors_hooks:
+        raise OptionError(
+            "checkpoint: respect_saved_tensors_hooks=True is not supported. A policy that offloads "
+            "(CheckpointPolicy.MUST_CPU_OFFLOAD) moves what a selective checkpoint saves."
+        )
+    options = Options(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     if function is None:
         if args or kwargs:
             raise OptionError(
@@ -248,7 +216,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if options.debug and options.context_fn is not noop_context_fn:
         raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
     is_transformed = _torch.maybe_current_level() is not None or _torch.in_dual_level()
-    if is_transformed or (_use_transforms and _is_known(f, args, kwargs, options)):
+    if is_transformed or (_use_transforms and _is_known(f, options)):
         return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
         return ask(
@@ -279,7 +247,8 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         contexts = Log(), Log()
     elif options.context_fn is not noop_context_fn:
         contexts = options.context_fn()
-        _look_after_hooks(f, contexts[0], bool(options.respect_saved_tensors_hooks))
+        if hasattr(contexts[0], "respect_saved_tensors_hooks"):
+            contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn of ours
     region = Region(
         f,
         args,
@@ -298,51 +267,22 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
             raise
         region.undo()
-    with suppress(TypeError):  # there is no weak reference to some objects
-        _use_transforms.add(_key(f, args, kwargs))
+    if not any(map(callable, args)):  # a helper may do quite different things with what it is given
+        with suppress(TypeError):  # there is no weak reference to some objects
+            _use_transforms.add(f)
     return _functional(f, args, kwargs, options)
-
-
-def _look_after_hooks(f: Any, forward: Any, respect: bool) -> None:
-    """Tell a selective forward whether what it saves goes through the hooks of the caller, and those."""
-    if isinstance(forward, Forward):
-        forward.respect_saved_tensors_hooks = respect
-        hooks = _torch.top_saved_tensors_hooks()
-        forward.hooks = None if is_of_checkpoint(hooks) else hooks
-    elif is_selective(forward):
-        if respect:
-            raise OptionError(
-                f"{title(f)}: respect_saved_tensors_hooks=True with contexts of torch's. Make them with "
-                "funcckpt.create_selective_checkpoint_contexts."
-            )
-        # Torch 2.15 would warn of ours, which it takes for the caller's.
-        forward.respect_saved_tensors_hooks = False
 
 
 # -- the functional path ------------------------------------------------------------------------
 
-# Calls that were seen to use a transform, which refuses hooks.
-_use_transforms: set[Any] = set()
+# What was seen to use a transform, which refuses hooks.
+_use_transforms: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _key(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The functions and modules of a call: a helper may do quite different things with what it is given."""
-    while isinstance(f, functools.partial):
-        f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
-    return tuple([weakref.ref(_code(x)) for x in pytree.tree_leaves(((f, args), kwargs)) if callable(x)])
-
-
-def _is_known(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> bool:
+def _is_known(f: Any, options: Options) -> bool:
     with suppress(TypeError):
-        return options.context_fn is noop_context_fn and _key(f, args, kwargs) in _use_transforms
+        return options.context_fn is noop_context_fn and f in _use_transforms
     return False
-
-
-def _code(f: Any) -> Any:
-    if isinstance(f, MethodType):
-        f = f.__self__ if isinstance(f.__self__, nn.Module) else f.__func__
-    # Closures share their code, and may call quite different things.
-    return f.__code__ if isinstance(f, FunctionType) and not f.__closure__ else f
 
 
 def call_under_compiled_transform(
@@ -365,11 +305,13 @@ def _functional(
     if patched.is_active():
         g = _patched(f)
     if options.context_fn is not noop_context_fn:
-        contexts = options.context_fn()
-        if isinstance(contexts[0], Forward) and isinstance(contexts[1], Recompute):
-            policy = contexts[0].policy
-        else:
-            g = _in_contexts(g, *contexts)
+        forward, _ = options.context_fn()
+        if not isinstance(forward, Forward):
+            raise OptionError(
+                f"{title(f)}: under torch.func transforms and in forward mode, context_fn is made with "
+                "funcckpt.create_selective_checkpoint_contexts. Enter others inside of the function."
+            )
+        policy = forward.policy
     return remat(
         g,
         preserve_rng_state=options.preserve_rng_state,
@@ -387,57 +329,6 @@ def _patched(f: Callable[..., Any]) -> Callable[..., Any]:
             return f(*args, **kwargs)
 
     return run
-
-
-def _in_contexts(
-    f: Callable[..., Any], forward: AbstractContextManager[Any], recompute: AbstractContextManager[Any]
-) -> Callable[..., Any]:
-    for context in (forward, recompute):
-        if is_selective(context):
-            raise OptionError(
-                f"{title(f)}: torch's contexts for selective checkpointing (context_fn) match the operators "
-                "of the recomputation with those of the forward one by one, which cannot be done under "
-                "torch.func transforms or in forward mode, where the two differ. Make them with "
-                "funcckpt.create_selective_checkpoint_contexts."
-            )
-    # An iterator, since a recomputation finds variables and attributes as they were at the call.
-    runs = itertools.count()
-
-    @functools.wraps(f, updated=())
-    def in_contexts(*args: Any, **kwargs: Any) -> Any:
-        with recompute if next(runs) else forward:
-            return f(*args, **kwargs)
-
-    return in_contexts
-
-
-def is_selective(context: Any) -> bool:
-    """Whether a context belongs to `create_selective_checkpoint_contexts`, ours or torch's."""
-    theirs = isinstance(context, TorchDispatchMode) and type(context).__module__ == torch_checkpoint.__name__
-    return theirs or isinstance(context, (Forward, Recompute))
-
-
-class Log(TorchDispatchMode):
-    """The operators that were run, one a line. Started anew each time that it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def __enter__(self) -> Any:
-        self.lines.clear()
-        return super().__enter__()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        results, given = (
-            ", ".join([describe(x) if isinstance(x, Tensor) else repr(x) for x in pytree.tree_leaves(tree)])
-            for tree in (out, (args, kwargs or {}))
-        )
-        self.lines.append(f"{results} = {func}({given})")
-        return out
 
 
 patched.serve(checkpoint)

@@ -12,8 +12,7 @@ outer one. So what is read from an inner region runs the outer region first, onc
 It is written anew for what torch's does not do, and cannot be made to do from outside:
 
 * What f refers to (`closures`) is in the recomputation what it was at the call. Where something else has
-  taken its place, f is made anew around what was there: another variable of the enclosing function, a
-  module that is called through `functional_call`, or in another mode, would give the gradient at those.
+  taken its place, f is made anew around what was there.
 * Captured tensors that were changed in place between the forward and the recomputation (a parameter
   that an optimizer has stepped), and saved tensors that the recomputation itself has overwritten, are
   noticed, where torch gives a wrong gradient without a word.
@@ -21,12 +20,10 @@ It is written anew for what torch's does not do, and cannot be made to do from o
 * Tensors inside of containers and in keyword arguments are inputs like all others: they are looked
   after by autograd's version check, and an outer region does not keep them.
 * The random streams of all devices are replayed, not those of the CPU and one other kind of device.
-* A call costs less: what does not differ from the forward's world is not entered again.
 """
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,6 +35,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch, world
 from ..closures import Found, Rebuilt
@@ -59,6 +57,18 @@ class Slot(dict[Any, tuple[Tensor, int] | None]):
     """
 
     __slots__ = ("__weakref__",)
+
+
+class Log(TorchDispatchMode):
+    """The operators that were run. Started anew each time that it is entered."""
+
+    def __enter__(self) -> Any:
+        self.operators: list[str] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def title(f: Callable[..., Any]) -> str:
@@ -84,85 +94,73 @@ class Region:
         early_stop: bool,
         contexts: Contexts | None,
     ) -> None:
-        self._check = check
-        self._early_stop = early_stop
+        self.check = check
+        self.early_stop = early_stop
         self._contexts = contexts
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
         # Arguments that refer to something, by their positions.
         others = {i: x for i, x in enumerate(leaves) if type(x) not in _PLAIN and not isinstance(x, Tensor)}
-        self._has_others = bool(others)
-        self._found = found = Found((f, others) if others else f)
+        self._found = found = Found((f, others))
         # Whether there are modules that get their tensors in their first call.
         self.is_lazy = any(map(is_lazy, found.tensors.values()))
+        if self.is_lazy:
+            return
         self._given = leaves
-        # Tensors that the recomputation finds as they are.
-        self._constants = [*found.tensors.values()]
-        self._versions = _versions(self._constants)
+        # Tensors that the recomputation finds as they are, and their versions, by their ids.
+        self._constants = {
+            number: (x, x._version) for number, x in found.tensors.items() if not x.is_inference()
+        }
         # What the recomputation finds in place of tensors, by their ids.
         self._instead: dict[int, Tensor] = {}
-        # Buffers, and copies of what they are.
-        self._buffers = [] if self.is_lazy else [(x, _copy(x)) for x in self._may_be_updated()]
+        # Buffers of modules that are training, what `functional_call` may put in their places, and copies.
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        if buffers := found.buffers_in_training():
+            looks = {(x.shape, x.dtype) for x in buffers if x.numel() <= _MAX_BUFFER}
+            tensors = {id(x): x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)}
+            self._buffers = [
+                (x, _copy(x)) for x in tensors.values() if not x.requires_grad and (x.shape, x.dtype) in looks
+            ]
         self._world = world.World()
         self._torch_function = _torch._get_torch_function_state()
         self._patched = patched.is_active()
-        self._preserves = preserve_rng_state
-        self._states = world.states(self._streams())
-        self._slots: list[weakref.ref[Slot]] = []
-        self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._complete = False
-        # Leaves, and their gradients, when one is asked for inside of f.
-        self._gradients: list[tuple[Tensor, Any]] = []
+        streams = world.random_streams(found.streams, found.draws_elsewhere) if preserve_rng_state else []
+        self._states = world.states(streams)
+        self.slots: list[weakref.ref[Slot]] = []
+        self.looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.complete = False
         # The backwards for which f was run again.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
-
-    def _may_be_updated(self) -> list[Tensor]:
-        """Buffers of modules that are training, and what `functional_call` may put in their places."""
-        buffers = self._found.buffers_in_training()
-        if not buffers:
-            return []
-        looks = {(x.shape, x.dtype) for x in buffers}
-        candidates = [x for x in (*self._found.tensors.values(), *self._given) if isinstance(x, Tensor)]
-        return [
-            x
-            for x in {id(x): x for x in candidates}.values()
-            if not x.requires_grad and x.numel() <= _MAX_BUFFER and (x.shape, x.dtype) in looks
-        ]
-
-    def _streams(self) -> list[world.Stream]:
-        if not self._preserves:
-            return []
-        return world.random_streams(self._found.streams, self._found.draws_elsewhere)
 
     # -- the forward --------------------------------------------------------------------------------
 
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = _torch.next_sequence_number()
-        with saved_tensors_hooks(self._pack, self.unpack):
-            if self._contexts is None:
-                out = f(*args, **kwargs)
-            else:
-                out = missing = object()
-                with self._contexts[0]:
-                    out = f(*args, **kwargs)
-                if out is missing:
-                    raise CheckpointError(
-                        f"{self._name}: the forward context provided by context_fn suppressed an exception "
-                        "of the function, which therefore has no result. Let it pass."
-                    )
-        self._complete = True
-        if len(world.autocast_devices()) > 1 and len(self._streams()) != len(self._states):
-            raise CheckpointError(
-                f"{self._name}: a device was initialized in the forward, so that the state of its random "
-                "stream before is not known. Initialize the device before (torch.empty(0, device=...))."
-            )
+        found = self._found
+        reached = (*found.tensors.values(), *self._given) if found.calls_backward else ()
+        gradients = [(x, _gradient(x)) for x in reached if isinstance(x, Tensor) and x.is_leaf]
+        with ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(self._pack, self.unpack))
+            if self._contexts is not None:
+                stack.enter_context(self._contexts[0])
+            out = f(*args, **kwargs)
+        self.complete = True
         # Others are not touched: another thread may be drawing from them.
         self._states = world.moved(self._states)
-        if self._gradients:
-            self._check_gradients()
+        for x, gradient in gradients:
+            if _gradient(x) != gradient:
+                raise MutationError(
+                    f"{self._name}: the function calls backward(), which accumulates the gradient of "
+                    f"{found.where(id(x))} ({describe(x)}), and would do so again in the "
+                    "recomputation. Use torch.autograd.grad inside of it."
+                )
+        # Of the buffers, those matter that f has updated.
         if self._buffers:
-            self._take_updated()
+            updated = {id(x): before for x, before in self._buffers if not _is(x, before)}
+            self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
+            self._instead.update(updated)
+            self._buffers = []
         self._look_at_graph(out, first_node)
         self._given = []
         return out
@@ -173,9 +171,9 @@ class Region:
         for x, before in self._buffers:
             with torch.no_grad(), _torch.version_kept(x):
                 x.copy_(before)
-        updated = {id(x) for x, _ in self._buffers}
+        buffers = {id(x) for x, _ in self._buffers}
         for x in self._changed():
-            if id(x) not in updated:
+            if id(x) not in buffers:
                 raise MutationError(
                     f"{self._name}: the function uses a torch.func transform, so that its forward has to be "
                     f"started anew, and has changed {self._found.where(id(x))} ({describe(x)}) in place "
@@ -184,29 +182,10 @@ class Region:
 
     def _pack(self, x: Tensor) -> Slot:
         slot = Slot()
-        self._slots.append(weakref.ref(slot))
-        if self._check:
-            self._looks.append((x.shape, x.dtype, x.device))
+        self.slots.append(weakref.ref(slot))
+        if self.check:
+            self.looks.append((x.shape, x.dtype, x.device))
         return slot
-
-    def _check_gradients(self) -> None:
-        for x, gradient in self._gradients:
-            if _gradient(x) != gradient:
-                raise MutationError(
-                    f"{self._name}: the function calls backward(), which accumulates the gradient of a "
-                    f"tensor that it has from outside ({describe(x)}), and would do so again in the "
-                    "recomputation. Use torch.autograd.grad inside of it."
-                )
-        self._gradients = []
-
-    def _take_updated(self) -> None:
-        """Of the buffers, those matter that f has updated."""
-        updated = {id(x): before for x, before in self._buffers if not _is(x, before)}
-        for i, x in enumerate(self._given):
-            if id(x) in updated:
-                self._inputs[i] = _Updated(id(x))
-        self._instead.update(updated)
-        self._buffers = []
 
     def _look_at_graph(self, out: Any, first_node: int) -> None:
         """Find the leaves to which the graph leads, and captured tensors to whose graph it does not lead.
@@ -215,50 +194,41 @@ class Region:
         """
         found = self._found
         leaves, sources = _edges(out, first_node)
-        known = {*found.tensors, *map(id, self._given)}
-        if hidden := [x for x in leaves if id(x) not in known]:
-            self._constants += hidden
-            self._versions += _versions(hidden)
+        given = {*map(id, self._given)}
+        for x in leaves:
+            if id(x) not in found.tensors and id(x) not in given:
+                self._constants[id(x)] = x, x._version
         unused = [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in sources]
         if unused:
             self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
             found.weaken(unused)
-        if self._instead:
-            kept = [i for i, x in enumerate(self._constants) if id(x) not in self._instead]
-            self._constants = [self._constants[i] for i in kept]
-            self._versions = [self._versions[i] for i in kept]
+        for number in self._instead:
+            self._constants.pop(number, None)
 
     def _changed(self) -> list[Tensor]:
         """The constants that were changed in place since."""
-        now = _versions(self._constants)
-        if now == self._versions:
-            return []
-        return [x for x, a, b in zip(self._constants, self._versions, now, strict=True) if a != b]
+        return [x for x, version in self._constants.values() if x._version != version]
 
     # -- the backward -------------------------------------------------------------------------------
 
-    def unpack(self, slot: Slot, again: bool = False) -> Tensor:
+    def unpack(self, slot: Slot) -> Tensor:
         key = _torch.backward_id()
-        if key not in self._done or (again and slot.get(key) is None):
-            self._fill(key, slot)
+        if key not in self._done:
+            with self._lock:
+                if key not in self._done:
+                    self._fill(key, slot)
         if key not in slot:
-            raise self._differ(f"{len(self._slots)} tensors", "fewer")
+            raise self.differ("fewer")
         value = slot[key]
         if value is None:
             raise CheckpointError(
-                f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. A "
-                "backward that reads ctx.saved_tensors has to do so only once"
-                + (
-                    ". Performing two backward calls that overlap (that need the same saved tensor) is not "
-                    "allowed under one GraphExecGroup."
-                    if isinstance(key, torch.utils.checkpoint.GraphExecGroup)
-                    else "."
-                )
+                f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. Read "
+                "ctx.saved_tensors once in a backward; under one GraphExecGroup, let no backwards overlap."
             )
-        if type(key) is object:  # outside of a backward
-            del slot[key]
-        else:
+        if key in self._done:
             slot[key] = None
+        else:  # it was looked at, outside of a backward
+            del slot[key]
         x, version = value
         if x._version != version:
             raise MutationError(
@@ -267,31 +237,22 @@ class Region:
             )
         return x
 
-    def unpack_again(self, slot: Slot) -> Tensor:
-        """A slot that may be read more than once in a backward."""
-        return self.unpack(slot, again=True)
-
     def _fill(self, key: Any, slot: Slot) -> None:
-        """Run f again for a backward; or for one slot, outside of one, or if it is read a second time."""
-        if not (self._complete or self._gradients):
-            # Inside of f, someone asks for a gradient: of `backward`, leaves would have it twice.
-            tensors = (*self._found.tensors.values(), *self._given)
-            self._gradients = [(x, _gradient(x)) for x in tensors if isinstance(x, Tensor) and x.is_leaf]
-        with self._lock:
-            if type(key) is object or (key in self._done and slot.get(key) is None):
-                self._recompute(key, only=slot)
-            elif key not in self._done:
-                self._recompute(key)
-                self._done.add(key)
-                if isinstance(key, int):
-                    forget = weakref.WeakMethod(self._forget)
-                    _torch.at_end_of_backward(lambda: (method := forget()) and method(key))
+        """Run f again for a backward; or outside of one for one slot that is looked at."""
+        if type(key) is object:
+            self._recompute(key, only=slot)
+            return
+        self._recompute(key)
+        self._done.add(key)
+        if isinstance(key, int):
+            forget = weakref.WeakMethod(self._forget)
+            _torch.at_end_of_backward(lambda: (method := forget()) and method(key))
 
     def _forget(self, key: int) -> None:
         """A backward is over: drop what it has recomputed and not read."""
         with self._lock:
             self._done.discard(key)
-            for ref in self._slots:
+            for ref in self.slots:
                 if (slot := ref()) is not None:
                     slot.pop(key, None)
 
@@ -299,20 +260,18 @@ class Region:
         found = self._found
         changed = found.changed()
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
-        leaves = [x.unpack() if isinstance(x, _torch.Saved) else x for x in self._inputs]
+        leaves = [
+            x.unpack() if isinstance(x, _torch.Saved) else _copy(x) if isinstance(x, Tensor) else x
+            for x in self._inputs
+        ]
         with ExitStack() as stack:
-            f = found.root
+            f, others = found.root
             if changed or instead:
                 rebuilt = Rebuilt(found, instead, changed)
-                f = stack.enter_context(rebuilt)
+                f, others = stack.enter_context(rebuilt)
                 stack.callback(rebuilt.repeat_effects)
-            if self._has_others:
-                f, others = f
-                for i, x in others.items():
-                    leaves[i] = x
-            for i, x in enumerate(self._inputs):
-                if type(x) is _Updated:
-                    leaves[i] = instead[x]
+            for i, x in others.items():
+                leaves[i] = x
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
             del leaves, instead
             self._enter_world(stack)
@@ -325,9 +284,8 @@ class Region:
 
     def _enter_world(self, stack: ExitStack) -> None:
         """The world of the forward, where it is not here."""
-        if self._check:
-            if changed := self._changed():
-                stack.enter_context(_Refusing(self._name, self._found, changed))
+        if self.check and (changed := self._changed()):
+            stack.enter_context(_Refusing(self._name, self._found, changed))
         if not self._world.is_here():
             stack.enter_context(self._world.replayed())
         if self._torch_function != _torch._get_torch_function_state():
@@ -344,32 +302,23 @@ class Region:
 
     @property
     def _name(self) -> str:
-        return title(self._found.root[0] if self._has_others else self._found.root)
+        return title(self._found.root[0])
 
-    def _differ(self, there: str, here: str) -> CheckpointError:
-        return self._error(
+    def differ(self, here: str) -> CheckpointError:
+        return self.error(
             "A different number of tensors was saved during the original forward and recomputation: "
-            f"{there}, and {here}."
+            f"{len(self.slots)}, and {here}."
         )
 
-    def _error(self, what: str) -> CheckpointError:
-        hint = "The function has to do the same each time"
-        logs = [context.lines for context in self._contexts or () if hasattr(context, "lines")]
-        if not logs:
-            return CheckpointError(
-                f"{self._name}: {what} {hint}; pass debug=True to see the operators of both runs."
-            )
-        forward, recompute = map("\n".join, logs)
+    def error(self, what: str) -> CheckpointError:
+        text = f"{self._name}: {what} The function has to do the same each time"
+        if self._contexts is None or not isinstance(self._contexts[0], Log):
+            return CheckpointError(f"{text}; pass debug=True to see the operators of both runs.")
+        forward, recompute = ["\n".join(log.operators) for log in self._contexts]  # type: ignore[attr-defined]
         return CheckpointError(
-            f"{self._name}: {what} {hint}.\n\nYou are seeing this error because you passed `debug=True` to "
-            "checkpoint; these are the operators of both runs.\n\n"
-            f"Operations executed during the original forward:\n\n{forward}\n\n"
+            f"{text}.\n\nOperations executed during the original forward:\n\n{forward}\n\n"
             f"Operations executed during recomputation:\n\n{recompute}"
         )
-
-
-class _Updated(int):
-    """Stands for an argument that f has updated: its id."""
 
 
 class _Again:
@@ -379,8 +328,6 @@ class _Again:
         self._region = region
         self._key = key
         self._only = only
-        # After which of them to stop.
-        self._last = len(region._slots) - 1 if region._early_stop else -1
         self._count = 0
         self._different: list[str] = []
 
@@ -389,34 +336,31 @@ class _Again:
         self._count = i + 1
         # The graph of the recomputation would hold itself.
         kept = _torch.alias(x) if x.requires_grad else x
-        if i >= len(region._slots):
-            if region._complete:
-                raise region._error(
+        if i >= len(region.slots):
+            if region.complete:
+                raise region.error(
                     "trying to save more tensors during recomputation than during the original forward pass "
-                    f"({len(region._slots)})."
+                    f"({len(region.slots)})."
                 )
             return kept  # the forward asks for a gradient of its own part, and goes on
-        slot = region._slots[i]()
+        slot = region.slots[i]()
         # None if someone has run a backward that needs it no more.
         if slot is not None and (self._only is None or self._only is slot):
-            if region._check and (here := (x.shape, x.dtype, x.device)) != region._looks[i]:
-                there = region._looks[i]
+            if region.check and (here := (x.shape, x.dtype, x.device)) != region.looks[i]:
                 self._different.append(
-                    f"tensor at position {i}:\nsaved metadata: {there}\nrecomputed metadata: {here}"
+                    f"tensor at position {i}:\nsaved metadata: {region.looks[i]}\nrecomputed metadata: {here}"
                 )
             slot[self._key] = kept, kept._version
-        if i == self._last:
+        if region.early_stop and self._count == len(region.slots):
             raise _Stop
         return kept
 
     def check(self) -> None:
         region = self._region
-        if region._complete and self._count != len(region._slots):
-            raise region._differ(
-                f"{len(region._slots)} tensors saved during forward", f"{self._count} during recomputation"
-            )
+        if region.complete and self._count != len(region.slots):
+            raise region.differ(str(self._count))
         if self._different:
-            raise region._error(
+            raise region.error(
                 "Recomputed values for the following tensors have different metadata than during the forward "
                 "pass.\n" + "\n".join(self._different) + "\n"
             )
@@ -427,29 +371,19 @@ class _Refusing(world.Mode):
 
     def __init__(self, name: str, found: Found, changed: list[Tensor]) -> None:
         super().__init__()
-        self._name, self._found, self._changed = name, found, {id(x): x for x in changed}
+        self._name, self._found, self._changed = name, found, {*map(id, changed)}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if any(isinstance(y, Tensor) for y in pytree.tree_leaves(out)):  # and not, say, its shape
             for x in pytree.tree_leaves((args, kwargs)):
                 if id(x) in self._changed:
-                    where = self._found.where(id(x))
                     raise MutationError(
-                        f"{self._name}: {where} ({describe(x)}) was changed in place since the forward, "
-                        "like a parameter by an optimizer: the recomputation would start from "
-                        "the changed values. Run the backward before, or change a copy (x.clone()). If f "
-                        'itself does so, and you know better, pass determinism_check="none".'
+                        f"{self._name}: {self._found.where(id(x))} ({describe(x)}) was changed in place "
+                        "since the forward, like a parameter by an optimizer. Run the backward before, or "
+                        'change a copy (x.clone()); determinism_check="none" lets it pass.'
                     )
         return out
-
-
-def readable_again(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    """An unpack hook, or what reads the same more than once if it is one of a region."""
-    region = getattr(unpack, "__self__", None)
-    return region.unpack_again if isinstance(region, Region) else unpack
 
 
 def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
@@ -465,16 +399,6 @@ def in_checkpoint() -> bool:
 
 def _itself(x: Tensor) -> Tensor:
     return x
-
-
-_version_of = operator.attrgetter("_version")
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    try:
-        return [*map(_version_of, tensors)]
-    except (RuntimeError, ValueError):  # those of inference mode have none, nor those without values
-        return [0 if x.is_inference() or is_lazy(x) else x._version for x in tensors]
 
 
 def _gradient(x: Tensor) -> Any:

@@ -8,7 +8,7 @@ had the idea first, and another answer.) Four parts:
 * **What was made.** In the block a dispatch mode sees every operator below autograd, and records those
   that make a new storage or write to one that the block has made, with the random state before those
   that draw. Autocast and default devices have done their work above, so that nothing of the world but
-  random streams has to be replayed.
+  random streams has to be replayed. Each storage is told which block has made it.
 * **What is saved.** A saved-tensor hook looks up the storage of what autograd wants to save. If the
   block has made it, the graph gets a slot that says which part of which storage; by storage, views and
   detached aliases and the insides of composite operators are recognised as well as results. Anything
@@ -23,27 +23,27 @@ had the idea first, and another answer.) Four parts:
 
 What is kept: what the block reads from outside, once each, and the random states. That includes what an
 earlier scope has made, so that a scope around each layer of a chain keeps the results of the layers, as
-`checkpoint` does, and not nothing at the price of having everything at once in the end. A scope inside
-of another one belongs to it. An `autograd.Function` that is given a tensor of the scope after the block
-keeps it: no operator is called on it that could tell.
+`checkpoint` does, and not nothing at the price of having everything at once in the end.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from .. import _torch, world
-from ..errors import FuncckptError, TransformError
-from ..tape.operators import run_operator
-from .made import PLAIN, Kept, Recording, Slot, View, find
+from ..errors import FuncckptError, MutationError, TransformError, describe
+from ..tape.operators import is_plain, run_operator, written
 from .region import in_checkpoint, is_of_checkpoint
 
 _REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse{}. Use \
@@ -70,17 +70,16 @@ class checkpoint_scope:
     TransformError
         A `torch.func` transform is active around the block, or used inside of it: use `remat`.
     MutationError
-        In the backward: a tensor that the block has read, or one that the block had made and saved,
-        was changed in place afterwards.
+        In the backward: a tensor that the block has read from outside was changed in place afterwards.
 
     Notes
     -----
     Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor` that is
     saved and copied as a `torch.Tensor`. Until a graph that uses it is gone, a tensor of the block that is
     alive keeps alive what the block has read; from then on it is a tensor like others. What an
-    `autograd.Function` is given directly, after the block, it keeps. Where grad mode is off when the scope
-    is entered, nothing is recorded. A dispatch mode of others that changes results has to be inside of the
-    block: one around it is not there when the block is replayed.
+    `autograd.Function` is given directly, after the block, it keeps: no operator is called that could tell.
+    Where grad mode is off when the scope is entered, nothing is recorded. A dispatch mode of others that
+    changes results has to be inside of the block: one around it is not there when the block is replayed.
 
     Examples
     --------
@@ -97,21 +96,19 @@ class checkpoint_scope:
     """
 
     def __init__(self) -> None:
-        # The blocks that it was entered in, innermost last. None: nothing is recorded.
+        # The blocks that it was entered in, innermost last. None: nothing of its own is recorded.
         self._blocks: list[_Block | None] = []
 
     def __enter__(self) -> checkpoint_scope:
         if _torch.maybe_current_level() is not None:
             kinds = ", ".join(layer.kind for layer in _torch.active_layers())
             raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
-        block = None
-        if torch.is_grad_enabled():
-            block, top = _here.block, _torch.top_saved_tensors_hooks()
-            # Under hooks that came later, a checkpoint's perhaps, the scope does not belong to the one around
-            # them: the recomputation, which is not in that one, has to save the same.
-            if block is None or block.task != _torch.graph_task() or top is None or top[0] is not block.pack:
-                block = _Block(top)
-            block.depth += 1
+        block, around, top = None, _current(), _torch.top_saved_tensors_hooks()
+        # A scope belongs to the one around it; not so under hooks that came between, a checkpoint's perhaps,
+        # whose recomputation is not in that one and has to save the same.
+        if torch.is_grad_enabled() and (around is None or top is None or top[0] is not around.pack):
+            block = _Block(top)
+            block.open()
         self._blocks.append(block)
         return self
 
@@ -119,9 +116,7 @@ class checkpoint_scope:
         if not self._blocks:
             raise FuncckptError("checkpoint_scope is left without having been entered.")
         if (block := self._blocks.pop()) is not None:
-            block.depth -= 1
-            if block.depth == 0:
-                block.close()
+            block.close()
         if isinstance(error, RuntimeError) and _torch.REFUSES_HOOKS in str(error):
             raise TransformError(_REFUSED.format(" to run inside of")) from error
 
@@ -131,29 +126,139 @@ class _Here(threading.local):
 
     block: _Block | None = None
 
-    def recording(self) -> Recording | None:
-        """That of the block; a backward that runs in the middle of it is no part of it."""
-        block = self.block
-        return None if block is None or block.task != _torch.graph_task() else block.recording
-
 
 _here = _Here()
 
 
-class _Block:
-    """An open block, and what it has active."""
+def _current() -> _Block | None:
+    """The block that records; a backward that runs in the middle of it is no part of it."""
+    block = _here.block
+    return None if block is None or block.task != _torch.graph_task() else block
+
+
+# -- what was made ----------------------------------------------------------------------------------
+
+
+class _Made:
+    """A storage that a block has made."""
+
+    # The version of its tensors at the end of the block.
+    version: int | None = None
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage | None:
+    """The storage of `x`, if `x` is no more than a window on it."""
+    if type(x) not in _PLAIN or not is_plain(x):
+        return None
+    try:
+        return x.untyped_storage()
+    except NotImplementedError:  # a tensor of a transform
+        return None
+
+
+def _find(x: Tensor) -> tuple[_Block, _Made] | None:
+    """The block that has made the storage of `x`, if it can still replay that."""
+    found: tuple[_Block, _Made] | None = getattr(_storage(x), "_funcckpt_made", None)
+    return None if found is None or found[0].is_over else found
+
+
+class _View(NamedTuple):
+    """A part of a storage that a block has made."""
+
+    made: _Made
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    @classmethod
+    def of(cls, made: _Made, x: Tensor) -> _View:
+        return cls(made, x.dtype, x.size(), x.stride(), x.storage_offset())
+
+    def on(self, base: Tensor) -> Tensor:
+        if base.dtype == self.dtype:
+            return base.as_strided(self.size, self.stride, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class _Kept:
+    """A tensor that is kept: by the hooks that were active below ours, or as it is."""
+
+    def __init__(self, x: Tensor, below: _torch.Hooks | None) -> None:
+        self._unpack = None if below is None else below[1]
+        self._packed = _torch.alias(x) if below is None else below[0](x)
+        self._version = None if below or x.is_inference() else x._version
+
+    def unpack(self) -> Tensor:
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        x: Tensor = self._packed
+        if self._version is not None and x._version != self._version:
+            raise MutationError(
+                f"one of the variables needed for gradient computation ({describe(x)}), which "
+                "checkpoint_scope keeps, has been modified by an inplace operation. Change a copy "
+                "(x.clone())."
+            )
+        return x
+
+
+class _Operation(NamedTuple):
+    """An operator of the block, as it can be run again."""
+
+    func: Any
+    # Flat arguments: views of what the block has made, tensors that are kept, and other things.
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    # Positions of kept tensors to which it writes.
+    copied: list[int]
+    # What it makes, by the position among the flat results, and what it writes to.
+    makes: dict[int, _Made]
+    writes: set[_Made]
+    streams: world.States
+
+    def run(self, bases: dict[_Made, Tensor], kept: dict[_Kept, Tensor]) -> None:
+        leaves = list(self.leaves)
+        for i, x in enumerate(leaves):
+            if isinstance(x, _View):
+                leaves[i] = x.on(bases[x.made])
+            elif isinstance(x, _Kept):
+                leaves[i] = kept[x].clone() if i in self.copied else kept[x]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        # A vmap of the backward has no say in the random numbers.
+        with world.streams_at(self.streams), _torch.without_vmap_mode():
+            out = pytree.tree_leaves(self.func(*args, **kwargs))
+        for position, made in self.makes.items():
+            bases[made] = out[position]
+
+
+class _Block(TorchDispatchMode):
+    """A block: the operators that it records while it is open, and what is replayed of them."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, below: _torch.Hooks | None) -> None:
+        super().__init__()
         self.task = _torch.graph_task()
-        self.depth = 0
-        self.recording = Recording()
-        self.pack = _pack_above(below)
-        self._around = _here.block
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
-        self._mode = _Recorder(self, below)
+        self.pack = functools.partial(_pack, below)
+        # Whether all graphs that used it are gone.
+        self.is_over = False
+        self._below = below
+        self._operations: list[_Operation] = []
+        self._kept: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Kept]] = {}
+        self._tensors: list[weakref.ref[Tensor]] = []
+        self._is_open = True
+        self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
+        self._waiting = 0
+        self._lock = threading.RLock()
+        # The last backward that has replayed.
+        self._replayed = -1
+
+    def open(self) -> None:
+        self._hooks = saved_tensors_hooks(self.pack, _unpack)
         self._hooks.__enter__()
-        self._mode.__enter__()
-        _here.block = self
+        self.__enter__()
+        self._around, _here.block = _here.block, self
 
     def close(self) -> None:
         top = _torch.top_saved_tensors_hooks()
@@ -161,20 +266,32 @@ class _Block:
             raise FuncckptError(
                 "checkpoint_scope is left in another thread, or before what was entered inside of it."
             )
-        self._mode.__exit__(None, None, None)
+        self.__exit__(None, None, None)
         self._hooks.__exit__()
-        _here.block = self._around
-        del self._mode  # which refers to the block
-        for x in self.recording.close():
-            x.__class__ = ScopedTensor  # type: ignore[assignment]
+        _here.block, self._is_open = self._around, False
+        # Hooks of others lead to what they keep, and that perhaps to this block.
+        self.pack = self._hooks = self._below = self._around = None  # type: ignore[assignment]
+        for ref in self._tensors:
+            x = ref()
+            if x is not None and type(x) is Tensor and (made := self._own(x)) is not None:
+                if not x.is_inference():
+                    made.version = x._version
+                x.__class__ = ScopedTensor  # type: ignore[assignment]
+        self._tensors.clear()
+        self._kept.clear()
 
+    def _own(self, x: Tensor) -> _Made | None:
+        found = _find(x)
+        return found[1] if found is not None and found[0] is self else None
 
-class _Recorder(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, block: _Block, below: _torch.Hooks | None) -> None:
-        super().__init__()
-        self._recording, self._below = block.recording, below
+    def _keep(self, x: Tensor) -> _Kept:
+        key = id(x), -1 if x.is_inference() else x._version
+        known = self._kept.get(key)
+        if known is not None and known[0]() is x:
+            return known[1]
+        kept = _Kept(x, self._below)
+        self._kept[key] = weakref.ref(x), kept
+        return kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -183,45 +300,130 @@ class _Recorder(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the subclass acts first; its inner tensors come by here
         # What an operator makes that takes functions is kept.
-        if _here.recording() is not self._recording or isinstance(func, _torch.HigherOrderOperator):
+        if _current() is not self or isinstance(func, _torch.HigherOrderOperator):
             return func(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
+        # As they are before it: it may exchange or resize their storage.
+        views = {i: _View.of(made, x) for i, x in tensors.items() if (made := self._own(x)) is not None}
+        targets = {id(x) for x, _ in written(func, args, kwargs)}
+        changed = [i for i, x in tensors.items() if id(x) in targets]
         streams = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
-        self._recording.add(func, args, kwargs, out, streams, self._below)
+        makes = {}
+        for position, y in enumerate(pytree.tree_leaves(out)):
+            if isinstance(y, Tensor):
+                self._tensors.append(weakref.ref(y))
+                storage = _storage(y)
+                # (It may be known: a selective checkpoint hands out results of the forward.)
+                if storage is not None and storage._cdata not in given and self._own(y) is None:
+                    makes[position] = _Made()
+                    storage._funcckpt_made = self, makes[position]  # type: ignore[attr-defined]
+        writes = {views[i].made for i in changed if i in views}
+        if makes or writes:
+            for i, x in tensors.items():
+                leaves[i] = views[i] if i in views else self._keep(x)
+            copied = [i for i in changed if i not in views]
+            self._operations.append(_Operation(func, leaves, structure, copied, makes, writes, streams))
         return out
 
+    # -- the recomputation -------------------------------------------------------------------------
 
-# -- what is saved ----------------------------------------------------------------------------------
+    def slot(self, view: _View) -> _Slot:
+        slot = _Slot(self, view, len(self._operations))
+        self._slots.add(slot)
+        self._waiting += 1
+        return slot
+
+    def forget(self) -> None:
+        """A graph was used and is gone. A tensor of the block may be alive: it shall not keep alive what the
+        block has read, which an earlier block may have made, and so on.
+        """
+        self._waiting -= 1
+        if not self._is_open and self._waiting == 0:
+            self.is_over = True
+            self._operations.clear()
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        with self._lock:
+            if slot.value is None:
+                # Outside of a backward one is looked at, and the others are not asked for.
+                task = _torch.graph_task()
+                again = task in (-1, self._replayed)
+                self._replay([slot] if again else [s for s in self._slots if s.value is None])
+                self._replayed = task
+            x, slot.value = slot.value, None
+        assert x is not None
+        return x
+
+    def _replay(self, slots: Sequence[_Slot]) -> None:
+        wanted = {slot.view.made for slot in slots}
+        needed: set[_Made | _Kept] = set(wanted)
+        # Operators, last first, and what is not used after each.
+        steps: list[tuple[int, list[_Made | _Kept]]] = []
+        for i, operation in reversed([*enumerate(self._operations)]):
+            changes = {*operation.makes.values(), *operation.writes}
+            if needed.isdisjoint(changes):
+                continue
+            uses: set[_Made | _Kept] = {x for x in operation.leaves if isinstance(x, _Kept)}
+            uses.update(changes, [x.made for x in operation.leaves if isinstance(x, _View)])
+            steps.append((i, [x for x in uses - wanted if x not in needed]))
+            needed |= uses
+        bases: dict[_Made, Tensor] = {}
+        kept: dict[_Kept, Tensor] = {}
+        for i, last in reversed(steps):
+            operation = self._operations[i]
+            for x in operation.leaves:
+                if isinstance(x, _Kept) and x not in kept:
+                    kept[x] = x.unpack()  # others may have to recompute it, in a world of their own
+            # Casts were recorded as operators.
+            with torch.no_grad(), _torch.plain(), _torch.without_autocast():
+                for slot in slots:
+                    if slot.before <= i and slot.value is None and slot.view.made in operation.writes:
+                        slot.value = slot.view.on(bases[slot.view.made]).clone()
+                operation.run(bases, kept)
+            for used in last:
+                del (kept if isinstance(used, _Kept) else bases)[used]  # type: ignore[arg-type]
+        with torch.no_grad(), _torch.plain():
+            for slot in slots:
+                if slot.value is None:
+                    slot.value = slot.view.on(bases[slot.view.made])
 
 
-def _pack_above(below: _torch.Hooks | None) -> Any:
+class _Slot:
+    """What the graph keeps in place of a tensor that a block has made."""
+
+    def __init__(self, block: _Block, view: _View, before: int) -> None:
+        self._block, self.view = block, view
+        # The number of the first operator after it.
+        self.before = before
+        self.value: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        return self._block.unpack(self)
+
+    def __del__(self) -> None:
+        self._block.forget()
+
+
+# -- what is saved, and who saves it ------------------------------------------------------------------
+
+
+def _pack(below: _torch.Hooks | None, x: Tensor) -> _Slot | _Kept:
     """A pack hook that knows what blocks have made."""
-    is_in_checkpoint = is_of_checkpoint(below)
-
-    def pack(x: Tensor) -> Slot | Kept:
-        entry, recording = find(x), _here.recording()
-        if entry is None or entry.recording is not recording:
-            # A checkpoint keeps nothing. It counts what is saved: that must be the same in the recomputation,
-            # whichever tensors of other blocks are alive then.
-            if entry is None or is_in_checkpoint:
-                return Kept(x, below)
-            if recording is not None:  # which keeps it in any case
-                return Kept(x, below) if below else recording.keep(x, below)
-        # Written to after the block: no recomputation gives that value.
-        if entry.made.version not in (None, x._version):
-            return Kept(x, below)
-        return entry.recording.slot(View.of(entry.made, x))
-
-    return pack
+    found, block = _find(x), _current()
+    # What another block has made, this one keeps, and so does a checkpoint: what it counts has to be the same
+    # in the recomputation, whichever tensors of other blocks are alive then.
+    if found is None or (found[0] is not block and (block is not None or is_of_checkpoint(below))):
+        return _Kept(x, below)
+    if found[1].version not in (None, x._version):
+        return _Kept(x, below)  # written to after the block: no recomputation gives that value
+    return found[0].slot(_View.of(found[1], x))
 
 
-def _unpack(packed: Slot | Kept) -> Tensor:
+def _unpack(packed: _Slot | _Kept) -> Tensor:
     return packed.unpack()
-
-
-# -- who saves it -----------------------------------------------------------------------------------
-
-_NEVER_SAVE = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class ScopedTensor(Tensor):
@@ -232,49 +434,31 @@ class ScopedTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _NEVER_SAVE or not all(t in _KNOWN for t in types):
-            # Code of others is run, which should find plain tensors.
-            with _unscoped((args, kwargs)):
+        if func in _OF_PLAIN_TENSORS or not all(t in _KNOWN for t in types):
+            with _unscoped((args, kwargs)):  # for code of others
                 return func(*args, **kwargs)
         with _torch.subclasses_asleep():
+            hooks: AbstractContextManager[Any] = nullcontext()
             # A checkpoint keeps nothing, and counts what is saved, and what hooks inside of it do: in its
             # recomputation what it was given is a plain tensor.
-            if (
-                torch.is_grad_enabled()
-                and _here.recording() is None
-                and _torch.may_push_hooks()
-                and not in_checkpoint()
-            ):
-                with torch.autograd.graph.saved_tensors_hooks(
-                    _pack_above(_torch.top_saved_tensors_hooks()), _unpack
-                ):
-                    out = func(*args, **kwargs)
-            else:
+            may_save = torch.is_grad_enabled() and _current() is None
+            if may_save and _torch.may_push_hooks() and not in_checkpoint():
+                pack = functools.partial(_pack, _torch.top_saved_tensors_hooks())
+                hooks = saved_tensors_hooks(pack, _unpack)
+            with hooks:
                 out = func(*args, **kwargs)
-            for y in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
-                if type(y) is Tensor and find(y) is not None:
+            for y in out if isinstance(out, (tuple, list)) else (out,):
+                if type(y) is Tensor and _find(y) is not None:
                     y.__class__ = cls
         return out
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with _torch.subclasses_asleep():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
-    def __format__(self, spec: str) -> str:
-        with _torch.subclasses_asleep():
-            return self.detach().as_subclass(Tensor).__format__(spec)
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        with _torch.subclasses_asleep():
-            copied = (
-                self.as_subclass(Tensor).__deepcopy__(memo) if self.is_leaf else super().__deepcopy__(memo)
-            )
-        memo[id(self)] = copied
-        return copied
-
-
-PLAIN.add(ScopedTensor)
-_KNOWN = {Tensor, torch.nn.Parameter, ScopedTensor, torch.nn.Buffer}
+_OF_PLAIN_TENSORS = {
+    *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
+    *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),
+}
+_PLAIN = {Tensor, torch.nn.Parameter, ScopedTensor}
+_KNOWN = {*_PLAIN, torch.nn.Buffer}
 
 
 @contextmanager

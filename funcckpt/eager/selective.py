@@ -10,10 +10,8 @@ recomputation reaches the operator.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +25,20 @@ from ..errors import CheckpointError, MutationError, OptionError, describe
 from ..policies.chooser import Chooser, as_function
 from ..policies.names import current_name
 from ..policies.offload import Offloaded, is_far
-from ..tape.operators import WRITE, kind_of_call, run_operator, written
-from ..tape.recording import Call, Tape
+from ..tape.operators import (
+    StorageTable,
+    TensorMeta,
+    address_of,
+    is_plain,
+    kind_of_call,
+    run_operator,
+    tensors_of,
+    written,
+)
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
 
 Policy = Callable[..., CheckpointPolicy | bool]
-
-_SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 
 def create_selective_checkpoint_contexts(
@@ -88,41 +91,30 @@ def create_selective_checkpoint_contexts(
             "can wait for."
         )
     policy = as_function(policy_fn_or_list, "create_selective_checkpoint_contexts")
-    calls: Calls = defaultdict(list)
+    calls: _Calls = defaultdict(list)
     forward = Forward(policy, calls, allow_cache_entry_mutation)
     return forward, Recompute(calls, allow_cache_entry_mutation)
 
 
-# -- results that are kept -------------------------------------------------------------------------
+class _Kept:
+    """A tensor that is kept where it is."""
 
-# By operator, in the order of the calls; None for one that was handed out.
-Calls = dict[Any, list[Call | None]]
-
-
-class Kept:
-    """A tensor that is kept where it is, or where the hooks of the caller put it."""
-
-    def __init__(self, x: Tensor, hooks: _torch.Hooks | None) -> None:
-        x = _torch.alias(x)
-        self._packed: Any = x if hooks is None else hooks[0](x)
-        self._unpack = None if hooks is None else hooks[1]
-        self._version = x._version
+    def __init__(self, x: Tensor) -> None:
+        self._x = _torch.alias(x)
+        self._version = self._x._version
         # Whether the forward has written to its memory, be it under another version counter.
-        self.written = False
+        self._written = False
 
     def is_about_to_be_written(self, allow_mutation: bool) -> None:
-        if not allow_mutation:
-            self.written = True
-            return
-        with torch.no_grad():
-            self._packed = self._packed.clone()  # and go on with a copy
-        self._version = self._packed._version
+        if allow_mutation:
+            self._x = self._x.clone()
+            self._version = self._x._version
+        else:
+            self._written = True
 
     def get(self, allow_mutation: bool) -> Tensor:
-        if self._unpack is not None:
-            return self._unpack(self._packed)
-        x: Tensor = self._packed
-        if not allow_mutation and (self.written or x._version != self._version):
+        x = self._x
+        if not allow_mutation and (self._written or x._version != self._version):
             raise MutationError(
                 f"Tensor cached during selective activation checkpoint has been mutated ({describe(x)}). "
                 "Change a copy (x.clone()), or pass allow_cache_entry_mutation=True if you know better."
@@ -130,43 +122,43 @@ class Kept:
         return x
 
 
-# -- the two modes ------------------------------------------------------------------------------------
+class _Call:
+    """A call of an operator in the forward."""
+
+    def __init__(self, before: world.States, after: world.States) -> None:
+        # The random streams before it and after it, if it draws.
+        self.streams = before, after
+        # What it returned, if that is kept; whether it was handed out; whether it is no tuple.
+        self.results: list[Any] | None = None
+        self.is_spent = self.is_alone = False
 
 
-class _Copying(threading.local):
-    here = False
+# By operator, in the order of the calls.
+_Calls = dict[Any, list[_Call]]
 
 
-_copying = _Copying()
+class _Memory:
+    """A storage that an operator has made."""
 
-
-@contextmanager
-def _uncounted() -> Iterator[None]:
-    """Copies of ours are no operators of f for a selective region around this one: how many are made differs
-    between its forward and its recomputation.
-    """
-    before, _copying.here = _copying.here, True
-    try:
-        yield
-    finally:
-        _copying.here = before
+    def __init__(self, call: _Call, meta: TensorMeta) -> None:
+        self.call = call
+        self.kept: list[_Kept | Offloaded] = []
+        # What the result looks like, which is all that was ever in it. None once it was written to.
+        self.meta: TensorMeta | None = meta
 
 
 class Forward(TorchDispatchMode):
     """Asks the policy, and keeps what it says."""
 
     sees_names = True
-    respect_saved_tensors_hooks: bool | None = None
-    # The hooks that are active around the checkpoint.
-    hooks: _torch.Hooks | None = None
 
-    def __init__(self, policy: Policy, calls: Calls, allow_mutation: bool) -> None:
+    def __init__(self, policy: Policy, calls: _Calls, allow_mutation: bool) -> None:
         super().__init__()
         self.policy = policy
         self._chooser = Chooser(policy, "create_selective_checkpoint_contexts")
         self._calls = calls
         self._allow_mutation = allow_mutation
-        self._tape = Tape()
+        self._memory: StorageTable[_Memory] = StorageTable()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -174,68 +166,65 @@ class Forward(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for call in self._tape.calls:
-            for kept in call.values.values():
-                if isinstance(kept, Offloaded):
-                    kept.is_about_to_be_written(True)  # the caller may, if it is an output
-        self._tape = Tape()
+        for call in [call for calls in self._calls.values() for call in calls]:
+            for x in call.results or ():
+                if isinstance(x, Offloaded):
+                    x.is_about_to_be_written()  # the caller may, if it is an output
+        self._memory = StorageTable()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _copying.here:
-            return func(*args, **kwargs)
-        kind = kind_of_call(func, args, kwargs)
+        for x, _ in written(func, args, kwargs):
+            if (memory := self._memory.get(x)) is not None:
+                memory.meta = None
+                with torch.no_grad(), _torch.without_dispatch_modes():
+                    for kept in memory.kept:
+                        kept.is_about_to_be_written(self._allow_mutation)
+        given = {*map(address_of, tensors_of(args, kwargs))}
         before = world.states_drawn_from(func, args, kwargs)
-        if kind in WRITE:
-            for x, _ in written(func, args, kwargs):
-                self._about_to_be_written(x)
         out = run_operator(func, args, kwargs)
         if func in SAC_IGNORED_OPS:
             return out
-        decision = self._chooser.decides(func, args, kwargs, out)
-        keeps, offloads = decision is not None and decision.keep, decision is not None and decision.offload
-        call = self._tape.note(func, kind, args, kwargs, out)
-        if call is None or kind in ("view", "writes"):
-            # It is run again in any case: what comes after it may read or write the memory that it was given,
-            # which in the recomputation is another. A view costs nothing.
-            if func is torch.ops.aten.alias.default and current_name() is not None and keeps:
-                self._name_given(args[0], offloads)
-            call = Call(func, frozenset(), None)
-        else:
-            call.streams = before, world.states_drawn_from(func, args, kwargs)
-            if keeps:
-                outs = [out] if call.count is None else out
-                self._keep(call, dict(enumerate(outs)), offloads)
+        call = _Call(before, world.states_drawn_from(func, args, kwargs))
         self._calls[func].append(call)
+        decision = self._chooser.decides(func, args, kwargs, out)
+        call.is_alone = not isinstance(out, (list, tuple))
+        outs = (out,) if call.is_alone else out
+        # In place or on the memory that it was given: it is run again in any case, since what comes after it
+        # may read or write that memory, which in the recomputation is another. A view costs nothing.
+        is_new = kind_of_call(func, args, kwargs) not in ("view", "writes", "asks")
+        for y in outs:
+            if isinstance(y, Tensor) and is_plain(y):
+                if address_of(y) in given or self._memory.get(y) is not None:
+                    is_new = False
+                elif is_new:
+                    self._memory.set(y, _Memory(call, TensorMeta.of(y)))
+        if decision is not None and decision.keep:
+            if is_new:
+                self._keep(call, outs, decision.offload)
+            elif func is torch.ops.aten.alias.default and current_name() is not None:
+                self._name_given(args[0], decision.offload)
         return out
 
-    def _keep(self, call: Call, outs: dict[int, Any], offloads: bool) -> None:
-        hooks = self.hooks if self.respect_saved_tensors_hooks else None
-        with _uncounted():
-            for i, x in outs.items():
-                if isinstance(x, Tensor):
-                    x = Offloaded(x) if offloads and is_far(x) else Kept(x, hooks)
-                call.values[i] = x
-
-    def _about_to_be_written(self, x: Tensor) -> None:
-        for index, i in self._tape.makers(x):
-            kept = self._tape.calls[index].values.get(i)
-            if isinstance(kept, (Kept, Offloaded)):
-                with _uncounted():
-                    kept.is_about_to_be_written(self._allow_mutation)
+    def _keep(self, call: _Call, outs: Sequence[Any], offloads: bool) -> None:
+        call.results = []
+        with _torch.without_dispatch_modes():
+            for y in outs:
+                x: Any = y
+                if isinstance(y, Tensor):
+                    x = Offloaded(y) if offloads and is_far(y) else _Kept(y)
+                    if (memory := self._memory.get(y)) is not None:
+                        memory.kept.append(x)
+                call.results.append(x)
 
     def _name_given(self, x: Tensor, offloads: bool) -> None:
         """Keep what an operator has returned earlier, and what is only now given a name."""
-        makers = self._tape.makers(x)
-        if len(makers) != 1:
-            return
-        ((index, i),) = makers
-        call = self._tape.calls[index]
-        meta = call.outputs.get(i)
-        if meta is not None and meta.dtype == x.dtype and call.count is None and not call.values:
-            self._keep(call, {i: x.as_strided(meta.size, meta.strides, meta.offset)}, offloads)
+        memory = self._memory.get(x)
+        if memory is not None and (meta := memory.meta) is not None and meta.dtype == x.dtype:
+            if memory.call.results is None and memory.call.is_alone:
+                with _torch.without_dispatch_modes():
+                    x = x.as_strided(meta.size, meta.strides, meta.offset)
+                self._keep(memory.call, [x], offloads)
 
 
 class Recompute(TorchDispatchMode):
@@ -243,28 +232,28 @@ class Recompute(TorchDispatchMode):
 
     sees_names = True
 
-    def __init__(self, calls: Calls, allow_mutation: bool) -> None:
+    def __init__(self, calls: _Calls, allow_mutation: bool) -> None:
         super().__init__()
         self._calls = calls
         self._allow_mutation = allow_mutation
-        self._count: dict[Any, int] = defaultdict(int)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __enter__(self) -> Any:
-        self._count.clear()
+        self._count: dict[Any, int] = defaultdict(int)
+        # What is elsewhere comes back while others go on.
+        for call in [call for calls in self._calls.values() for call in calls if not call.is_spent]:
+            for x in call.results or ():
+                if isinstance(x, Offloaded):
+                    x.begin()
         return super().__enter__()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _copying.here or func in SAC_IGNORED_OPS:
+        if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
-        if not self._count:
-            self._begin()
         i = self._count[func]
         self._count[func] += 1
         calls = self._calls.get(func, [])
@@ -274,29 +263,17 @@ class Recompute(TorchDispatchMode):
                 f"called it {len(calls)} times. The function has to do the same each time."
             )
         call = calls[i]
-        if call is None:
+        if call.is_spent:
             raise CheckpointError(
                 "Trying to backward an extra time. You are only allowed to backward once on any region "
                 "computed under selective activation checkpoint."
             )
-        if not call.values:
+        if call.results is None:
             return run_operator(func, args, kwargs)
-        calls[i] = None
+        results, call.results, call.is_spent = call.results, None, True
         before, after = call.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        with _uncounted():
-            found = [
-                x.get(self._allow_mutation) if isinstance(x, (Kept, Offloaded)) else x
-                for x in call.values.values()
-            ]
-        return found[0] if call.count is None else tuple(found)
-
-    def _begin(self) -> None:
-        """Let what is elsewhere come back while others go on."""
-        with _uncounted():
-            for calls in self._calls.values():
-                for call in calls:
-                    for x in call.values.values() if call is not None else ():
-                        if isinstance(x, Offloaded):
-                            x.begin()
+        with _torch.without_dispatch_modes():
+            found = [x.get(self._allow_mutation) if isinstance(x, (_Kept, Offloaded)) else x for x in results]
+        return found[0] if call.is_alone else tuple(found)

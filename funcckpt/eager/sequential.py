@@ -6,10 +6,9 @@ that differ, `plan_segments` measures each one and finds the cuts with the lowes
 
 Its model: while layer l of segment k goes backward, there are alive the inputs of segments 1 to k, what
 the layers of k up to l keep, what the backward of l needs itself, and the gradients of the parameters
-of all later layers. A bisection on the peak asks whether some cuts stay below it. The fewest bytes of
-segment inputs with which a cut at layer j can be reached are found from those for the layers before,
-since fewer are always better: O(n²) a question, and O(n² · segments) if their number is given.
-Not in the model: what a forward allocates and frees within one layer.
+of all later layers. The lowest peak of the layers from i on, beyond what is held for earlier segments, is
+found from those of the layers from j on, for each j behind i: O(n²), and O(n² · segments) if their number
+is given. Not in the model: what a forward allocates and frees within one layer.
 """
 
 from __future__ import annotations
@@ -110,7 +109,9 @@ def _chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
     if segments is None:
         segments = max(1, round(math.sqrt(count)))
-    if not isinstance(segments, Sequence):
+    if isinstance(segments, Sequence):
+        lengths = list(segments)
+    else:
         try:
             segments = operator.index(segments)  # an int, or one of numpy's
         except TypeError:
@@ -118,17 +119,12 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
                 "checkpoint_sequential: segments is a number, a sequence of numbers, or None, and not "
                 f"{segments!r}."
             ) from None
-        if not 1 <= segments <= max(1, count):
-            raise OptionError(
-                f"checkpoint_sequential: {count} functions cannot be divided into {segments} segments."
-            )
         # The longer ones first: towards the end there are more segment inputs alive.
-        size, rest = divmod(count, segments)
-        return [size + 1] * rest + [size] * (segments - rest)
-    lengths = list(segments)
-    if sum(lengths) != count or not all(isinstance(n, int) and n > 0 for n in lengths):
+        size, rest = divmod(count, max(segments, 1))
+        lengths = [size + 1] * rest + [size] * (segments - rest)
+    if sum(lengths) != count or (count and not all(isinstance(n, int) and n > 0 for n in lengths)):
         raise OptionError(
-            f"checkpoint_sequential: segments of {lengths} functions do not add up to the {count} functions."
+            f"checkpoint_sequential: {count} functions cannot be divided into segments of {lengths}."
         )
     return lengths
 
@@ -137,7 +133,7 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
 
 
 class Cost(NamedTuple):
-    """What one layer costs, in bytes and FLOPs."""
+    """What one layer costs, in bytes."""
 
     output: int
     """The result, which is kept as such if a segment starts behind it."""
@@ -147,16 +143,14 @@ class Cost(NamedTuple):
     """What its backward allocates beyond that, at most."""
     gradients: int
     """Of its parameters, alive from then on."""
-    flops: int
-    """Of its forward."""
 
 
 def plan_segments(functions: Functions, input: Any, segments: int | None = None) -> list[int]:
     """Measure each layer, and find the segments with the lowest peak of live bytes.
 
-    Among several with the same peak, those that recompute the fewest FLOPs are taken. Layers are run
-    one after the other, each with a backward of its own, so that this needs no more memory than the
-    greediest layer; random streams and buffers are left as they were, and no gradient is accumulated.
+    Layers are run one after the other, each with a backward of its own, so that this needs no more memory
+    than the greediest layer; random streams and buffers are left as they were, and no gradient is
+    accumulated.
 
     Parameters
     ----------
@@ -194,7 +188,7 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
             "plan_segments measures layers: call the model once, so that lazy modules have a shape."
         )
     if segments is not None:
-        _lengths(len(layers), segments)
+        segments = len(_lengths(len(layers), segments))
     return best_segments(measure_layers(layers, input), segments)
 
 
@@ -204,23 +198,20 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
     with world.streams_at(world.states(world.random_streams(()))), torch.enable_grad():
         x, owner, unsaved = input, -1, 0
         for layer in layers:
-            # Gradients flow through all layers but, maybe, the first.
-            x, cost, made, saves_input = _measure(layer, _fresh(x, force=bool(costs)))
+            x, cost, made, saves_input = _measure(layer, x)
             if saves_input and owner >= 0:
                 costs[owner] = costs[owner]._replace(kept=costs[owner].kept + unsaved)
                 unsaved = 0
             costs.append(cost)
+            # Gradients flow through all layers but, maybe, the first.
+            x = pytree.tree_map_only(Tensor, _leaf, x)
             if made is not None:  # else it has handed on what it was given
                 owner, unsaved = len(costs) - 1, made
     return costs
 
 
-def _fresh(x: Any, force: bool) -> Any:
-    def leaf(x: Tensor) -> Tensor:
-        needed = x.requires_grad or (force and (x.is_floating_point() or x.is_complex()))
-        return x.detach().requires_grad_(needed)
-
-    return pytree.tree_map_only(Tensor, leaf, x)
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None, bool]:
@@ -244,7 +235,7 @@ def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None
     with Rebuilt(Found(layer), copies) as run, Meter() as meter:
         with saved_tensors_hooks(see, lambda t: t):
             y = run(x)
-        flops, alive = meter.flops, meter.live_bytes
+        alive = meter.live_bytes
         outputs = _tensors(y)
         sizes = {_torch.storage_of(t): t.untyped_storage().nbytes() for t in outputs}
         roots = [t for t in outputs if t.requires_grad]
@@ -256,7 +247,7 @@ def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None
     made = {key: size for key, size in sizes.items() if key not in given}
     unsaved = sum(size for key, size in made.items() if key not in saved)
     gradients = sum(p.nbytes for p in parameters)
-    cost = Cost(sum(sizes.values()), alive - unsaved, backward, gradients, flops)
+    cost = Cost(sum(sizes.values()), alive - unsaved, backward, gradients)
     return y, cost, unsaved if made else None, not saved.isdisjoint(given)
 
 
@@ -269,51 +260,25 @@ def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[in
     n = len(costs)
     # after[i]: the gradients of the parameters of all layers behind i.
     after = [*accumulate([c.gradients for c in reversed(costs[1:])], initial=0)][::-1]
-    # inside[i][j - i - 1]: the most that the backward of layers i to j - 1 as one segment needs.
-    inside = []
-    for i in range(n):
-        kept = 0
-        needs = []
-        for j in range(i, n):
-            kept += costs[j].kept
-            needs.append(kept + costs[j].backward + after[j])
-        inside.append(list(accumulate(needs, max)))
     entry = [0, *[c.output for c in costs]]  # bytes of the input of a segment that starts at i
+    # By the layer that comes first: the peak of all from there on, the bytes of all inputs, and the lengths.
+    best: dict[int, tuple[int, int, list[int]]] = {n: (0, 0, [])}
 
-    def cuts(limit: int) -> list[int] | None:
-        # held[j]: the fewest bytes of segment inputs with which layers 0 to j - 1 can be done, and where
-        # the segment that ends there starts. One such row for each number of segments, if that is given.
-        held: list[tuple[float, int]] = [(0, -1)] + [(math.inf, -1)] * n
-        rows = []
-        for _ in range(segments or 1):
-            source = held
-            if segments is not None:
-                held = [(math.inf, -1)] * (n + 1)
-            for j in range(1, n + 1):
-                for i in range(j):
-                    total = source[i][0] + entry[i]
-                    # The last segment is not recomputed: the longest that fits.
-                    better = total < held[j][0] if j < n else held[j][1] < 0
-                    if better and total + inside[i][j - i - 1] <= limit:
-                        held[j] = (total, i)
-            rows.append(held)
-        lengths, j = [], n
-        while j > 0:
-            row = rows.pop() if segments is not None else rows[0]
-            i = row[j][1]
-            if i < 0:
-                return None
-            lengths.append(j - i)
-            j = i
-        return lengths[::-1]
+    def with_segment_from(i: int) -> tuple[int, int, list[int]]:
+        kept = inside = 0
+        found = []
+        for j in range(i + 1, n + 1):
+            kept += costs[j - 1].kept
+            inside = max(inside, kept + costs[j - 1].backward + after[j - 1])
+            if j in best:
+                peak, inputs, lengths = best[j]
+                found.append((entry[i] + max(inside, peak), entry[i] + inputs, [j - i, *lengths]))
+        return min(found)
 
-    low, high = 0, sum(entry) + max(max(row) for row in inside)
-    while low < high:
-        middle = (low + high) // 2
-        if cuts(middle) is None:
-            low = middle + 1
-        else:
-            high = middle
-    found = cuts(low)
-    assert found is not None
-    return found
+    if segments is None:
+        for i in reversed(range(n)):
+            best[i] = with_segment_from(i)
+    else:
+        for _ in range(segments):
+            best = {i: with_segment_from(i) for i in range(max(best))}
+    return best[0][2]

@@ -570,14 +570,14 @@ def test_unknown_determinism_check(checkpoint):
 
 
 class Noting:
-    def __init__(self, notes, name, suppress=False):
-        self.notes, self.name, self.suppress = notes, name, suppress
+    def __init__(self, notes, name):
+        self.notes, self.name = notes, name
 
     def __enter__(self):
         self.notes.append(self.name)
 
-    def __exit__(self, kind, error, trace):
-        return self.suppress and kind is ValueError
+    def __exit__(self, *exception):
+        pass
 
 
 @both
@@ -589,21 +589,6 @@ def test_context_fn(checkpoint):
     assert notes == ["forward"]
     y.sum().backward()
     assert notes == ["forward", "recompute"]
-
-
-def test_context_that_suppresses_an_exception():
-    checkpoint = funcckpt.checkpoint  # torch 2.11's leaves its hooks behind
-
-    def fails(x):
-        raise ValueError("of f")
-
-    with pytest.raises(RuntimeError, match="suppressed an exception"):
-        checkpoint(fails, leaf(3), context_fn=lambda: (Noting([], "", suppress=True), Noting([], "")))
-    with pytest.raises(ValueError, match="of f"):
-        checkpoint(fails, leaf(3))
-    assert_same(
-        gradients(torch.sin, torch.ones(2, requires_grad=True), checkpoint=checkpoint)[0], torch.ones(2).sin()
-    )
 
 
 @both
@@ -1010,11 +995,11 @@ def test_functional_call_with_what_is_not_used():
     assert torch.equal(x.grad, x.cos().detach())
 
 
-def test_frames_of_a_warm_call(monkeypatch):
+def test_frames_of_a_warm_call():
     """Of ours, forward and backward: what a call costs beside its operators, exactly."""
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
     frames = []
-    monkeypatch.setattr(funcckpt.eager.checkpoint, "_use_transforms", set())
+    funcckpt.eager.checkpoint._use_transforms.clear()
     ours = str(Path(funcckpt.__file__).parent)
 
     def count(frame, event, arg):
@@ -1028,4 +1013,4 @@ def test_frames_of_a_warm_call(monkeypatch):
             funcckpt.checkpoint(net, x).sum().backward()
         finally:
             sys.setprofile(None)
-    assert len(frames) <= 100, frames
+    assert len(frames) <= 100, "\n".join(frames)

@@ -18,7 +18,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import checkpoint, checkpoint_scope, remat, world
-from funcckpt.eager import made
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import FuncckptError, MutationError, TransformError
 from funcckpt.meter import Meter
@@ -32,7 +31,12 @@ def nothing_left():
     gc.collect()
     assert scope_module._here.block is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert not made._entries
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_block_left():
+    yield
+    assert recordings() == 0
 
 
 def dead(*xs):
@@ -503,7 +507,6 @@ def test_nothing_is_left_when_the_graph_dies():
         x = inner.sin()
     y = x * x
     del inner, x
-    assert made._entries == {}
     y.sum().backward()
     del y
     assert ref() is None
@@ -747,13 +750,20 @@ def test_in_place_inside_of_the_block():
 
 
 def test_overwritten_after_it_was_saved():
+    """Plain autograd refuses it; here the value at the time of saving is recomputed."""
+
+    def f(scope, a):
+        with scope():
+            x = a.sin()
+            y = x * x
+            x.mul_(2)
+            z = y * x
+        return z * x
+
     a = leaf(3)
-    with checkpoint_scope():
-        x = a.sin()
-        y = x * x
-        x.mul_(2)
-    with pytest.raises(MutationError, match="modified by an inplace operation"):
-        y.sum().backward()
+    g = torch.autograd.grad(f(checkpoint_scope, a).sum(), a)[0]
+    # y = s * s, z = 2 * s**3, and what is returned is 4 * s**4.
+    assert_same(g, (16 * a.sin() ** 3 * a.cos()).detach())
 
 
 def test_changed_after_the_block():
@@ -1063,32 +1073,11 @@ def test_writes_to_parts(dim, overlap):
     def f(scope, x):
         with scope():
             chunks = x.sin().unsafe_chunk(2, dim)
-            z = chunks[0] * x.chunk(2, dim)[0]
+            z = (chunks[0].clone() if scope is nullcontext else chunks[0]) * x.chunk(2, dim)[0]
             chunks[0 if overlap else 1].mul_(2)
         return (z * chunks[0] * chunks[1]).sum()
 
-    if overlap:
-        with pytest.raises(RuntimeError, match="modified by"):
-            same(f, (6, 6))
-    else:
-        same(f, (6, 6))
-
-
-def test_parts_that_overlap_are_never_told_apart():
-    """Against the sets of their elements."""
-    generator = random.Random(0)
-
-    def view(stride):
-        size = torch.Size([generator.randint(0, 3) for _ in stride])
-        return made.View(None, D, size, stride, generator.randint(0, 12))
-
-    found = set()
-    for _ in range(3000):
-        stride = tuple(generator.choices([1, 2, 3, 6, 7], k=generator.choice([1, 2])))
-        views = view(stride), view(stride)
-        a, b = [set(torch.arange(60).as_strided(v.size, stride, v.offset).flatten().tolist()) for v in views]
-        found.add((not a.isdisjoint(b), views[0].may_overlap(views[1])))
-    assert found == {(True, True), (False, False), (False, True)}
+    same(f, (6, 6))
 
 
 # -- left, resized, looked at ------------------------------------------------------------------------
@@ -1166,7 +1155,7 @@ def test_an_inner_gradient_between_scopes_of_a_checkpoint(checkpoint):
 
 def recordings():
     gc.collect()
-    return sum(type(x) is made.Recording for x in gc.get_objects())
+    return sum(type(x) is scope_module._Block and len(x._operations) > 0 for x in gc.get_objects())
 
 
 def test_validation_keeps_no_blocks():

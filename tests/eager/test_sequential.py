@@ -199,7 +199,7 @@ def test_the_search_is_exhaustive():
 
     for _ in range(60):
         n = 1 + draw(7)
-        costs = [Cost(draw(9), draw(30), draw(9), draw(9), draw(9)) for _ in range(n)]
+        costs = [Cost(draw(9), draw(30), draw(9), draw(9)) for _ in range(n)]
         divisions = [
             [b - a for a, b in itertools.pairwise([0, *inner, n])]
             for k in range(n)
@@ -208,8 +208,6 @@ def test_the_search_is_exhaustive():
         low = min(held(costs, d) for d in divisions)
         plan = best_segments(costs)
         assert held(costs, plan) == low
-        # The fewest FLOPs are those of the longest last segment.
-        assert plan[-1] == max(d[-1] for d in divisions if held(costs, d) == low)
         for k in range(1, n + 1):
             of_k = [d for d in divisions if len(d) == k]
             plan = best_segments(costs, k)
@@ -231,8 +229,7 @@ def test_measured_costs():
         [torch.tanh, nn.Linear(8, 16), nn.ReLU(inplace=True)], torch.ones(4, 8, requires_grad=True)
     )
     x, y = 4 * 8 * 4, 4 * 16 * 4
-    assert (tanh.output, tanh.kept, tanh.flops) == (x, x, 0)
-    assert linear.output == y and linear.flops == 2 * 4 * 8 * 16
+    assert (tanh.output, tanh.kept, linear.output) == (x, x, y)
     assert linear.kept == y  # not saved by itself, but written over and saved by the next
     assert linear.gradients == (8 * 16 + 16) * 4
     assert relu.output == y and relu.kept == 0
