@@ -12,7 +12,6 @@ import pytest
 from funcckpt.errors import OptionError
 from funcckpt.loops.schedules import (
     PLAIN,
-    Online,
     Part,
     Schedule,
     advances,
@@ -140,64 +139,6 @@ def test_what_the_table_says():
 def test_segments_differ_by_one_step_at_most():
     lengths = [part.steps for part in parts(Schedule("segments", 7), 100)]
     assert len(lengths) == 7 and sum(lengths) == 100 and max(lengths) - min(lengths) == 1
-
-
-def after(online, n):
-    """The parts of a loop that ends after n steps: their lengths, and the checkpoints for each."""
-    ends = [*online.kept[1:], n - 1]  # the last step is recorded from the carry that it was given
-    return [(end - start, online.checkpoints - i) for i, (start, end) in enumerate(zip(online.kept, ends))]
-
-
-def run_in_all(online, n):
-    """One sweep that records nothing, the steps run again, and each step recorded once."""
-    return n + sum(advances(length, k) for length, k in after(online, n) if length) + n
-
-
-def test_online_schedules_are_within_their_bounds_for_all_loops_and_checkpoints():
-    for k in range(1, CHECKPOINTS + 1):
-        online = Online(k)
-        for n in range(1, STEPS + 1):
-            r = repetitions(n, k)
-            assert len(online.kept) == min(n, k) and online.kept == sorted(set(online.kept))
-            # No step is run more often than in the optimal schedule, besides the sweep that records nothing.
-            assert all(repetitions(length, s) <= max(0, r - 1) for length, s in after(online, n) if length)
-            assert run_in_all(online, n) <= (r + 2) * n
-            more = run_in_all(online, n) - evaluations(Schedule("binomial", k), n)
-            if n <= beta(k, 2):
-                assert 1 <= more <= 2, (n, k)
-            assert more <= 0.27 * evaluations(Schedule("binomial", k), n) + 2
-            given_up = online.offer(n)
-            assert given_up is None or given_up not in online.kept
-
-
-def test_no_online_schedule_is_optimal_for_all_lengths():
-    """Of all ways to decide online none meets the optimum at n = 1, ..., k + 3, so that one more is least."""
-    for k in (2, 3, 4, 5):
-        ways = {(0,)}
-        for n in range(1, k + 4):
-
-            def more(kept, n=n, k=k):
-                ends = [*kept[1:], n - 1]
-                again = sum(advances(e - s, k - i) for i, (s, e) in enumerate(zip(kept, ends)) if e > s)
-                return again + (n - 1) - advances(n, k)
-
-            ways = {kept for kept in ways if more(kept) == 0}
-            with_it = {(*kept, n) for kept in ways if len(kept) < k}
-            in_place = {
-                (*kept[:i], *kept[i + 1 :], n) for kept in ways if len(kept) == k for i in range(1, k)
-            }
-            ways |= with_it | in_place
-            if n == k + 2:
-                assert ways
-        assert not {kept for kept in ways if more(kept) == 0}
-
-
-def test_online_schedules_that_grow():
-    online = Online(None)
-    for n in range(1, 5000):
-        assert all(repetitions(length, k) <= 1 for length, k in after(online, n) if length)
-        assert run_in_all(online, n) <= 3 * n and online.checkpoints <= 1.3 * fewest(n, 2) + 1
-        online.offer(n)
 
 
 @pytest.mark.parametrize("stays", [0, 25])

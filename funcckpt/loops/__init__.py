@@ -11,10 +11,8 @@ the two lies checkpointing: keep a few carries, and run the steps between them a
 `scan`        `scan` and `fori_loop`, for loops whose length is known. Each part of a schedule is a
               `remat` of the loop over its steps, so that every transform of a loop is one of `remat`.
 `steps`       Some steps one after another, and that carries and ys look alike from step to step.
-`history`     Values without their history, where a part runs for its values.
 `measure`     What a step takes, for a schedule within so many bytes.
-`online`      `while_loop`, whose length shows at its end. The carries are chosen as it runs (Wang, Moin
-              and Iaccarino 2009; Stumm and Walther 2010), so that a sweep suffices.
+`while_loop`  `while_loop`: the steps are counted first.
 `mixed`       `inner_grad`: the gradient of a step of meta-learning, whose own pullback needs no inner
               backward, because a Hessian is symmetric (Pearlmutter 1994; Kemaev et al. 2025).
 ============= =====================================================================================
@@ -22,11 +20,10 @@ the two lies checkpointing: keep a few carries, and run the steps between them a
 Limits. Python runs the loops, one step after another: the body may branch on values where no `vmap` is
 around it, and a step costs what its operators cost to launch. Recomputations nest as deep as steps are
 repeated, so that one or two checkpoints for a long loop meet Python's recursion limit. `torch.func.grad`
-holds on to the graph of the last step until it returns. The online schedule is within one run of each step
-of the optimum up to n = C(k + 2, k), and further from it beyond.
+holds on to the graph of the last step until it returns.
 """
 
 from .mixed import inner_grad as inner_grad
-from .online import while_loop as while_loop
 from .scan import fori_loop as fori_loop
 from .scan import scan as scan
+from .while_loop import while_loop as while_loop

@@ -3,33 +3,31 @@
 A loop is cut into parts by a schedule (`schedules`), and each part is a `remat` of the loop over its
 steps, cut again by the same schedule. That is all: reverse sweep, forward mode, batching, random
 numbers and captured tensors are those of `remat`, and when the cuts are Griewank and Walther's, nested
-`remat` keeps the carries and runs the steps that their algorithm `revolve` does. Only the forward of a part,
-whose history nobody will ask for, is the plain loop, with its history cut where the schedule cuts.
+`remat` keeps the carries and runs the steps that their algorithm `revolve` does.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from .. import _torch, world
+from .. import _torch
 from ..closures import Found
 from ..errors import InputError, OptionError, describe
 from ..policies.budget import Budget
 from ..policies.chooser import Policy
-from ..policies.offload import Stored, check_place, fetch, store
+from ..policies.offload import Stored, check_place, store
 from ..policies.policies import chooser_of
-from ..remat import _Checkpointed, remat
-from .history import can_restart, tensors_of
-from .measure import as_many_as_fit, check_depth
-from .progress import open_bar
-from .schedules import PLAIN, Schedule, choose, evaluations, parts
-from .steps import Loop, as_tensor, check_carry, concatenate, record, split, stack, step
+from ..remat import remat
+from .measure import as_many_as_fit, leaving_nothing, tensors_of
+from .schedules import PLAIN, Schedule, choose, evaluations, fewest, parts, repetitions
+from .steps import Loop, as_tensor, check_carry, concatenate, open_bar, record, split, stack, step
 
 __all__ = ["fori_loop", "scan"]
 
@@ -180,11 +178,11 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
     # xs lie as they were given, and `first` counts in their order.
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = [first + steps - end for end in ends[1:]] if loop.reverse else [first + end for end in ends[:-1]]
-    run_part = _part if loop.policy is None else _as_part(loop.policy)
+    run_part = _part if loop.policy is None else remat(run, static_argnums=(0, 1), policy=loop.policy)
     stacks = []
     for part, start, x in zip(cut, starts, split(xs, lengths, loop.reverse), strict=True):
         if part.schedule is None:
-            carry, ys = record(loop, start, part.steps, fetch(carry), x)
+            carry, ys = record(loop, start, part.steps, carry, x)
         else:
             # The first carry of a part that is run again is kept already.
             if loop.offload is not None and not isinstance(carry, Stored):
@@ -198,23 +196,11 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
 
 # Messages call it by the name of what users call.
 run.__qualname__ = "scan"
+_part = remat(run, static_argnums=(0, 1))
 
-
-def _values(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
-    """What `run` returns, where its history is of no use: no carry is kept, and no step a checkpoint."""
-    if schedule == PLAIN or not can_restart((carry, xs)):
-        return run(loop, schedule, first, steps, carry, xs)
-    return record(loop, first, steps, fetch(carry), xs, schedule.unit)
-
-
-def _as_part(policy: Policy | None) -> _Checkpointed:
-    part: Any = remat(run, static_argnums=(0, 1), policy=policy)
-    f, name, options = part._made_of
-    # A policy has to see what the history keeps.
-    return _Checkpointed(f, name, options._replace(forward=_values)) if policy is None else part
-
-
-_part = _as_part(None)
+# Each repetition is a recomputation inside of a recomputation: at most so many Python frames, half of them
+# under grad alone.
+_FRAMES_OF_A_REPETITION = 35
 
 
 def start(
@@ -232,12 +218,23 @@ def start(
         schedule = PLAIN
     elif bytes is not None:
         schedule = as_many_as_fit(loop, bytes, first, steps, init, xs)
-    elif schedule.rule == "binomial":
-        check_depth(loop.name, schedule.number, -(-steps // schedule.unit))
+    if schedule.rule == "binomial":
+        _check_depth(loop.name, schedule.number, -(-steps // schedule.unit))
     if progress:
-        bar = open_bar(progress, loop.name, steps)
+        bar = open_bar(loop.name, steps)
         loop = loop._replace(progress=(bar, evaluations(schedule, steps) - steps))
     return run(loop, schedule, first, steps, init, xs)
+
+
+def _check_depth(name: str, checkpoints: int, steps: int) -> None:
+    """Raise if a binomial schedule nests recomputations deeper than Python allows."""
+    most, needed = sys.getrecursionlimit() // _FRAMES_OF_A_REPETITION, repetitions(steps, checkpoints)
+    if needed > most:
+        raise OptionError(
+            f"{name}: with {checkpoints} checkpoints some of {steps} steps would be run more than {most} "
+            f"times, nested as deep. Take at least checkpoints={fewest(steps, most)}, or let Python nest "
+            f"deeper: sys.setrecursionlimit({_FRAMES_OF_A_REPETITION * (needed + 1)})."
+        )
 
 
 def keeps_nothing(functions: Any, arguments: Any) -> bool:
@@ -252,12 +249,10 @@ def keeps_nothing(functions: Any, arguments: Any) -> bool:
 
 def _no_ys(loop: Loop, init: Any, xs: Any) -> Any:
     x = pytree.tree_map(lambda x: x if x is None else x.new_zeros(x.shape[1:]), xs)
-    streams = world.states(world.random_streams(()))
-    with torch.no_grad():
+    with leaving_nothing(loop.f), torch.no_grad():
         carry, y = step(loop, 0, init, x)
         check_carry(init, carry, loop.name, 0)
         ys = stack([y], loop.name, 0)
-    world.set_streams(streams)
     return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 
 

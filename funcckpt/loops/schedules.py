@@ -17,7 +17,6 @@ an integer  so many, of equal length               so many, and the   2
 "recursive" n/2, n/4, ..., 1 steps                 log2 n             1 + log2(n)/2 on average
 "binomial"  Griewank and Walther's, for k          k                  at most r + 1, where
             checkpoints                                               C(k + r, k) ≥ n
-`Online`    the same, where n is not known yet     k                  at most r + 1, and once
 =========== ====================================== ================== =========================
 
 The binomial schedule is optimal: no schedule with k checkpoints runs fewer steps (Griewank,
@@ -35,7 +34,6 @@ from typing import NamedTuple
 from ..errors import OptionError
 
 __all__ = [
-    "Online",
     "Part",
     "Schedule",
     "advances",
@@ -227,66 +225,6 @@ def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0
     return None if found is None else found[1]
 
 
-class Online:
-    """Which carries to keep of a loop whose length is not known.
-
-    Each carry is kept at first. To make room for one, the first of those carries is given up without
-    which its part, together with the one before, is still no longer than C(s + r - 1, s): so many steps
-    s checkpoints reverse with r - 1 repetitions, and s are left when the backward comes to that part,
-    its first carry among them. r is the least number with C(k + r, k) ≥ n, for the steps n until now.
-    If there is no such carry, the new one is not kept.
-
-    So no step is run more than r + 1 times besides the first sweep, as in the optimal schedule for a
-    loop of known length; and for n up to C(k + 2, k) at most one step more is run than in that one,
-    besides the last, which is recorded there as it is run for the first time. Beyond, the second
-    algorithm of Stumm and Walther, "New algorithms for optimal online checkpointing" (2010), keeps
-    closer to the optimum. The bound on repetitions is from Wang, Moin and Iaccarino, "Minimal repetition
-    dynamic checkpointing algorithm for unsteady adjoint calculation" (2009).
-
-    `checkpoints` is k, by default the fewest with which no step is repeated more than twice: it grows as
-    the loop does. `kept` are the steps before which a carry is kept, 0 among them.
-
-    >>> from funcckpt.loops.schedules import Online
-    >>> online = Online(3)
-    >>> for step in range(1, 8):
-    ...     given_up = online.offer(step)
-    >>> online.kept, given_up       # that of step 6 was given up for this one
-    ([0, 4, 7], 6)
-    """
-
-    def __init__(self, checkpoints: int | None) -> None:
-        self.kept = [0]
-        self.checkpoints = checkpoints or 1
-        self._grows = checkpoints is None
-        self._repeats = 1
-        # How long each part may be, and up to where no two may be joined.
-        self._longest = [1] * self.checkpoints
-        self._start = 1
-
-    def offer(self, step: int) -> int | None:
-        """Decide about the carry before `step`; returns the step whose carry is given up, maybe this one."""
-        if not self._grows:
-            self._allow(self.checkpoints, max(self._repeats, repetitions(step + 1, self.checkpoints)))
-        if len(self.kept) == self.checkpoints:
-            ends = [*self.kept[self._start + 1 :], step]
-            for i, end in enumerate(ends, self._start):
-                if end - self.kept[i - 1] <= self._longest[i - 1]:
-                    self._start = max(1, i - 1)
-                    self.kept.append(step)
-                    return self.kept.pop(i)
-            if not self._grows or step - self.kept[-1] < self._longest[-1]:
-                return step
-            self._allow(self.checkpoints + 1, 2)
-        self.kept.append(step)
-        return None
-
-    def _allow(self, checkpoints: int, repeats: int) -> None:
-        if (checkpoints, repeats) != (self.checkpoints, self._repeats):
-            self.checkpoints, self._repeats = checkpoints, repeats
-            self._longest = [beta(checkpoints - i, repeats - 1) for i in range(checkpoints)]
-            self._start = 1
-
-
 def choose(
     checkpoint: str | int | None, checkpoints: int | None, bytes: int | None, steps: int, name: str
 ) -> Schedule:
@@ -299,26 +237,28 @@ def choose(
         raise OptionError(
             f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial", not {checkpoint!r}.'
         )
-    for option, value in (("checkpoint", checkpoint), ("checkpoints", checkpoints)):
-        is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not (is_number or value is None or (isinstance(value, str) and option == "checkpoint")):
+    number = None if isinstance(checkpoint, str) else checkpoint
+    for option, value in (("checkpoint", number), ("checkpoints", checkpoints)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name}: {option}={value!r} is not a positive number.")
     if checkpoint is None:
         return PLAIN
     if isinstance(checkpoint, int):
         return Schedule("segments", checkpoint)
-    if checkpoint in ("every", "sqrt"):
-        return Schedule("segments", max(1, steps if checkpoint == "every" else round(math.sqrt(steps))))
+    if checkpoint == "every":
+        return Schedule("segments", max(1, steps))
+    if checkpoint == "sqrt":
+        return Schedule("segments", max(1, round(math.sqrt(steps))))
     if checkpoint == "recursive":
         return Schedule("recursive")
-    if checkpoint == "binomial":
-        if checkpoints is not None:
-            return Schedule("binomial", checkpoints)
-        # No step is run more than three times. √(2n/u) carries and the inside of u steps take the least
-        # where u is the cube root of n/8, if the inside of a step takes twice as much as a carry.
-        unit = unit_for(steps)
-        return Schedule("binomial", fewest(-(-steps // unit), 2), unit)
-    raise OptionError(
-        f"{name}: checkpoint={checkpoint!r} is none of None, a number of segments, 'every', 'sqrt', "
-        "'recursive' and 'binomial'."
-    )
+    if checkpoint != "binomial":
+        raise OptionError(
+            f"{name}: checkpoint={checkpoint!r} is none of None, a number of segments, 'every', 'sqrt', "
+            "'recursive' and 'binomial'."
+        )
+    if checkpoints is not None:
+        return Schedule("binomial", checkpoints)
+    # No step is run more than three times. √(2n/u) carries and the inside of u steps take the least where u
+    # is the cube root of n/8, if the inside of a step takes twice as much as a carry.
+    unit = unit_for(steps)
+    return Schedule("binomial", fewest(-(-steps // unit), 2), unit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import InputError, describe
+from ..errors import InputError, OptionError, describe
 from ..policies.chooser import Policy
-from .history import restart
-from .progress import advance
+from ..policies.offload import fetch
 
 __all__ = ["Loop", "as_tensor", "check_carry", "concatenate", "in_words", "record", "split", "stack", "step"]
 
@@ -26,25 +27,20 @@ class Loop(NamedTuple):
     reverse: bool = False
     offload: str | None = None
     policy: Policy | None = None
-    # The progress bar, and how many steps the backward will run.
+    # The number of the progress bar, and how many steps the backward will run.
     progress: tuple[int, int] = (0, 0)
 
 
-def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any, unit: int = 0) -> tuple[Any, Any]:
-    """Steps `first` up to `first + steps`: the last carry, and ys. Each `unit` of them, if there is one,
-    forgets those before it.
-    """
-    slices = _pieces(xs, steps, torch.unbind)
-    ys = []
+def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """Steps `first` up to `first + steps`: the last carry, and ys."""
+    carry, slices, ys = fetch(carry), _pieces(xs, steps, torch.unbind), []
     order = range(steps)
-    for done, i in enumerate(reversed(order) if loop.reverse else order, 1):
+    for i in reversed(order) if loop.reverse else order:
         before = carry
         carry, y = step(loop, first + i, before, slices[i])
         check_carry(before, carry, loop.name, first + i)
-        if unit and done % unit == 0:
-            carry = restart(carry)
-        ys.append(restart(y) if unit else y)
-        advance(*loop.progress, loop.name)
+        ys.append(y)
+        _advance(loop)
     return carry, stack(ys[::-1] if loop.reverse else ys, loop.name, first)
 
 
@@ -66,7 +62,42 @@ def step(loop: Loop, i: int, carry: Any, x: Any) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
-# -- xs and ys --------------------------------------------------------------------------------------
+# -- progress bars -----------------------------------------------------------------------------------
+
+# The bars that are shown. A part knows its bar by number: an object would be searched for tensors.
+_bars: dict[int, Any] = {}
+_numbers = itertools.count(1)
+
+
+def open_bar(name: str, total: int | None, number: int = 0) -> int:
+    """Show a bar, and return its number."""
+    try:
+        tqdm = importlib.import_module("tqdm.auto").tqdm
+    except ImportError as error:
+        raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
+    number = number or next(_numbers)
+    _bars[number] = tqdm(total=total, desc=name)
+    return number
+
+
+def _advance(loop: Loop) -> None:
+    number, again = loop.progress
+    if not number:
+        return
+    if number not in _bars:  # The forward is over.
+        open_bar(f"{loop.name}, backward", again, number)
+    bar = _bars[number]
+    bar.update()
+    if bar.n == bar.total:
+        close_bar(loop)
+
+
+def close_bar(loop: Loop) -> None:
+    if (bar := _bars.pop(loop.progress[0], None)) is not None:
+        bar.close()
+
+
+# -- xs and ys ---------------------------------------------------------------------------------------
 
 
 def as_tensor(x: Any, where: str, name: str) -> Any:
@@ -119,45 +150,36 @@ def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
 
 
 def check_carry(before: Any, after: Any, name: str, step: int) -> None:
-    if _are_alike(before, after) or (found := _difference(before, after, "carry")) is None:
-        return
-    path, a, b = found
-    cast = " Cast or broadcast the first carry to what f makes." if isinstance(b, Tensor) else ""
-    raise InputError(
-        f"{name}: step {step} returned {path} as {in_words(b)}, and was given {in_words(a)}.{cast}"
-    )
+    if (found := _difference(before, after, "carry")) is not None:
+        path, a, b = found
+        cast = " Cast or broadcast the first carry to what f makes." if isinstance(b, Tensor) else ""
+        raise InputError(
+            f"{name}: step {step} returned {path} as {in_words(b)}, and was given {in_words(a)}.{cast}"
+        )
 
 
 def _check_y(one: Any, other: Any, name: str, step: int, other_step: int) -> None:
-    if _are_alike(one, other) or (found := _difference(one, other, "y")) is None:
-        return
-    path, a, b = found
-    raise InputError(
-        f"{name}: step {other_step} returned {path} as {in_words(b)}, and step {step} as {in_words(a)}."
-    )
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether two trees surely look the same; `_difference` takes longer."""
-    leaves, structure = pytree.tree_flatten(one)
-    others, other_structure = pytree.tree_flatten(other)
-    return structure == other_structure and [*map(_look, leaves)] == [*map(_look, others)]
+    if (found := _difference(one, other, "y")) is not None:
+        path, a, b = found
+        raise InputError(
+            f"{name}: step {other_step} returned {path} as {in_words(b)}, and step {step} as {in_words(a)}."
+        )
 
 
 def _difference(before: Any, after: Any, path: str) -> tuple[str, Any, Any] | None:
     """The first place where two trees look different, and what they have there."""
+    leaves, structure = pytree.tree_flatten(before)
+    new_leaves, new_structure = pytree.tree_flatten(after)
+    if structure == new_structure and [*map(_look, leaves)] == [*map(_look, new_leaves)]:
+        return None
     old, structure = _children(before)
     new, new_structure = _children(after)
     # The order of the keys of a dict means nothing.
     is_same_dict = type(before) is type(after) is dict and old.keys() == new.keys()
-    if structure != new_structure and not is_same_dict:
+    if structure.is_leaf() or (structure != new_structure and not is_same_dict):
         return path, before, after
-    if structure.is_leaf():
-        return None if _look(before) == _look(after) else (path, before, after)
-    for key, child in old.items():
-        if (found := _difference(child, new[key], path + key)) is not None:
-            return found
-    return None
+    found = (_difference(child, new[key], path + key) for key, child in old.items())
+    return next((difference for difference in found if difference is not None), None)
 
 
 def _children(tree: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:

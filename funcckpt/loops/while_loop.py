@@ -1,0 +1,128 @@
+"""`while_loop`: loops whose length is not known. Its steps are counted first; then it is a `scan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch, world
+from ..errors import InputError, MutationError, describe
+from ..policies.chooser import Policy
+from .measure import leaving_nothing
+from .scan import keeps_nothing, loop_of, number_of_steps, start
+from .schedules import choose
+from .steps import Loop, close_bar, in_words, open_bar, record
+
+__all__ = ["while_loop"]
+
+
+def while_loop(
+    cond: Callable[..., Any],
+    body: Callable[..., Any],
+    init: Any,
+    *,
+    checkpoint: str | int | None = "binomial",
+    checkpoints: int | None = None,
+    bytes: int | None = None,
+    policy: Policy | None = None,
+    offload: str | None = None,
+    max_steps: int | None = None,
+    progress: bool = False,
+) -> Any:
+    """``carry = body(carry)``, for as long as ``cond(carry)``, a truth value or a tensor of one element.
+
+    How long the loop is shows only as it runs. So it runs once to count its steps, without keeping anything,
+    and then as a `scan` of that length: each step is run once more than there. It runs once in all with
+    checkpoint=None, and where reverse mode differentiates nothing.
+
+    `init` is the first carry. `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`, the
+    errors and the memory are those of `scan`. After `max_steps` steps, if given, the loop stops whatever
+    `cond` says.
+
+    Raises
+    ------
+    InputError
+        `cond` depends on what a `vmap` has batched: the samples would need loops of different lengths; or
+        it draws random numbers.
+    MutationError
+        cond or body assigns something outside of itself.
+
+    Examples
+    --------
+    Newton's method, until it has converged:
+
+    >>> import torch
+    >>> from funcckpt import while_loop
+    >>> def sqrt(a):
+    ...     return while_loop(lambda x: (x * x - a).abs() > 1e-6, lambda x: (x + a / x) / 2, a)
+    >>> torch.func.grad(sqrt)(torch.tensor(4.0))
+    tensor(0.2500)
+    """
+    loop = loop_of("while_loop", body, checkpoint, bytes, policy, offload)
+    if not callable(cond):
+        raise InputError(f"{loop.name}: takes a function, not {type(cond).__name__}.")
+    choose(checkpoint, checkpoints, bytes, 1, loop.name)
+    if max_steps is not None:
+        max_steps = number_of_steps(max_steps, "max_steps", loop.name)
+    if checkpoint is None or keeps_nothing((cond, body), init):
+        if progress:
+            loop = loop._replace(progress=(open_bar(loop.name, None), 0))
+        carry, _ = _sweep(cond, loop, init, max_steps)
+        close_bar(loop)
+        return carry
+    # Values alone: nothing that is computed here is looked at by a transform.
+    with leaving_nothing((cond, body)) as (streams, has_assigned):
+        with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
+            steps = _sweep(cond, loop, init, max_steps, streams)[1]  # and no carry
+        if has_assigned():
+            raise MutationError(
+                f"{loop.name}: cond or body assigns something outside of itself. "
+                "The steps run a second time: put what changes into the carry."
+            )
+    if steps == 0:
+        return init
+    schedule = choose(checkpoint, checkpoints, bytes, steps, loop.name)
+    return start(loop, schedule, bytes, progress, 0, steps, init, None)[0]
+
+
+def _sweep(
+    cond: Callable[..., Any],
+    loop: Loop,
+    carry: Any,
+    max_steps: int | None,
+    streams: Sequence[world.Stream] = (),
+) -> tuple[Any, int]:
+    """The plain loop: its last carry, and how many steps it had. `cond` must not move `streams`."""
+    steps = 0
+    while steps != max_steps:
+        before = world.states(streams)
+        holds = _holds(cond, carry, loop.name, steps)
+        if world.have_moved(before):
+            raise InputError(
+                f"{loop.name}: cond draws random numbers. Draw them in the body, and put what cond compares "
+                "with into the carry."
+            )
+        if not holds:
+            break
+        carry, _ = record(loop, steps, 1, carry, None)
+        steps += 1
+    return carry, steps
+
+
+def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
+    holds = cond(carry)
+    if isinstance(holds, Tensor):
+        if holds.numel() != 1:
+            raise InputError(f"{name}: cond returned {describe(holds)} at step {step}, not one truth value.")
+        if _torch.physical(holds)[1]:
+            raise InputError(
+                f"{name}: cond depends on what vmap has batched, so that each sample would need a loop "
+                "of its own length. Loop for as long as any sample needs, with torch.where in the body "
+                "for those that are done, and reduce over the samples by hand instead of with vmap."
+            )
+    elif holds is None or not hasattr(holds, "__bool__"):
+        raise InputError(f"{name}: cond returned {in_words(holds)} at step {step}, not a truth value.")
+    return bool(holds)
