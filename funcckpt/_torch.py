@@ -283,36 +283,6 @@ def number_of_vmaps() -> int:
     return sum([layer.kind == "vmap" for layer in active_layers()])
 
 
-def first_sample(level: int, like: Tensor) -> Tensor:
-    """1 for the first sample of a vmap level, and 0 for the others."""
-    size = active_layers()[level - 1].batch_size
-    first = torch.arange(size, device=like.device) == 0
-    batched: Tensor = _add_batch_dim(first.to(like.dtype), 0, level)
-    return batched
-
-
-@contextmanager
-def vmaps_again(has_say: Sequence[bool]) -> Iterator[None]:
-    """The active levels, all of them vmaps, those without a say in random numbers as "same"."""
-    layers = active_layers()
-    entered: list[bool] = []
-    with without_levels():
-        try:
-            for layer, own in zip(layers, has_say, strict=True):
-                if own:
-                    push_dynamic_layer_stack(layer.dynamic)
-                else:
-                    _vmap_increment_nesting(layer.batch_size, "same")
-                entered.append(own)
-            yield
-        finally:
-            for own in reversed(entered):
-                if own:
-                    pop_dynamic_layer_stack()
-                else:
-                    _vmap_decrement_nesting()
-
-
 def batched_nothing() -> list[Tensor]:
     """For each active vmap level that does not draw the same numbers for every sample, a tensor without
     elements that is batched there, and only there.
@@ -324,20 +294,6 @@ def batched_nothing() -> list[Tensor]:
     }
     with without_levels():
         return [_add_batch_dim(torch.empty(size, 0), 0, level) for level, size in sizes.items()]
-
-
-@contextmanager
-def function_modes_again(modes: Sequence[Any]) -> Iterator[None]:
-    """Function modes as they were: functorch hands an autograd.Function to them, and leaves them for it."""
-    active = function_modes()
-    left = [mode for mode in modes if all(mode is not m for m in active)]
-    for mode in left:
-        push_function_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in left:
-            pop_function_mode()
 
 
 class shadows:
@@ -380,11 +336,6 @@ class shadows:
                 _grad_decrement_nesting()
             else:
                 pop_dynamic_layer_stack()
-
-
-def is_recording() -> bool:
-    """Whether reverse and forward mode are both switched on."""
-    return torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled()
 
 
 class recording:
@@ -526,14 +477,6 @@ def tangent_of(x: Tensor) -> Tensor | None:
     return unpack_dual(x)[1]
 
 
-def primal_of(x: Tensor) -> Tensor:
-    """`x` without its tangent at the level on top; inside of an autograd.Function too."""
-    if not has_dual_level():
-        return x
-    with _set_fwd_grad_enabled(True):
-        return x if tangent_of(x) is None else unpack_dual(x)[0]
-
-
 def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
     """In a dual level, the primal of a dual tensor is a view of it: a further view is dual again.
 
@@ -624,15 +567,6 @@ def is_tracing() -> bool:
 
 # The number of the function modes that are active.
 has_function_modes = torch._C._len_torch_function_stack
-
-
-def takes_only_fake() -> bool:
-    """Whether operators refuse tensors with values, as where `make_fx` traces with symbolic shapes."""
-    return any([isinstance(m, FakeTensorMode) and not m.allow_non_fake_inputs for m in dispatch_modes()])
-
-
-def is_fake(x: Tensor) -> bool:
-    return isinstance(below_wrappers(x), FakeTensor)
 
 
 _CPU = torch.device("cpu")

@@ -135,7 +135,7 @@ class _Graph(Leaf):
         inputs = [args[i] for i in self._inputs]
         for i in self._inputs:
             self._args[i] = None
-        outputs = dispatch.call(self, inputs)
+        outputs = dispatch.bind(self, inputs)
         assert self._out is not None
         out = list(self._out)
         for i, j in self._same.items():

@@ -293,18 +293,3 @@ def _same_bytes(a: Any, b: Any) -> bool:
 def _bytes(state: Any) -> bytes:
     # Read from memory: an operator would be seen by the modes and transforms that are active.
     return ctypes.string_at(state.data_ptr(), state.nbytes) if isinstance(state, Tensor) else state
-
-
-# Elements up to which a tensor may be taken for running statistics.
-_MAX_STATISTICS = 1 << 20
-
-
-def may_be_statistics(x: Tensor) -> bool:
-    """Whether `x` looks like the running statistics that batch_norm updates unseen."""
-    return (
-        x.dim() == 1
-        and x.is_floating_point()
-        and not x.requires_grad
-        and 0 < x.numel() <= _MAX_STATISTICS
-        and (type(x) is Tensor or not isinstance(x, torch.nn.Parameter))
-    )

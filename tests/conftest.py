@@ -4,7 +4,6 @@ the test before.
 
 import pytest
 import torch
-from support import IMPLEMENTATIONS
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -49,12 +48,3 @@ NOT_OURS = (
     "is not supported for tensor subclasses",
     "has_fw_view() INTERNAL ASSERT FAILED",  # svd_lowrank in forward mode over reverse mode
 )
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    """Run the test once with each way of carrying out the rules."""
-    from funcckpt.core.dispatch import using
-
-    with using(request.param):
-        yield request.param

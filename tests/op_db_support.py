@@ -10,14 +10,13 @@ the random stream; `load` takes that wrapper away and `run` sets the seed outsid
 
 As a script it prints a table of the failures, over all samples if asked:
 
-    python tests/op_db_support.py --samples all --implementations direct function
+    python tests/op_db_support.py --samples all
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import functools
 import json
@@ -261,15 +260,9 @@ def evaluate(op, case, probes):
     return case.function(op)(*case.primals)
 
 
-def may_refuse(tried: Run, body: Any, case: Case, probes: Probes, implementation: str) -> bool:
-    """Whether remat may raise where plain torch does not.
-
-    It may if f changes its inputs. And the rule for vmap that torch generates recomputes f under
-    the vmap over cotangents, where a few operators are refused without remat too (rrelu).
-    """
-    if case.originals is not None:
-        return isinstance(tried.error, MutationError)
-    return implementation == "generated" and run(vmap_of_recomputation, body, case, probes).error is not None
+def may_refuse(tried: Run, case: Case) -> bool:
+    """Whether remat may raise where plain torch does not: it may if f changes its inputs."""
+    return case.originals is not None and isinstance(tried.error, MutationError)
 
 
 def levels_left() -> int:
@@ -316,15 +309,11 @@ class Failure:
     dtype: str
     sample: int
     transform: str
-    implementation: str
     message: str
     trace: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"{self.op}, {self.dtype} sample {self.sample}, {self.transform}, "
-            f"{self.implementation}: {self.message}"
-        )
+        return f"{self.op}, {self.dtype} sample {self.sample}, {self.transform}, {self.message}"
 
 
 @dataclasses.dataclass
@@ -372,8 +361,6 @@ def check(
     *,
     limit: int | None = None,
     dtype: torch.dtype = torch.float64,
-    implementations: Sequence[str] = ("direct",),
-    using: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     transforms: Sequence[Callable[..., Any]] = TRANSFORMS,
 ) -> Report:
     """Every transform on the chosen samples of one operator, without remat and with it."""
@@ -396,46 +383,41 @@ def check(
         for transform in transforms:
             plain = run(transform, body, case, probes)
             levels_left()
-            for implementation in implementations:
-                if implementation == "generated" and transform in FORWARD:
-                    continue
-                with using(implementation):
-                    tried = run(transform, wrapped, case, probes)
-                trace = ""
-                if left := levels_left():
-                    message = f"{left} levels of transforms left behind"
-                elif plain.error is not None:
-                    if tried.error is not None:
-                        report.refused += 1
-                        continue
-                    if op.full_name in MORE_THAN_TORCH:
-                        report.allowed += 1
-                        continue
-                    message = f"plain torch raises, remat does not: {brief(plain.error)}"
-                elif tried.error is not None and may_refuse(tried, body, case, probes, implementation):
+            tried = run(transform, wrapped, case, probes)
+            trace = ""
+            if left := levels_left():
+                message = f"{left} levels of transforms left behind"
+            elif plain.error is not None:
+                if tried.error is not None:
                     report.refused += 1
                     continue
-                elif tried.error is not None:
-                    message = brief(tried.error)
-                    trace = "".join(traceback.format_exception(tried.error))
-                elif different := difference(plain.value, tried.value):
-                    message = different
-                elif not torch.equal(plain.stream, tried.stream):
-                    message = "the random stream ends in another state"
-                else:
-                    report.passed += 1
+                if op.full_name in MORE_THAN_TORCH:
+                    report.allowed += 1
                     continue
-                report.failures.append(
-                    Failure(
-                        op.full_name,
-                        str(dtype).removeprefix("torch."),
-                        index,
-                        transform.__name__,
-                        implementation,
-                        message,
-                        trace,
-                    )
+                message = f"plain torch raises, remat does not: {brief(plain.error)}"
+            elif tried.error is not None and may_refuse(tried, case):
+                report.refused += 1
+                continue
+            elif tried.error is not None:
+                message = brief(tried.error)
+                trace = "".join(traceback.format_exception(tried.error))
+            elif different := difference(plain.value, tried.value):
+                message = different
+            elif not torch.equal(plain.stream, tried.stream):
+                message = "the random stream ends in another state"
+            else:
+                report.passed += 1
+                continue
+            report.failures.append(
+                Failure(
+                    op.full_name,
+                    str(dtype).removeprefix("torch."),
+                    index,
+                    transform.__name__,
+                    message,
+                    trace,
                 )
+            )
     return report
 
 
@@ -450,7 +432,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", default="all", help="a number, or 'all'")
     parser.add_argument("--dtype", default="float64", choices=("float64", "complex128"))
-    parser.add_argument("--implementations", nargs="+", default=["direct"])
     parser.add_argument("--only", default="", help="operators whose name contains this")
     parser.add_argument("--baseline", action="store_true", help="no remat at all")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th")
@@ -458,10 +439,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
 
     if options.baseline:
-        remat, using = (lambda f: f), contextlib.nullcontext
+        remat = lambda f: f
     else:
         from funcckpt import remat
-        from funcckpt.core.dispatch import using
     limit = None if options.samples == "all" else int(options.samples)
     part, parts = map(int, options.part.split("/"))
     warnings.simplefilter("ignore")
@@ -476,8 +456,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             remat,
             limit=limit,
             dtype=getattr(torch, options.dtype),
-            implementations=options.implementations,
-            using=using,
         )
         spent[op.full_name] = time.perf_counter() - start
         total += report
@@ -489,9 +467,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             json.dump([dataclasses.asdict(f) for f in total.failures], file, indent=1)
     ops = collections.defaultdict(set)
     for failure in total.failures:
-        ops[failure.transform, failure.implementation].add(failure.op)
-    for (transform, implementation), names in sorted(ops.items()):
-        print(f"{transform:22} {implementation:10} {len(names):4} operators fail")
+        ops[failure.transform].add(failure.op)
+    for transform, names in sorted(ops.items()):
+        print(f"{transform:22} {len(names):4} operators fail")
     print(
         f"torch {torch.__version__}: {len(spent)} operators in {sum(spent.values()):.0f} s, "
         f"{total.passed} passed, {total.refused} refused as without remat, {total.allowed} not "

@@ -1,4 +1,4 @@
-"""Helpers that several test files share: comparing, counting, and the list of implementations.
+"""Helpers that several test files share: comparing and counting.
 
 Every comparison is with the same function without remat, in float64, so the tolerances below are
 those of rounding in another order of the same operations, and no test may widen them.
@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-IMPLEMENTATIONS = ("direct", "function", "generated")
-WITH_FORWARD_MODE = ("direct", "function")
 
 RTOL, ATOL = 1e-10, 1e-12
 

@@ -1,8 +1,7 @@
 """remat(op) against op, for every operator that torch itself tests: values, derivatives, streams.
 
-By default all samples in float64, and a few in complex128 and by the other implementations: the first ones,
-and others spread evenly over the rest.
-More of them, or all (which takes a while), in every dtype and by every implementation:
+By default all samples in float64, and a few in complex128: the first ones, and others spread evenly over the
+rest. More of them, or all (which takes a while), in every dtype:
 
     FUNCCKPT_OP_SAMPLES=20 python -m pytest tests/test_op_db.py
     FUNCCKPT_OP_SAMPLES=all python -m pytest tests/test_op_db.py
@@ -16,36 +15,22 @@ import pytest
 import torch
 
 from funcckpt import remat
-from funcckpt.core.dispatch import using
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # some operators are deprecated
 
 CHOSEN = os.environ.get("FUNCCKPT_OP_SAMPLES")
 
-# dtype, implementations, how many samples of each operator (None: all)
-RUNS = [
-    (torch.float64, ("direct",), None),
-    (torch.float64, ("function", "generated"), 2),
-    (torch.complex128, ("direct",), 2),
-]
-
-# Operators for which the spellings as an autograd.Function are known to fall short of the direct
-# one, and how. An entry that passes has to go.
-KNOWN_OF_FUNCTION = {
-    "as_strided.partial_views": "a recomputation copies what looks like running statistics, and a copy of "
-    "a part of a tensor has nothing around it; forward mode evaluates twice",
-}
+# dtype, how many samples of each operator (None: all)
+RUNS = [(torch.float64, None), (torch.complex128, 2)]
 
 
 def check(op):
     report = op_db.Report()
-    for dtype, implementations, few in RUNS:
+    for dtype, few in RUNS:
         limit = few if CHOSEN is None else None if CHOSEN == "all" else int(CHOSEN)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report += op_db.check(
-                op, remat, limit=limit, dtype=dtype, implementations=implementations, using=using
-            )
+            report += op_db.check(op, remat, limit=limit, dtype=dtype)
     return report
 
 
@@ -54,9 +39,6 @@ def test_remat_of_an_operator_is_the_operator(op):
     report = check(op)
     name = op.full_name
     failures = report.failures
-    if name in KNOWN_OF_FUNCTION:
-        failures = [failure for failure in failures if failure.implementation == "direct"]
-        assert report.failures, f"{name} passes: take it out of KNOWN_OF_FUNCTION"
     if failures:
         lines = [f"{len(failures)} failures, {report.passed} passes", *map(str, failures[:8])]
         pytest.fail("\n".join([*lines, failures[0].trace]), pytrace=False)

@@ -8,13 +8,11 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from support import IMPLEMENTATIONS
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import meter, policies, remat
-from funcckpt.core.dispatch import using
 from funcckpt.demo import language_model
 from funcckpt.tape import recompute
 
@@ -149,18 +147,17 @@ def all_cotangents_at_once(wrap):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "run", "in_plain_eager"),
+    ("run", "in_plain_eager"),
     [
-        *[(i, run, backward) for i in IMPLEMENTATIONS for run in (backward, under_grad)],
-        # Torch's own rule for vmap, in "generated", does not let us see a recomputation.
-        *[(i, per_sample, one_sample_after_the_other) for i in ("direct", "function")],
-        *[(i, jacobian, all_cotangents_at_once) for i in ("direct", "function")],
+        (backward, backward),
+        (under_grad, under_grad),
+        (per_sample, one_sample_after_the_other),
+        (jacobian, all_cotangents_at_once),
     ],
 )
-def test_no_more_than_early_stop(implementation, run, in_plain_eager):
+def test_no_more_than_early_stop(run, in_plain_eager):
     """Torch's checkpoint does not go under a transform: it does the same job in plain eager code."""
-    with using(implementation):
-        assert measure(run, remat).flops == measure(in_plain_eager, stop).flops
+    assert measure(run, remat).flops == measure(in_plain_eager, stop).flops
 
 
 def without_its_last_product(x, w1, w2):

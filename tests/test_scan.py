@@ -27,7 +27,6 @@ from funcckpt import (
     scan,
     while_loop,
 )
-from funcckpt.core.dispatch import using
 from funcckpt.loops.schedules import Schedule, advances, choose, evaluations, kept, parts
 from funcckpt.meter import mark, measure
 from funcckpt.tape import recompute
@@ -117,17 +116,6 @@ def pairs(firsts, seconds):
 def test_transforms(transform, options):
     run = TRANSFORMS[transform]
     checkpointed = run(lambda *args: rnn(scan, *args, **options))
-    assert_same(checkpointed, run(lambda *args: rnn(plain_scan, *args)))
-
-
-@pytest.mark.parametrize("spelling", ["function", "generated"])
-@pytest.mark.parametrize("transform", ["grad", "vmap of grad", "hvp", "grad of grad"])
-def test_transforms_in_the_other_spellings(transform, spelling):
-    if spelling == "generated" and transform == "hvp":
-        return  # it has no forward mode
-    run = TRANSFORMS[transform]
-    with using(spelling):
-        checkpointed = run(lambda *args: rnn(scan, *args, checkpoints=3))
     assert_same(checkpointed, run(lambda *args: rnn(plain_scan, *args)))
 
 
@@ -528,15 +516,6 @@ def until(loop, w, x, xs, **options):
 def test_while_loop_under_transforms(transform, options):
     run = TRANSFORMS[transform]
     checkpointed = run(lambda *args: until(while_loop, *args, **options))
-    assert_same(checkpointed, run(lambda *args: until(None, *args)))
-
-
-@pytest.mark.parametrize("spelling", ["function", "generated"])
-@pytest.mark.parametrize("transform", ["grad", "vmap of grad", "grad of grad"])
-def test_while_loop_in_the_other_spellings(transform, spelling):
-    run = TRANSFORMS[transform]
-    with using(spelling):
-        checkpointed = run(lambda *args: until(while_loop, *args, checkpoints=3))
     assert_same(checkpointed, run(lambda *args: until(None, *args)))
 
 

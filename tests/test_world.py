@@ -912,7 +912,7 @@ BACKWARD_IN_INFERENCE_MODE = {
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("name", BACKWARD_IN_INFERENCE_MODE)
 @pytest.mark.parametrize("captured", [False, True], ids=["argument", "captured"])
-def test_backward_in_inference_mode(name, captured, implementation):
+def test_backward_in_inference_mode(name, captured):
     """Nothing is recorded there, and the recomputation has to be."""
 
     def run(wrap):

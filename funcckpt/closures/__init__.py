@@ -6,6 +6,6 @@ Read in this order: `code` (what code names), `find` (places, and whether they h
 
 from .code import count_as_own
 from .find import Found
-from .rebuild import Rebuilt, check_nothing_escaped
+from .rebuild import Rebuilt, stored
 
-__all__ = ["Found", "Rebuilt", "check_nothing_escaped", "count_as_own"]
+__all__ = ["Found", "Rebuilt", "count_as_own", "stored"]

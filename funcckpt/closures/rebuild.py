@@ -12,13 +12,11 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _torch
-from ..errors import EscapeError, describe
 from .code import is_library, slots_of
 from .find import (
     ATOMS,
@@ -272,16 +270,8 @@ def _is_made_anew(node: Node, name: Any) -> bool:
     return any(key.startswith(f"{name}_") for key in node.value._parameters)
 
 
-def check_nothing_escaped(found: Found, name: str, given: Iterable[Tensor]) -> bool:
-    """After the first run: has f stored a tensor that belongs to its inside? Whether it has stored anything.
-
-    Raises
-    ------
-    EscapeError
-        Its gradient would be lost.
-    """
-    changed = found.changed()
-    inside = {id(x) for x in given} if changed else set()
+def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that f has stored in what has changed in its first run, and where."""
     for number in changed:
         node = found.nodes[number]
         of_library = isinstance(node.value, nn.Module) and is_library(type(node.value).__module__)
@@ -291,10 +281,5 @@ def check_nothing_escaped(found: Found, name: str, given: Iterable[Tensor]) -> b
             if of_library and not isinstance(value, Tensor):
                 continue  # it stores what it likes, as LSTM does for _flat_weights
             for x in Found(value, everything=True).tensors.values():
-                if id(x) not in found.tensors and (id(x) in inside or _torch.constant_of(x) is None):
-                    raise EscapeError(
-                        f"remat({name}) stores a tensor ({describe(x)}) as {found.path(number, key)}. It "
-                        "belongs to the inside of the checkpoint, and its gradient would be lost: return it "
-                        "from the function, or store a detached copy."
-                    )
-    return bool(changed)
+                if id(x) not in found.tensors:
+                    yield x, found.path(number, key)

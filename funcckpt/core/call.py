@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .. import _torch, world
-from ..closures import Found, Rebuilt, check_nothing_escaped
-from ..errors import CheckpointError, ClosureError, InputError, MutationError, describe
+from ..closures import Found, Rebuilt, stored
+from ..errors import CheckpointError, ClosureError, EscapeError, InputError, MutationError, describe
 from ..policies.chooser import Chooser
 from ..tape import drawing, recording
 from . import dispatch
@@ -72,7 +72,6 @@ class Call(Leaf):
         super().__init__()
         self._name, self._options = name, options
         self.code = code_of(f)
-        lifts_all = lifts_all or dispatch.is_by_function()
         self._arguments = arguments = Arguments(
             name, args, kwargs, options.static_argnums, options.static_argnames
         )
@@ -149,7 +148,7 @@ class Call(Leaf):
                 with _torch.without_levels():
                     pure[i] = x.clone()
         try:
-            outputs = dispatch.call(self, pure)
+            outputs = dispatch.bind(self, pure)
         finally:
             # What is kept belongs to the graph from here on.
             if self.kept is not None:
@@ -303,10 +302,22 @@ class Call(Leaf):
                 self._was_updated.add(i)
         self._outputs = Outputs(self._name, out, [*inputs, *[x for x, _ in self._constants]])
         outputs = self._outputs.take()
-        self.has_assigned = check_nothing_escaped(found, self._name, inputs)
+        self._check_nothing_escaped(inputs)
         if self._options.determinism_check == "values" and not _torch.is_tracing():
             self._values = [_torch.physical(y.detach().clone()) for y in outputs]
         return (*outputs, *[inputs[i] for i in self._rebound])
+
+    def _check_nothing_escaped(self, inputs: Tensors) -> None:
+        changed = self._found.changed()
+        self.has_assigned = bool(changed)
+        inside = {*map(id, inputs)} if changed else ()
+        for x, where in stored(self._found, changed):
+            if id(x) in inside or _torch.constant_of(x) is None:
+                raise EscapeError(
+                    f"remat({self._name}) stores a tensor ({describe(x)}) as {where}. It belongs to the "
+                    "inside of the checkpoint, and its gradient would be lost: return it from the function, "
+                    "or store a detached copy."
+                )
 
     def _labels(self) -> list[int]:
         """What tells inputs and constants from each other in every run."""

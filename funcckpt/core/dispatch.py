@@ -9,16 +9,12 @@ level and call, and with what that route cannot express:
 * `torch.func.functionalize` has a rule;
 * under randomness="different" the rule for vmap is reached although no input is batched;
 * the last backward of `torch.func.grad` records nothing at its own level.
-
-`using("function")` and `using("generated")` choose the spellings of `primitive` instead.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -28,7 +24,7 @@ from torch.autograd import forward_ad
 
 from .. import _torch
 from ..tape import recompute, recording
-from . import net, primitive
+from . import net
 from .program import (
     Functional,
     Jvp,
@@ -44,52 +40,6 @@ from .program import (
     recorded,
     zeros_for_none,
 )
-
-_IMPLEMENTATIONS = {"function": primitive.Remat, "generated": primitive.GeneratedRemat}
-_implementation: ContextVar[str] = ContextVar("funcckpt_implementation", default="direct")
-
-
-@contextmanager
-def using(implementation: str) -> Iterator[None]:
-    """Choose how remat is dispatched inside a block, in this thread.
-
-    Parameters
-    ----------
-    implementation : {"direct", "function", "generated"}
-        "direct" applies the rules to functorch's interpreters and is the default. "function" is a
-        `torch.autograd.Function` with hand-written vmap and jvp rules, on public API. "generated"
-        is the same with `generate_vmap_rule=True`, and has no forward mode.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from funcckpt import remat
-    >>> from funcckpt.core.dispatch import using
-    >>> with using("function"):
-    ...     torch.func.grad(remat(torch.sin))(torch.tensor(0.0))
-    tensor(1.)
-    """
-    if implementation != "direct" and implementation not in _IMPLEMENTATIONS:
-        known = ", ".join(repr(name) for name in ("direct", *_IMPLEMENTATIONS))
-        raise ValueError(f"unknown implementation {implementation!r}; known are {known}")
-    token = _implementation.set(implementation)
-    try:
-        yield
-    finally:
-        _implementation.reset(token)
-
-
-def is_by_function() -> bool:
-    """Whether an autograd.Function carries out the rules, which sees explicit inputs alone."""
-    return _implementation.get() != "direct"
-
-
-def call(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    """Run `program` on `inputs` under whatever transforms are active, keeping only `inputs`."""
-    implementation = _implementation.get()
-    if implementation == "direct":
-        return bind(program, inputs)
-    return primitive.call(_IMPLEMENTATIONS[implementation], program, inputs)
 
 
 def bind(program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None) -> Tensors:

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from ..core import dispatch, net, primitive
+from ..core import dispatch, net
 from ..core.call import Call, Options
+from ..core.primitive import Remat
 from ..core.program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
 from ..errors import InputError, OptionError, describe
 from ..remat import _name_and_check
@@ -242,7 +243,7 @@ class _Symmetric(torch.autograd.Function):
             return tuple(gradients)
         pullback = program.pullback(ctx.home, wrt, of)
         arguments = [*inputs[: program.arity], *[ct for ct in cotangents if ct is not None]]
-        found = iter(dispatch.call(pullback, arguments))
+        found = iter(dispatch.bind(pullback, arguments))
         for i, connected in zip(wrt, pullback.connected, strict=True):
             if connected:
                 gradients[i + 1] = next(found)
@@ -276,6 +277,5 @@ class _Symmetric(torch.autograd.Function):
         inputs = ctx.saved_tensors
         along = tuple([i for i, t in enumerate(tangents) if t is not None])
         jvp = Jvp(ctx.program, ctx.home, len(inputs), along)
-        # Forward mode is switched off in here; a Function finds its levels all the same.
-        outputs = primitive.apply(primitive.Remat, jvp, [*inputs, *[t for t in tangents if t is not None]])
+        outputs = Remat.apply(jvp.run, *inputs, *[t for t in tangents if t is not None])
         return tuple(zeros_for_none(*jvp.split(outputs)))
