@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from . import _torch
-from .tape.flops import flops_of
+from .tape.operators import flops_of
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
 

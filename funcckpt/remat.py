@@ -23,8 +23,7 @@ from . import _torch, compiled
 from .closures import count_as_own
 from .core.call import Call, Options
 from .errors import CheckpointError, InputError
-from .policies.chooser import Policy
-from .policies.policies import chooser_of
+from .policies.policies import Policy, chooser_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

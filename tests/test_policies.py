@@ -20,8 +20,7 @@ from funcckpt import (
 )
 from funcckpt.errors import FuncckptError, InputError, OptionError
 from funcckpt.meter import mark, measure
-from funcckpt.policies.names import current_name
-from funcckpt.policies.policies import chooser_of
+from funcckpt.policies.policies import chooser_of, current_name
 from funcckpt.tape import recompute, recording
 
 

@@ -21,8 +21,9 @@ from torch.nn.parameter import is_lazy
 from .. import _torch, world
 from ..closures import Found, Rebuilt, stored
 from ..errors import CheckpointError, ClosureError, EscapeError, InputError, MutationError, describe
-from ..policies.chooser import Chooser
+from ..policies.policies import Chooser
 from ..tape import drawing, recording
+from ..tape.tape import watch_of
 from . import dispatch
 from .flat import Arguments, Outputs
 from .net import LEAF, Edge, edges_of
@@ -247,8 +248,6 @@ class Call(Leaf):
             inputs = tuple([x.clone() if i in self._rebound else x for i, x in enumerate(inputs)])
             inputs = tuple([self._in_place.get(i, x) for i, x in enumerate(inputs)])
             self._buffers, self._in_place = {*self._rebound, *self._in_place}, {}
-        if (watch := recording.watch_of(self)) is not None:
-            watch.label(self._labels(), [*inputs, *[x for x, _ in self._constants]])
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         updates = self._before_updates()
@@ -270,6 +269,8 @@ class Call(Leaf):
             f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
             args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
             content = self._arguments.content(args, kwargs)
+            if (watch := watch_of(self)) is not None:
+                watch.begin([*inputs, *[x for x, _ in self._constants]])
             try:
                 out = (forward or f)(*args, **kwargs)
             except RuntimeError as error:
@@ -318,10 +319,6 @@ class Call(Leaf):
                     "inside of the checkpoint, and its gradient would be lost: return it from the function, "
                     "or store a detached copy."
                 )
-
-    def _labels(self) -> list[int]:
-        """What tells inputs and constants from each other in every run."""
-        return [*range(-len(self._attributes), 0), *[id(x) for x, _ in self._constants]]
 
     def _before_updates(self) -> dict[int, _Update]:
         """Buffers of modules that are training, as they are: f may update them, and must not do so twice."""
@@ -406,8 +403,6 @@ class Call(Leaf):
         for ref, version, i in self._plain:
             if (x := ref()) is not None and _version(x) != version and i not in self._buffers:
                 raise self._changed_between(self.where(i), x)
-        if (watch := recording.watch_of(self)) is not None:
-            watch.label(self._labels(), [*inputs, *[x for x, _ in self._constants]])
         for x, attributes in zip(inputs, self._attributes, strict=True):
             _dress(x, attributes)
         if self._buffers:
@@ -444,6 +439,8 @@ class Call(Leaf):
             f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
             args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
             del inputs, mapped, others, static
+            if (watch := watch_of(self)) is not None:
+                watch.begin()
             out = f(*args, **kwargs)
             if draws and self._drawn is None and self._ends:
                 self._check_streams()

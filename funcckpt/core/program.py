@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from .. import _torch
 from ..errors import CheckpointError, ClosureError, describe
 from ..tape import recompute, recording
+from ..tape.tape import watch_of
 
 Tensors = tuple[Tensor, ...]
 
@@ -201,7 +202,7 @@ class Recording(_Derived):
                 used = {id(x) for x in _torch.leaves_of(outputs)}.union(dropped or ())
                 at = zip(self.differentiated, leaves, strict=True)
                 self.unused = [i for i, x in at if i >= self.source.arity and id(x) not in used]
-            if (watch := recording.watch_of(self.source)) is not None:
+            if (watch := watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(_torch.require_grad, outputs),)
             return tuple(_torch.unwrapped_for_grad(outputs, level))
@@ -328,7 +329,8 @@ class Vjp(_Derived):
             first = self._captured_from()
             own = {id(x) for x in primals[first:] if _is_own_leaf(x)}
             originals = [x for i in self.wrt if (x := primals[i]).requires_grad and id(x) not in own]
-        with _NOWHERE if (replay := recompute.replay_of(source)) is None else replay.recording():
+        replay = watch_of(source)
+        with replay.recording() if isinstance(replay, recompute.Replay) else _NOWHERE:
             if is_plain:
                 outputs, leaves = self._record_plain(primals, nested)
             else:

@@ -307,7 +307,7 @@ class _Block(TorchDispatchMode):
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
         # As they are before it: it may exchange or resize their storage.
         views = {i: _View.of(made, x) for i, x in tensors.items() if (made := self._own(x)) is not None}
-        targets = {id(x) for x, _ in written(func, args, kwargs)}
+        targets = set(map(id, written(func, args, kwargs)))
         changed = [i for i, x in tensors.items() if id(x) in targets]
         streams = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)

@@ -22,9 +22,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 from .. import _torch, world
 from ..errors import CheckpointError, MutationError, OptionError, describe
-from ..policies.chooser import Chooser, as_function
-from ..policies.names import current_name
 from ..policies.offload import Offloaded, is_far
+from ..policies.policies import Chooser, as_function, current_name
 from ..tape.operators import (
     StorageTable,
     TensorMeta,
@@ -174,7 +173,7 @@ class Forward(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x, _ in written(func, args, kwargs):
+        for x in written(func, args, kwargs):
             if (memory := self._memory.get(x)) is not None:
                 memory.meta = None
                 with torch.no_grad(), _torch.without_dispatch_modes():
@@ -192,7 +191,7 @@ class Forward(TorchDispatchMode):
         outs = (out,) if call.is_alone else out
         # In place or on the memory that it was given: it is run again in any case, since what comes after it
         # may read or write that memory, which in the recomputation is another. A view costs nothing.
-        is_new = kind_of_call(func, args, kwargs) not in ("view", "writes", "asks")
+        is_new = kind_of_call(func, args, kwargs) not in ("view", "writes")
         for y in outs:
             if isinstance(y, Tensor) and is_plain(y):
                 if address_of(y) in given or self._memory.get(y) is not None:

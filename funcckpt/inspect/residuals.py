@@ -41,7 +41,7 @@ from .. import _torch, world
 from ..closures import Found
 from ..errors import InputError
 from ..meter import storages
-from ..policies.names import current_name
+from ..policies.policies import current_name
 from ..tape.operators import StorageTable, run_operator
 from .graph import Walk
 

@@ -21,9 +21,8 @@ from .. import _torch
 from ..closures import Found
 from ..errors import InputError, OptionError, describe
 from ..policies.budget import Budget
-from ..policies.chooser import Policy
 from ..policies.offload import Stored, check_place, store
-from ..policies.policies import chooser_of
+from ..policies.policies import Policy, chooser_of
 from ..remat import remat
 from .measure import as_many_as_fit, leaving_nothing, tensors_of
 from .schedules import PLAIN, Schedule, choose, evaluations, fewest, parts, repetitions

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError, OptionError, describe
-from ..policies.chooser import Policy
 from ..policies.offload import fetch
+from ..policies.policies import Policy
 
 __all__ = ["Loop", "as_tensor", "check_carry", "concatenate", "in_words", "record", "split", "stack", "step"]
 

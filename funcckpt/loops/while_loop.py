@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _torch, world
 from ..errors import InputError, MutationError, describe
-from ..policies.chooser import Policy
+from ..policies.policies import Policy
 from .measure import leaving_nothing
 from .scan import keeps_nothing, loop_of, number_of_steps, start
 from .schedules import choose

@@ -19,11 +19,11 @@ torch.Size([2, 3])
 """
 
 from .budget import budget
-from .chooser import Policy
-from .names import checkpoint_name
 from .policies import (
+    Policy,
     checkpoint_dots,
     checkpoint_dots_with_no_batch_dims,
+    checkpoint_name,
     dots_saveable,
     dots_with_no_batch_dims_saveable,
     everything_saveable,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import OptionError
-from .chooser import Call, Chooser, Decision, Place
-from .policies import is_dot, is_product
+from ..tape.tape import Call, Place, recomputed
+from .policies import Chooser, Decision, is_dot, is_product
 
 
 def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget:
@@ -27,22 +28,10 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     fraction : float
         The same as a part of all that the backward reads: 0 keeps nothing, 1 recomputes nothing.
 
-    Returns
-    -------
-    Budget
-        A policy, for `remat`.
-
-    Raises
-    ------
-    OptionError
-        Neither or both are given, or one is out of its range.
-
     Notes
     -----
-    The sets considered are those of the Pareto frontier of bytes against FLOPs, found as Nemhauser and
-    Ullmann (1969) find that of a knapsack: exact where what two values save adds up, and never worse than
-    `dots_saveable`, `dots_with_no_batch_dims_saveable` and `everything_saveable` where these fit. More
-    budget never means more FLOPs.
+    Never worse than `dots_saveable`, `dots_with_no_batch_dims_saveable` and `everything_saveable` where these
+    fit. More budget never means more FLOPs.
 
     Examples
     --------
@@ -67,8 +56,8 @@ class Budget(Chooser):
     def __init__(self, limit: int | None, fraction: float | None) -> None:
         self._limit = limit
         self._fraction = fraction
-        # What was chosen for a function and what its inputs look like.
-        self.plans: dict[Any, _Plan] = {}
+        # By function and looks of its inputs: the outputs that were chosen, by the number of the call.
+        self.plans: dict[Any, dict[int, list[int]]] = {}
 
     def __repr__(self) -> str:
         given = f"bytes={self._limit}" if self._fraction is None else f"fraction={self._fraction}"
@@ -83,17 +72,7 @@ class Budget(Chooser):
         return _BudgetOfCall(self, signature)
 
     def limit(self, everything: int) -> int:
-        if self._limit is not None:
-            return self._limit
-        assert self._fraction is not None
-        return int(self._fraction * everything)
-
-
-class _Plan(NamedTuple):
-    """What is kept of a function: of which operators, with the bytes of their results."""
-
-    kept: frozenset[Place]
-    calls: dict[int, tuple[Any, dict[int, int]]]
+        return int((self._fraction or 0) * everything) if self._limit is None else self._limit
 
 
 class _BudgetOfCall(Chooser):
@@ -105,27 +84,25 @@ class _BudgetOfCall(Chooser):
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
         return None
 
-    def wants(self, index: int, func: Any, sizes: dict[int, int]) -> bool:
-        if self._plan is None:
-            return True
-        if index not in self._plan.calls:
-            return False
-        planned, planned_sizes = self._plan.calls[index]
-        as_planned = planned is func and planned_sizes.items() <= sizes.items()
-        if not as_planned:
-            # Something else decides what f does (an argument that is no tensor): measure again next time.
-            self._budget.plans.pop(self._signature, None)
-        return as_planned
+    def wants(self, call: Call) -> bool:
+        return self._plan is None or call.number in self._plan
 
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
-        if self._plan is not None:
-            return self._plan.kept
-        frontier = Frontier(calls, read, [is_dot, is_product])
-        chosen = frontier.best(self._budget.limit(frontier.everything))
-        if len(self._budget.plans) >= _MANY:
-            self._budget.plans.clear()
-        planned = {index: (calls[index].func, calls[index].sizes) for index, _ in chosen}
-        self._budget.plans[self._signature] = _Plan(chosen, planned)
+        plans, plan = self._budget.plans, self._plan
+        if plan is not None:
+            found = {index: call.number for index, call in enumerate(calls) if call.number in plan}
+            if len(found) < len(plan):
+                # Something else decides what f does (an argument that is no tensor): measure again next time.
+                plans.pop(self._signature, None)
+            return frozenset([(index, i) for index, number in found.items() for i in plan[number]])
+        sets, everything = frontier(calls, read)
+        limit = self._budget.limit(everything)
+        chosen = min([s for s in sets if s.bytes <= limit], key=lambda s: (s.cost, s.bytes)).places
+        if len(plans) >= _MANY:
+            plans.clear()
+        plan = plans[self._signature] = {}
+        for index, i in chosen:
+            plan.setdefault(calls[index].number, []).append(i)
         return chosen
 
 
@@ -133,27 +110,6 @@ _MANY = 1024
 # So many sets are compared, and each of them with so many more values.
 _SETS = 128
 _VALUES = 64
-
-
-def recomputed(
-    calls: Sequence[Call], read: Set[Place], kept: Set[Place] = frozenset()
-) -> tuple[set[Place], set[int]]:
-    """Which of the kept values are of use to a backward that reads `read`, and which calls it runs again."""
-    used: set[Place] = set()
-    again: set[int] = set()
-    pending = list(read)
-    seen = set(pending)
-    while pending:
-        place = pending.pop()
-        if place in kept:
-            used.add(place)
-        elif place[0] not in again:
-            again.add(place[0])
-            for other in calls[place[0]].needs:
-                if other not in seen:
-                    seen.add(other)
-                    pending.append(other)
-    return used, again
 
 
 class _Set(NamedTuple):
@@ -164,77 +120,41 @@ class _Set(NamedTuple):
     places: frozenset[Place]
 
 
-class Frontier:
-    """The sets of values of which none is better both in bytes and in recomputation.
+def frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set], int]:
+    """The sets of values of which none is better both in bytes and in recomputation, and the bytes of all.
 
     Found value by value, after Nemhauser and Ullmann, "Discrete dynamic programming and capital
     allocation" (1969): a set that is worse than another in both is not pursued. That is exact where what
     values save adds up. What one saves may depend on another (if a product and its sine are kept, the
     product is of no use), so the recomputation of each set is counted, and not added up.
-
-    Parameters
-    ----------
-    calls : sequence of Call
-        The forward.
-    read : frozenset of places
-        What the backward reads.
-    named : sequence of callables
-        Kinds of operators; the set of the results of each is considered as well.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        read: frozenset[Place],
-        named: Sequence[Callable[[Any], bool]] = (),
-    ) -> None:
-        self._calls = calls
-        self._read = read
-        _, again = recomputed(calls, read)
-        # All that is computed again if nothing is kept, by call: its outputs that are asked for.
-        asked: dict[int, set[Place]] = {call: set() for call in again}
-        for place in {*read, *[p for call in again for p in calls[call].needs]}:
-            asked.setdefault(place[0], set()).add(place)
-        values = {
-            call: frozenset(places)
-            for call, places in asked.items()
-            if all(i in calls[call].sizes for _, i in places)
-        }
-        everything = self._set(frozenset(p for p in read if p[1] in calls[p[0]].sizes))
-        self.everything = everything.bytes
-        found = [self._set(frozenset())]
-        single = {call: self._set(places) for call, places in values.items() if places}
-        nothing = found[0].cost
-        # Those first that save most for a byte.
-        order = sorted(
-            single,
-            key=lambda call: _saves(nothing, single[call].cost) / max(single[call].bytes, 1),
-            reverse=True,
-        )
-        for call in order[:_VALUES]:
-            found += [self._set(s.places | values[call]) for s in found]
-            found = _best(found)
-        fixed = [
-            self._set(frozenset().union(*[values[c] for c in values if kind(calls[c].func)]))
-            for kind in named
-        ]
-        self._sets = _pareto([*found, everything, *fixed])
-
-    def _set(self, places: frozenset[Place]) -> _Set:
-        used, again = recomputed(self._calls, self._read, places)
-        size = sum(self._calls[call].sizes[i] for call, i in used)
-        flops = sum(self._calls[call].flops for call in again)
-        moved = sum(sum(self._calls[call].sizes.values()) for call in again)
+    def of(places: Iterable[Place]) -> _Set:
+        used, again = recomputed(calls, read, frozenset(places))
+        size = sum([calls[call].sizes[i] for call, i in used])
+        flops = sum([calls[call].flops for call in again])
+        moved = sum([sum(calls[call].sizes.values()) for call in again])
         return _Set(size, (flops, moved), frozenset(used))
 
-    def best(self, limit: int) -> frozenset[Place]:
-        """The set with the least recomputation that takes no more than so many bytes."""
-        return min([s for s in self._sets if s.bytes <= limit], key=lambda s: (s.cost, s.bytes)).places
+    nothing = of(())
+    everything = of([(call, i) for call, i in read if i in calls[call].sizes])
+    # What is computed again if nothing is kept, by call: its outputs that are asked for.
+    asked: dict[int, set[Place]] = defaultdict(set)
+    for place in read.union(*[calls[call].needs for call in recomputed(calls, read)[1]]):
+        asked[place[0]].add(place)
+    values = {call: p for call, p in asked.items() if all(i in calls[call].sizes for _, i in p)}
 
+    def worth(call: int) -> float:
+        # What is saved for a byte. A byte that is written costs about as much as some FLOPs.
+        size, cost, _ = of(values[call])
+        return (nothing.cost[0] - cost[0] + (nothing.cost[1] - cost[1]) / 16) / max(size, 1)
 
-def _saves(nothing: tuple[int, int], cost: tuple[int, int]) -> float:
-    # A byte that is written costs about as much as some FLOPs.
-    return nothing[0] - cost[0] + (nothing[1] - cost[1]) / 16
+    found = [nothing]
+    for call in sorted(values, key=worth, reverse=True)[:_VALUES]:
+        found = _thinned(_pareto([*found, *[of(s.places | values[call]) for s in found]]))
+    for kind in (is_dot, is_product):
+        found.append(of([place for call, p in values.items() if kind(calls[call].func) for place in p]))
+    return _pareto([*found, everything]), everything.bytes
 
 
 def _pareto(sets: Iterable[_Set]) -> list[_Set]:
@@ -245,10 +165,7 @@ def _pareto(sets: Iterable[_Set]) -> list[_Set]:
     return front
 
 
-def _best(sets: Iterable[_Set]) -> list[_Set]:
-    """The frontier; if it is long, sets all along it."""
-    front = _pareto(sets)
-    if len(front) <= _SETS:
-        return front
-    step = (len(front) - 1) / (_SETS - 1)
-    return [front[round(i * step)] for i in range(_SETS)]
+def _thinned(front: list[_Set]) -> list[_Set]:
+    """Sets all along a frontier, if it is long."""
+    step = max((len(front) - 1) / (_SETS - 1), 1)
+    return [front[round(i * step)] for i in range(min(len(front), _SETS))]

@@ -7,6 +7,7 @@ mapped into memory: the system writes it out, and reads it again, as it sees fit
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import weakref
@@ -19,10 +20,6 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from ..errors import OptionError
 
-__all__ = ["Stored", "check_place", "fetch", "store"]
-
-_PLACES = ("host", "disk")
-
 
 class Stored(NamedTuple):
     """A tree whose tensors are elsewhere; `devices` says where each leaf has been."""
@@ -32,7 +29,7 @@ class Stored(NamedTuple):
 
 
 def check_place(place: str | None, name: str) -> None:
-    if place is not None and place not in _PLACES:
+    if place not in (None, "host", "disk"):
         raise OptionError(f"{name}: offload={place!r} is none of None, 'host' and 'disk'.")
 
 
@@ -45,9 +42,9 @@ def store(tree: Any, place: str) -> Stored:
     {'x': tensor([0, 1, 2])}
     """
     leaves, structure = pytree.tree_flatten(tree)
-    devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
     if place == "disk" and any(layer.kind == "functionalize" for layer in _torch.active_layers()):
         raise OptionError('offload="disk" maps files, which torch.func.functionalize cannot. Take "host".')
+    devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
     move = _MapToDisk.apply if place == "disk" else lambda x: x.to("cpu", copy=True)
     moved = [move(x) if isinstance(x, Tensor) else x for x in leaves]
     return Stored(pytree.tree_unflatten(moved, structure), devices)
@@ -59,10 +56,8 @@ def fetch(tree: Any) -> Any:
         return tree
     leaves, structure = pytree.tree_flatten(tree.tree)
     # What is mapped is read into memory once, and not by each operator.
-    back = [
-        x.to(device, copy=True) if isinstance(x, Tensor) else x
-        for x, device in zip(leaves, tree.devices, strict=True)
-    ]
+    at = zip(leaves, tree.devices, strict=True)
+    back = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x, device in at]
     return pytree.tree_unflatten(back, structure)
 
 
@@ -86,8 +81,7 @@ class _MapToDisk(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:
         # Forward mode is switched off in here; a Function finds its levels all the same.
-        mapped: Tensor = _MapToDisk.apply(tangent)
-        return mapped
+        return _MapToDisk.apply(tangent)  # type: ignore[no-any-return]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
@@ -96,7 +90,7 @@ class _MapToDisk(torch.autograd.Function):
 
 def _mapped(x: Tensor) -> Tensor:
     if x.numel() == 0 or x.is_meta:
-        return x.to("cpu", copy=True) if not x.is_meta else x.clone()
+        return x.clone() if x.is_meta else x.to("cpu", copy=True)
     handle, path = tempfile.mkstemp(prefix="funcckpt-")
     os.close(handle)
     try:
@@ -185,13 +179,7 @@ def _copy(target: Tensor, source: Tensor, device: torch.device) -> Any:
         return side.record_event()
 
 
-_side_streams: dict[torch.device, Any] = {}
-
-
+@functools.cache
 def _side_stream(device: torch.device) -> Any:
     """A stream for copies; None where there are none, or no pinned memory."""
-    if device.type != "cuda":
-        return None
-    if device not in _side_streams:
-        _side_streams[device] = torch.Stream(device)
-    return _side_streams[device]
+    return torch.Stream(device) if device.type == "cuda" else None

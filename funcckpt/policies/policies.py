@@ -1,36 +1,179 @@
-"""Policies by operators and by names."""
+"""Policies by operators and by names, and how the forward asks them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from ..errors import InputError, OptionError
-from .chooser import FORBID, KEEPS, OFFLOADS, Chooser, Policy, as_function
-from .names import current_name
+from .. import _torch
+from ..errors import FuncckptError, InputError, OptionError, describe
+from ..tape.tape import Call, Place
+
+T = TypeVar("T")
+Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any]
+_Made = Callable[..., CheckpointPolicy]
 
 _KEEP = CheckpointPolicy.PREFER_SAVE
 _OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
 _LEAVE = CheckpointPolicy.PREFER_RECOMPUTE
+# Of a name: not even if the operator that has made the value is to be kept.
+_FORBID = CheckpointPolicy.MUST_RECOMPUTE
+_KEEPS = (CheckpointPolicy.MUST_SAVE, _KEEP, True)
+_OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, _OFFLOAD)
 
 aten = torch.ops.aten
 
+# -- names ----------------------------------------------------------------------------------------------
+
+
+class _Current(threading.local):
+    name: str | None = None
+
+
+_current = _Current()
+
+
+def checkpoint_name(x: T, name: str) -> T:
+    """Label a value, so that policies and reports can speak of it. The identity for everyone else.
+
+    The counterpart of `jax.ad_checkpoint.checkpoint_name`. `x` is a pytree of tensors of any shapes, and so
+    is the result. Several values may have the same name. Under `torch.func.vmap` the batched value is
+    labelled; in forward mode the primal, and not its tangent. It costs nothing where no policy looks.
+
+    >>> import torch
+    >>> from funcckpt import checkpoint_name
+    >>> def block(x, w):
+    ...     return torch.tanh(checkpoint_name(x @ w, "projected"))
+    >>> block(torch.zeros(2, 3), torch.ones(3, 4)).shape
+    torch.Size([2, 4])
+    """
+    if not isinstance(name, str):
+        what = describe(name) if isinstance(name, Tensor) else repr(name)
+        raise InputError(f"checkpoint_name takes a value and then its name, a string, not {what}.")
+    looked_at = any([getattr(mode, "sees_names", False) for mode in _torch.dispatch_modes()])
+    if torch.compiler.is_compiling() or not looked_at:
+        return x
+    before, _current.name = _current.name, name
+    try:
+        named: T = pytree.tree_map_only(Tensor, aten.alias.default, x)
+    finally:
+        _current.name = before
+    return named
+
+
+def current_name() -> str | None:
+    """The name that is being given, asked by a dispatch mode as it is handed an operator.
+
+    A name arrives as `aten.alias` of the labelled tensor, below autograd and all transforms, in modes that
+    have an attribute `sees_names = True`: only while one of them is active is there such an operator.
+    """
+    return _current.name
+
+
+# -- how a policy is asked ---------------------------------------------------------------------------------
+
+
+class Decision(NamedTuple):
+    """What to do with the results of an operator."""
+
+    keep: bool
+    offload: bool = False
+    # Whether a name that is not to be kept forbids to keep the value on any other grounds.
+    forbid: bool = False
+
+
+class Chooser:
+    """Asks a policy about one operator after the other."""
+
+    def __init__(self, policy: Callable[..., Any], title: str) -> None:
+        self.policy = policy
+        self._title = title
+
+    def for_call(self, signature: Any) -> Chooser:
+        """What to ask in one call of f; `signature` is its code, and what its inputs look like."""
+        return self
+
+    def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
+        """What to do with what an operator returned; for `aten.alias` with a name, with what is named.
+
+        None where that is left to `wants` and `choose`.
+        """
+        if func in SAC_IGNORED_OPS:
+            return None
+        # Of torch's versions some give a context the result, and some do not know it.
+        ctx: Any = SelectiveCheckpointContext.__new__(SelectiveCheckpointContext)
+        ctx.is_recompute, ctx.op_output, ctx.name = False, out, current_name()
+        try:
+            answer = self.policy(ctx, func, *args, **kwargs)
+        except TypeError as error:  # which Python takes for "unsupported operand" where it asks for `a * b`
+            raise FuncckptError(
+                f"{self._title}: the policy raised {error!r} for {func}. It is called as "
+                "policy(ctx, op, *args, **kwargs). Call what makes a policy, such as save_only_these_names."
+            ) from error
+        if answer in _KEEPS:
+            return Decision(keep=True)
+        if answer in _OFFLOADS:
+            return Decision(keep=True, offload=True)
+        if not isinstance(answer, (bool, CheckpointPolicy, type(None))):
+            raise FuncckptError(
+                f"{self._title}: the policy returned {answer!r} for {func}, no CheckpointPolicy."
+            )
+        return Decision(keep=False, forbid=answer is _FORBID)
+
+    def wants(self, call: Call) -> bool:
+        """Whether the results of a call may be chosen in the end."""
+        return False
+
+    def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
+        """What to keep beside what was decided, given all calls and the values that the backward reads."""
+        return frozenset()
+
+
+def as_function(policy: Any, title: str) -> Callable[..., Any]:
+    """A policy of either form as a function."""
+    if callable(policy):
+        return policy  # type: ignore[no-any-return]
+    if not isinstance(policy, (list, tuple, set, frozenset)):
+        raise InputError(
+            f"{title}: a policy is either a function or a list of ops, not {type(policy).__name__}: write "
+            "policy(ctx, op, *args, **kwargs), or [torch.ops.aten.mm.default]."
+        )
+    for op in policy:
+        if not isinstance(op, _torch.OPERATORS):
+            # In torch's words, by which programs tell this error.
+            words = f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}."
+            if hasattr(op, "default"):
+                words += (
+                    f" Please update the OpOverloadPacket to a specific OpOverload, such as {op}.default."
+                )
+            raise OptionError(words)
+    saved = frozenset(policy)
+    return lambda ctx, op, *args, **kwargs: op in saved
+
+
+def chooser_of(policy: Any, title: str) -> Chooser | None:
+    """What asks a policy in the forward; None if there is nothing to ask."""
+    if policy is None or policy is nothing_saveable:
+        return None
+    function = as_function(policy, title)
+    return function if isinstance(function, Chooser) else Chooser(function, title)
+
+
+# -- the policies ------------------------------------------------------------------------------------------
+
 # Without batch dimensions, with them, attention and convolutions.
 _PRODUCTS = frozenset((aten.mm, aten.addmm, aten.mv, aten.addmv, aten.dot, aten.vdot, aten._addmm_activation))
+_ATTENTION = ("flash", "efficient", "cudnn")
 _DOTS = _PRODUCTS | {
-    aten.bmm,
-    aten.baddbmm,
-    aten.addbmm,
-    aten.convolution,
-    aten._convolution,
-    aten.cudnn_convolution,
-    aten._scaled_dot_product_flash_attention,
+    *(aten.bmm, aten.baddbmm, aten.addbmm, aten.convolution, aten._convolution, aten.cudnn_convolution),
+    *[getattr(aten, f"_scaled_dot_product_{kind}_attention") for kind in _ATTENTION],
     aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_fused_attention_overrideable,
 }
 
@@ -73,9 +216,7 @@ checkpoint_dots = dots_saveable
 checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
-def offload_dot_with_no_batch_dims(
-    offload_src: str = "device", offload_dst: str = "pinned_host"
-) -> Callable[..., CheckpointPolicy]:
+def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "pinned_host") -> _Made:
     """Make a policy that keeps the same results in the memory of the host.
 
     `offload_src` and `offload_dst` are JAX's names of the memories; others than the defaults there are not.
@@ -88,7 +229,7 @@ def offload_dot_with_no_batch_dims(
     return lambda ctx, op, *args, **kwargs: _OFFLOAD if is_product(op) else _LEAVE
 
 
-def save_only_these_names(*names: str) -> Callable[..., CheckpointPolicy]:
+def save_only_these_names(*names: str) -> _Made:
     """Make a policy that keeps the values with these names, given by :func:`checkpoint_name`, and no others.
 
     >>> import torch
@@ -101,27 +242,27 @@ def save_only_these_names(*names: str) -> Callable[..., CheckpointPolicy]:
             [0., 0.]])
     """
     known = _names(names)
-    return _by_name(lambda name: _KEEP if name in known else _LEAVE, _LEAVE)
+    return _by_name(lambda name: _KEEP if name in known else _LEAVE)
 
 
-def save_any_names_but_these(*names: str) -> Callable[..., CheckpointPolicy]:
+def save_any_names_but_these(*names: str) -> _Made:
     """Make a policy that keeps the values that have a name, unless it is one of these.
 
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_any_names_but_these("attention"))
     """
     known = _names(names)
-    return _by_name(lambda name: FORBID if name in known else _KEEP, _LEAVE)
+    return _by_name(lambda name: _FORBID if name in known else _KEEP)
 
 
-def save_anything_except_these_names(*names: str) -> Callable[..., CheckpointPolicy]:
+def save_anything_except_these_names(*names: str) -> _Made:
     """Make a policy that keeps all that the backward reads, but for the values with these names.
 
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_anything_except_these_names("scores"))
     """
     known = _names(names)
-    return _by_name(lambda name: FORBID if name in known else _KEEP, _KEEP)
+    return _by_name(lambda name: _FORBID if name in known else _KEEP, _KEEP)
 
 
 def save_and_offload_only_these_names(
@@ -130,16 +271,11 @@ def save_and_offload_only_these_names(
     names_which_can_be_offloaded: Sequence[str],
     offload_src: str = "device",
     offload_dst: str = "pinned_host",
-) -> Callable[..., CheckpointPolicy]:
+) -> _Made:
     """Make a policy that keeps the values with some names where they are, and those with others on the host.
 
-    Raises
-    ------
-    OptionError
-        A name is in both, or `offload_src` and `offload_dst` are not the defaults: there are no others.
+    No name may be in both. `offload_src` and `offload_dst` are JAX's; others than the defaults there are not.
 
-    Examples
-    --------
     >>> from funcckpt import policies, remat
     >>> policy = policies.save_and_offload_only_these_names(
     ...     names_which_can_be_saved=["scores"], names_which_can_be_offloaded=["hidden"]
@@ -152,12 +288,10 @@ def save_and_offload_only_these_names(
         raise OptionError(
             f"save_and_offload_only_these_names: {sorted(saved & offloaded)} are to be saved and offloaded."
         )
-    return _by_name(
-        lambda name: _OFFLOAD if name in offloaded else _KEEP if name in saved else _LEAVE, _LEAVE
-    )
+    return _by_name(lambda name: _OFFLOAD if name in offloaded else _KEEP if name in saved else _LEAVE)
 
 
-def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> Callable[..., CheckpointPolicy]:
+def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
     """Make a policy that keeps what either of two keeps. What one saves and the other offloads is saved.
 
     >>> from funcckpt import policies, remat
@@ -172,17 +306,16 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> Callable[...,
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         said = [p(ctx, op, *args, **kwargs) for p in both]
-        for answers, meaning in ((KEEPS, _KEEP), (OFFLOADS, _OFFLOAD)):
-            if any(answer in answers for answer in said):
-                return meaning
-        return FORBID if said == [FORBID, FORBID] else _LEAVE
+        if any(answer in _KEEPS for answer in said):
+            return _KEEP
+        if any(answer in _OFFLOADS for answer in said):
+            return _OFFLOAD
+        return _FORBID if said == [_FORBID, _FORBID] else _LEAVE
 
     return policy
 
 
-def _by_name(
-    decide: Callable[[str], CheckpointPolicy], otherwise: CheckpointPolicy
-) -> Callable[..., CheckpointPolicy]:
+def _by_name(decide: Callable[[str], CheckpointPolicy], otherwise: CheckpointPolicy = _LEAVE) -> _Made:
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = current_name() if op is aten.alias.default else None
         return otherwise if name is None else decide(name)
@@ -198,14 +331,4 @@ def _names(names: Sequence[str]) -> frozenset[str]:
 
 def _check_places(source: str, destination: str) -> None:
     if source != "device" or destination != "pinned_host":
-        raise OptionError(
-            f"values are offloaded from 'device' to 'pinned_host', not from {source!r} to {destination!r}."
-        )
-
-
-def chooser_of(policy: Any, title: str) -> Chooser | None:
-    """What asks a policy in the forward; None if there is nothing to ask."""
-    if policy is None or policy is nothing_saveable:
-        return None
-    function = as_function(policy, title)
-    return function if isinstance(function, Chooser) else Chooser(function, title)
+        raise OptionError(f"offload from 'device' to 'pinned_host', not from {source!r} to {destination!r}.")

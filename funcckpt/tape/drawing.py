@@ -7,94 +7,64 @@ recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
 from ..errors import CheckpointError
-from .operators import kind_of_call, written
+from .operators import draws, kind_of_call, written
 
 
 class Drawn(TorchDispatchMode):
-    """What the random operators of a run have given, in their order."""
+    """What the random operators of a run have written and returned, in their order."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._results: list[_Result] = []
+        # What has drawn, what it has written, and what it has returned if that is something else.
+        self._results: list[tuple[Any, list[Tensor], Any]] = []
+        self._again: Iterator[tuple[Any, list[Tensor], Any]] | None = None
 
     @property
     def seen(self) -> bool:
         """Whether there were any."""
         return bool(self._results)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if _draws(func, args, kwargs):
-            targets = [x for x, _ in written(func, args, kwargs)]
-            # By their values: the tensors may be written to.
-            values, fresh = pytree.tree_map_only(
-                Tensor, _torch.traced_value, (targets, None if _is_one_of(out, targets) else out)
-            )
-            self._results.append(_Result(func, values, fresh))
-        return out
-
-    def replayed(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
         """Random operators give the same again."""
-        return _Replayed(self._name, self._results)
+        before, self._again = self._again, iter(self._results)
+        try:
+            with self:
+                yield
+        finally:
+            self._again = before
 
-
-class _Result(NamedTuple):
-    """What an operator has written, and what it has returned if that is something else."""
-
-    func: Any
-    written: list[Tensor]
-    returned: Any
-
-
-class _Replayed(TorchDispatchMode):
-    def __init__(self, name: str, results: Sequence[_Result]) -> None:
-        super().__init__()
-        self._name = name
-        self._results = iter(results)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _draws(func, args, kwargs):
+        if not draws(func, kind_of_call(func, args, kwargs)):
             return func(*args, **kwargs)
-        known = next(self._results, None)
-        if known is None or known.func is not func:
+        targets = written(func, args, kwargs)
+        if self._again is None:
+            out = func(*args, **kwargs)
+            returned = None if any(out is x for x in targets) else out
+            # By their values: the tensors may be written to.
+            values = pytree.tree_map_only(Tensor, _torch.traced_value, (targets, returned))
+            self._results.append((func, *values))
+            return out
+        known, values, returned = next(self._again, (None, [], None))
+        if known is not func:
             raise CheckpointError(
                 f"remat({self._name}): the recomputation draws random numbers by {func}, and the forward did "
-                f"by {'nothing' if known is None else known.func}. Draw them outside of the function, and "
-                "pass them as arguments."
+                f"by {known}. Draw them outside of the function, and pass them as arguments."
             )
-        targets = [x for x, _ in written(func, args, kwargs)]
-        for x, value in zip(targets, known.written, strict=True):
+        for x, value in zip(targets, values, strict=True):
             x.copy_(_torch.of_traced_value(value))
-        if known.returned is None:
+        if returned is None:
             return targets[0]
-        return pytree.tree_map_only(Tensor, _torch.of_traced_value, known.returned)
-
-
-def _is_one_of(out: Any, targets: Sequence[Tensor]) -> bool:
-    return any(out is x for x in targets)
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    return (
-        torch.Tag.nondeterministic_seeded in func.tags
-        # Attention may say so and draw nothing.
-        and kind_of_call(func, args, kwargs) != "pure"
-    )
+        return pytree.tree_map_only(Tensor, _torch.of_traced_value, returned)

@@ -10,53 +10,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .. import _torch
 
 T = TypeVar("T")
+aten = torch.ops.aten
 
-# They ask for shapes only, or give memory that nothing was written to.
-ALLOCATES = frozenset(
-    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-)
-_LIKE = frozenset(
-    (
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "new_empty_strided",
-    )
-)
-_ASKS = frozenset(("is_same_size", "_has_same_storage_numel"))
+# They look at tensors or at their memory in another shape, and their schemas do not say so.
+_VIEWS = frozenset(("_unsafe_view", "is_same_size", "_has_same_storage_numel"))
 # They write to running statistics, and their schemas do not say so.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
 _STATISTICS = frozenset(("running_mean", "running_var"))
-# The kinds of operators that may write to what they are given, and those that read no values.
-WRITE = frozenset(("writes", "other"))
-READ_NO_VALUES = frozenset(("view", "like", "asks"))
-# They return the memory that they were given, and their schemas do not say so either.
-_VIEWS = frozenset(("_unsafe_view",))
-# In-place operators after which nothing is left of what was there.
-FILLS = frozenset(
-    (
-        "zero_",
-        "fill_",
-        "copy_",
-        "bernoulli_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-    )
-)
+# The kinds of operators that read no values.
+READ_NO_VALUES = frozenset(("view", "like"))
 
 
 @functools.cache
@@ -65,87 +32,59 @@ def name_of(func: Any) -> str:
     return "" if schema is None else str(schema.name).partition("::")[2]
 
 
-def cached_by_identity(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """A function of operators, computed once for each. They are slow to hash."""
-    known: dict[int, tuple[Any, T]] = {}
-
-    @functools.wraps(function)
-    def cached(func: Any) -> T:
-        found = known.get(id(func))
-        if found is None:
-            found = known[id(func)] = func, function(func)  # whose id stays its own
-        return found[1]
-
-    return cached
-
-
-@cached_by_identity
+@functools.cache
 def kind_of(func: Any) -> str:
-    """ "pure", "custom" (pure, as its schema says), "random", "view", "writes", "like", "asks" or "other"."""
+    """ "pure", "custom" (pure, as its schema says), "random", "view", "writes", "like" or "other"."""
     name, schema = name_of(func), getattr(func, "_schema", None)
     if schema is None or name in _UNTOLD:
         return "other"
-    if name in _ASKS:
-        return "asks"
-    if name in _LIKE or name in ALLOCATES:
+    if name in _VIEWS:
+        return "view"
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if name.startswith(("empty", "new_")) or (name.endswith("_like") and not random):
         return "like"
     if schema.is_mutable:
-        return "writes"
-    if name in _VIEWS or any(returned.alias_info is not None for returned in schema.returns):
+        return "view" if reshapes(func) else "writes"
+    if any(returned.alias_info is not None for returned in schema.returns):
         return "view"
-    tags = func.tags
-    if torch.Tag.data_dependent_output in tags or not _returns_tensors(schema):
+    returns_tensors = any("Tensor" in str(returned.type) for returned in schema.returns)
+    if torch.Tag.data_dependent_output in func.tags or not returns_tensors:
         return "other"
-    if torch.Tag.nondeterministic_seeded in tags:
+    if random:
         return "random"
-    if torch.Tag.dynamic_output_shape in tags or func.namespace != "aten":
+    if torch.Tag.dynamic_output_shape in func.tags or func.namespace != "aten":
         return "custom"
     return "pure"
 
 
-def _returns_tensors(schema: Any) -> bool:
-    return any("Tensor" in str(returned.type) for returned in schema.returns)
-
-
-@functools.cache
-def _place_of_dropout(func: Any) -> int | None:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            return i
-    return None
-
-
 def kind_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     kind = kind_of(func)
-    if kind == "random" and (place := _place_of_dropout(func)) is not None:
-        p = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
-        if p == 0.0:
-            return "pure"
+    if kind == "random" and name_of(func).startswith("_scaled_dot_product"):
+        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False), **kwargs)
+        return kind if given.get("dropout_p") else "pure"
     return kind
 
 
+def draws(func: Any, kind: str = "random") -> bool:
+    """Whether a call, of the kind `kind_of_call`, draws random numbers."""
+    return kind != "pure" and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
 @functools.cache
-def _written_places(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """Place, name, and whether it is an `out` that is written all over."""
+def _written_places(func: Any) -> list[tuple[int, str]]:
     schema = getattr(func, "_schema", None)
     untold = _STATISTICS if name_of(func) in _UNTOLD else frozenset()
-    return tuple(
-        [
-            (i, a.name, a.is_out)
-            for i, a in enumerate(() if schema is None else schema.arguments)
-            if (a.alias_info is not None and a.alias_info.is_write) or a.name in untold
-        ]
-    )
+    return [
+        (i, a.name)
+        for i, a in enumerate(() if schema is None else schema.arguments)
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name in untold
+    ]
 
 
-def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
-    """What an operator of a kind in `WRITE` writes to, and whether it writes all of it."""
-    found = []
-    for i, name, is_out in _written_places(func):
-        value = args[i] if i < len(args) else kwargs.get(name)
-        values = value if isinstance(value, (list, tuple)) else (value,)
-        found += [(x, is_out or name_of(func) in FILLS) for x in values if isinstance(x, Tensor)]
-    return found
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What an operator writes to."""
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_places(func)]
+    return tensors_of(values, {})
 
 
 @functools.cache
@@ -166,27 +105,31 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def makes_nothing(func: Any, kind: str) -> bool:
-    """Whether an operator only looks at a tensor, or at its memory in another shape."""
-    return kind in ("view", "asks") or (kind == "writes" and reshapes(func))
+def results(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, (list, tuple)) else (out,)
 
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    found = []
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, Tensor):
-            found.append(a)
-        elif isinstance(a, (list, tuple)):
-            found += [x for x in a if isinstance(x, Tensor)]
-    return found
+    return [x for a in (*args, *kwargs.values()) for x in results(a) if isinstance(x, Tensor)]
 
 
 def map_tensors(f: Callable[[Tensor], Any], a: Any) -> Any:
     if isinstance(a, Tensor):
         return f(a)
+    return [map_tensors(f, x) for x in a] if isinstance(a, (list, tuple)) else a
+
+
+def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What decides how the results of an operator look: no values of tensors, and no numbers of a formula."""
+    return func, *map(_look, args), *map(_look, kwargs.items())
+
+
+def _look(a: Any) -> Any:
+    if isinstance(a, Tensor):
+        return a.shape, a.stride() if a.layout is torch.strided else a.layout, a.dtype, a.device
     if isinstance(a, (list, tuple)):
-        return [map_tensors(f, x) for x in a]
-    return a
+        return tuple(map(_look, a))
+    return float if isinstance(a, float) else (type(a), a)
 
 
 def address_of(x: Tensor) -> int:
@@ -251,7 +194,29 @@ class StorageTable(Generic[T]):
         return [value for storage, value in self._found.values() if storage() is not None]
 
 
-def fills_storage(x: Tensor) -> bool:
-    """Whether no other memory is in the storage of `x` than that of `x`."""
-    dense = x.layout is torch.strided and x.is_contiguous()
-    return dense and x.numel() * x.element_size() == x.untyped_storage().nbytes()
+# -- what they cost ---------------------------------------------------------------------------------------
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """The floating-point operations of one call of an operator."""
+    packet = getattr(func, "overloadpacket", func)
+    formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+# What torch.utils.flop_counter has no formula for (torch 2.13). Without the first four, `w @ x` of
+# one sample would count zero, and count under vmap, where it becomes a matrix product.
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {
+    aten.dot: lambda x, y, out_val=None: 2 * x.numel(),
+    aten.vdot: lambda x, y, out_val=None: 2 * x.numel(),
+    aten.mv: lambda a, x, out_val=None: 2 * a.numel(),
+    aten.addmv: lambda y, a, x, out_val=None, **_: 2 * a.numel(),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop_count(
+            grad.shape, q.shape, k.shape, v.shape
+        )
+    ),
+}

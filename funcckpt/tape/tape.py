@@ -1,0 +1,196 @@
+"""A run, call by call: what each operator reads, and which of them has made what is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _torch, world
+from . import operators
+from .operators import StorageTable, TensorMeta, address_of, results, tensors_of
+
+# A result of a call: (call index, output index). What a call has written to has numbers below 0.
+Place = tuple[int, int]
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an operator.
+
+    Attributes
+    ----------
+    needs : set of Place
+        The results that it reads.
+    count : int or None
+        How many results it returns; None for one tensor alone.
+    outputs : dict[int, TensorMeta]
+        Of its results those in memory of its own.
+    may_skip : bool
+        Whether it does nothing but to make its results, and nobody shares their memory unseen.
+    number, signature
+        What was called before it, as a hash, and what decides what its results look like.
+    flops : int
+        What it costs to run it again.
+    values, sizes, chosen, offloads
+        For a policy: the results that are held, their bytes, which of them are to be kept, and whether in
+        the memory of the host.
+    streams
+        The random streams from which it draws, before and after it.
+    """
+
+    func: Any
+    needs: Set[Place] = frozenset()
+    count: int | None = None
+    outputs: dict[int, TensorMeta] = field(default_factory=dict)
+    may_skip: bool = False
+    number: int = 0
+    signature: tuple[Any, ...] = ()
+    flops: int = 0
+    values: dict[int, Any] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    chosen: set[int] = field(default_factory=set)
+    offloads: bool = False
+    streams: tuple[world.States, world.States] = ([], [])
+
+
+class Tape:
+    """The operators of a run, and which of them have made what is in memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        # What is known to be read, beside what other calls read.
+        self.read: set[Place] = set()
+        # Which result is in which memory.
+        self.makers: StorageTable[Place] = StorageTable()
+
+    def made(self, tensors: Iterable[Tensor]) -> set[Place]:
+        """The results that are in the memory of some tensors."""
+        return {place for x in tensors if (place := self.makers.get(x)) is not None}
+
+    def note_read(self, kind: str, args: Any, kwargs: dict[str, Any]) -> None:
+        """Something reads that is none of the calls."""
+        if kind not in operators.READ_NO_VALUES:
+            self.read |= self.made(tensors_of(args, kwargs))
+
+    def note(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
+        """Note what an operator has done. None if what it returns is the memory that it was given."""
+        if kind == "view":
+            return None
+        given, index = tensors_of(args, kwargs), len(self.calls)
+        addresses = set(map(address_of, given))
+        needs = self.made(given) if kind != "like" else set()
+        call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None)
+        self.calls.append(call)
+        for i, x in enumerate(operators.written(func, args, kwargs)):
+            self._must_run(x)
+            if x.layout is torch.strided:
+                self.makers.set(x, (index, -1 - i))
+        if kind == "writes":
+            return call
+        call.may_skip, shares = kind == "pure" and bool(given), False
+        for i, y in enumerate(results(out)):
+            if not isinstance(y, Tensor) or not operators.is_plain(y):
+                call.may_skip = False
+            elif address_of(y) in addresses or self.makers.get(y) is not None:
+                # Shared memory, of which the schema does not say a word (`aten.unsafe_split`).
+                call.may_skip, shares = False, True
+                self._must_run(y)
+            else:
+                call.outputs[i] = TensorMeta.of(y)
+                self.makers.set(y, (index, i))
+        return None if shares else call
+
+    def _must_run(self, x: Tensor) -> None:
+        for index, _ in self.made((x,)):
+            self.calls[index].may_skip = False
+
+    def unread(self) -> list[Call]:
+        """The calls of which nobody has read a result, and whose results are gone."""
+        read = self.read.union(self.makers.alive(), *[c.needs for c in self.calls if not c.may_skip])
+        _, again = recomputed(self.calls, read)
+        return [call for i, call in enumerate(self.calls) if call.may_skip and i not in again]
+
+
+def recomputed(
+    calls: Sequence[Call], read: Set[Place], kept: Set[Place] = frozenset()
+) -> tuple[set[Place], set[int]]:
+    """Which of the kept values are of use to a backward that reads `read`, and which calls it runs again."""
+    used: set[Place] = set()
+    again: set[int] = set()
+    pending = list(read)
+    while pending:
+        place = pending.pop()
+        if place in kept:
+            used.add(place)
+        elif place[0] not in again:
+            again.add(place[0])
+            pending.extend(calls[place[0]].needs)
+    return used, again
+
+
+class Watch(TorchDispatchMode):
+    """A mode that watches one function, in its first run or in another, and whatever it calls.
+
+    `number` stands for all operators since f began. Where it is that of an earlier run, both have gone the
+    same way. Operators of recomputations inside of f do not count, since what they skip may differ.
+    """
+
+    supports_higher_order_operators = True
+    sees_names = True
+    # Whether it is f that runs, and not the pullback of what was recorded of it; and how many
+    # recomputations are under way inside of f.
+    in_f = True
+    inside = 0
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source = source
+        self.tape = Tape()
+        self.number = -1
+
+    def begin(self, inputs: Sequence[Tensor] = ()) -> None:
+        """f begins."""
+        self.number = 0
+
+    def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
+        """The outputs of f, where they are recorded."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operators.is_subclass_first(types):
+            return NotImplemented
+        kind = operators.kind_of_call(func, args, kwargs)
+        if not self.in_f or self.inside:
+            self.tape.note_read(kind, args, kwargs)
+            return operators.run_operator(func, args, kwargs)
+        if kind != "view":
+            self.number = hash((self.number, func, *[x.shape for x in tensors_of(args, kwargs)]))
+        return self.call(func, kind, args, kwargs)
+
+    def call(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of f, or do something in its place."""
+        return self.run(func, kind, args, kwargs)[0]
+
+    def run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+        """Run an operator of f, and note it."""
+        out = operators.run_operator(func, args, kwargs)
+        call = self.tape.note(func, kind, args, kwargs, out)
+        if call is not None:
+            call.number, call.signature = self.number, operators.signature(func, args, kwargs)
+            call.flops = operators.flops_of(func, args, kwargs, out)
+        return out, call
+
+
+def watches() -> list[Watch]:
+    return [mode for mode in _torch.dispatch_modes() if isinstance(mode, Watch)]
+
+
+def watch_of(source: Any) -> Watch | None:
+    """The mode that watches a function, if any."""
+    active = watches()
+    return active[-1] if active and active[-1].source is source else None
