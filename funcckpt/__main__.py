@@ -91,7 +91,7 @@ def _table(report: Report) -> str:
         f"{report.parameters:,} parameters, loss {report.loss:.3f} nats a byte; torch "
         f"{report.torch}, {report.device}, {report.threads} threads",
         "",
-        f"{'':16}{'plain':>14}{'remat':>14}{'ratio':>9}",
+        f"{'second call':16}{'plain':>14}{'remat':>14}{'ratio':>9}",
         *(
             f"{name:16}{words.format(a / unit):>14}{words.format(b / unit):>14}{b / a:>9.2f}"
             for name, words, unit, a, b in rows

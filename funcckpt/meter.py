@@ -16,10 +16,8 @@ What is not counted
     Memory that no op makes: workspace inside one op, ``torch.from_numpy``, ``torch.load``, opaque (MKL-DNN)
     tensors. Threads that f starts itself. FLOPs other than those of products, convolutions and attention.
 
-Limits
-    Under any dispatch mode torch runs compiled functions eagerly and refuses higher-order ops
-    (``torch.cond``). Tensors in reference cycles live until Python's collector runs. Each op takes longer, so
-    measure time without a meter.
+Under any dispatch mode torch runs compiled functions eagerly and refuses higher-order ops (``torch.cond``).
+Tensors in reference cycles live until Python's collector runs.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -42,7 +41,6 @@ __all__ = ["Measurement", "Meter", "mark", "measure"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,6 @@ def measure(f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Measurem
     (1024, 4)
     >>> m.flops, m.ops["aten.mm.default"]       # 2 * 16 * 32 * 8
     (8192, 1)
-
-    The gradients of 16 samples, each of the shape of ``w``:
-
-    >>> loss = lambda w, x: torch.tanh(x @ w).sum()
-    >>> m = measure(torch.func.vmap(torch.func.grad(loss), (None, 0)), w, x)
-    >>> m.result.shape, m.end_bytes == 16 * 32 * 8 * 4
-    (torch.Size([16, 32, 8]), True)
     """
     with Meter() as meter:
         result = f(*args, **kwargs)
@@ -163,9 +154,7 @@ class Meter(TorchDispatchMode):
         """Note the bytes that are alive now under `name`."""
         self.marks[name] = self.live_bytes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # The subclass acts first; its inner tensors come by here.
@@ -178,7 +167,7 @@ class Meter(TorchDispatchMode):
 
         with self._lock:
             # torch.tensor makes its storage with the dispatcher off, then hands it to lift_fresh.
-            if func is not aten.lift_fresh.default:
+            if func is not torch.ops.aten.lift_fresh.default:
                 for storage in storages((args, kwargs)):
                     self._book(storage, new=False)
         out = func(*args, **kwargs)
@@ -209,15 +198,10 @@ class Meter(TorchDispatchMode):
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     """The memory of all tensors in a pytree, once for each tensor."""
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            for part in _components(leaf):
-                if part._is_zerotensor():  # An absent tangent of forward mode: a size, no memory.
-                    continue
-                try:
-                    storage = part.untyped_storage()
-                except NotImplementedError:  # An opaque tensor: MKL-DNN, Vulkan.
-                    continue
-                yield storage
+        for part in _components(leaf) if isinstance(leaf, torch.Tensor) else ():
+            if not part._is_zerotensor():  # An absent tangent of forward mode: a size, no memory.
+                with suppress(NotImplementedError):  # An opaque tensor: MKL-DNN, Vulkan.
+                    yield part.untyped_storage()
 
 
 def _components(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

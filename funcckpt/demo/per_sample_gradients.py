@@ -24,7 +24,7 @@ __all__ = ["Cost", "Report", "compare", "own_sources"]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of the job takes."""
+    """What one run of the job takes, after a first one."""
 
     peak_bytes: int  # the most that is alive at a time, the gradients included
     saved_bytes: int  # alive between the forward and the backward
@@ -83,6 +83,7 @@ def compare(
         return vmap(grad(loss_with(wrap)), (None, 0, 0))(parameters, inputs, targets)
 
     def cost(wrap: Callable[[Block], Block]) -> tuple[Cost, list[Tensor]]:
+        run(wrap)  # In a first call remat learns which operators a backward can do without.
         m = measure(run, wrap)
         seconds = min(_seconds(lambda: run(wrap), device) for _ in range(repeat))
         return Cost(m.peak_bytes, m.marks["saved"], m.flops, seconds), pytree.tree_leaves(m.result)

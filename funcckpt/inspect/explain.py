@@ -73,9 +73,9 @@ class Explanation:
         width = max(map(len, costs))
         lines = [f"{'':{width}}{'kept':>12}{'peak':>12}{'FLOPs':>9}{'recomputed':>12}"]
         for name, cost in costs.items():
-            again = _flops(cost.flops - self.without.flops)
             kept, peak = _bytes(cost.kept_bytes), _bytes(cost.peak_bytes)
-            lines.append(f"{name:{width}}{kept:>12}{peak:>12}{_flops(cost.flops):>9}{again:>12}")
+            flops, again = _flops(cost.flops), _flops(cost.flops - self.without.flops)
+            lines.append(f"{name:{width}}{kept:>12}{peak:>12}{flops:>9}{again:>12}")
         return "\n".join([*lines, *self.advice])
 
 
@@ -108,7 +108,7 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
         no derivative itself, it is measured with its backward (:func:`~funcckpt.saved_residuals` says what
         is differentiated then).
     *args, **kwargs
-        What to call it with; tensors of any shape in any pytree.
+        What to call it with.
 
     Returns
     -------
@@ -138,19 +138,29 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     as_is = Calls()
     cost, residuals = measure(subject, as_is)
     without = measure(subject, Calls(lambda key, i: True))[0] if as_is.of else cost
+
+    def costs(site: _Key, call: int | None = None) -> Cost:
+        """What f takes if one function, or one of its calls, is not checkpointed."""
+        return measure(subject, Calls(lambda key, i: key == site and call in (None, i)))[0]
+
     sites = []
     for site, calls in as_is.of.items():
-        alone, _ = measure(subject, Calls(_all_of(site)))
-        advice = _advice(site, calls, len(as_is.of) == 1, cost, alone)
+        alone = costs(site)
+        advice = _advice(site[0], calls, len(as_is.of) == 1, cost, alone)
         if not advice and calls > 1 and site == as_is.last:
-            advice = _advice_on_last(subject, site, calls, cost)
+            other = costs(site, calls - 1)
+            if other.peak_bytes <= cost.peak_bytes and other.flops < cost.flops:
+                advice = (
+                    f"The last of the {calls} calls of {site[0]} is recomputed as soon as the backward "
+                    "begins. Make that one without: the peak is no higher, and "
+                    f"{_flops(cost.flops - other.flops)} FLOPs are saved."
+                )
         sites.append(Site(site[0], calls, alone, cost.flops - alone.flops, advice))
     return Explanation(cost, without, tuple(sites), residuals)
 
 
-def _advice(site: _Key, calls: int, is_only: bool, cost: Cost, alone: Cost) -> str:
+def _advice(title: str, calls: int, is_only: bool, cost: Cost, alone: Cost) -> str:
     """What to do about a function that lowers nothing."""
-    title, _ = site
     if is_only and calls == 1 and cost.kept_bytes == 0:
         return (
             f"{title} is the whole function: all of it is recomputed before its backward begins, and is then "
@@ -174,22 +184,6 @@ def _advice(site: _Key, calls: int, is_only: bool, cost: Cost, alone: Cost) -> s
         f"{title} is the last part: what it does not keep is recomputed as soon as the backward begins. "
         f"{wasted}"
     )
-
-
-def _advice_on_last(subject: Subject, site: _Key, calls: int, cost: Cost) -> str:
-    """What to do if all calls but the last are worth it."""
-    other, _ = measure(subject, Calls(lambda key, i: (key, i) == (site, calls - 1)))
-    saved = cost.flops - other.flops
-    if other.peak_bytes > cost.peak_bytes or saved == 0:
-        return ""
-    return (
-        f"The last of the {calls} calls of {site[0]} is recomputed as soon as the backward begins. Make "
-        f"that one without: the peak is no higher, and {_flops(saved)} FLOPs are saved."
-    )
-
-
-def _all_of(site: _Key) -> Callable[[_Key, int], bool]:
-    return lambda key, i: key == site
 
 
 class Calls:

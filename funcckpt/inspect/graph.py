@@ -64,29 +64,17 @@ class Walk:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             self._search(vars(node), by)
         for attribute in dir(type(node)):
-            if not attribute.startswith("_raw_saved_"):
-                continue
-            raw = getattr(node, attribute)
-            raw = raw if isinstance(raw, (tuple, list)) else (raw,)
-            if any(r.unpack_hook is not None for r in raw):
-                for r in raw:
-                    self._unpack(r, by)
-                continue
-            try:
-                value = getattr(node, "saved_tensors" if attribute == _CUSTOM else "_" + attribute[5:])
-            except RuntimeError:  # freed, or changed in place since, which is for the backward to say
-                value = [r.data for r in raw]
-            for x in pytree.tree_leaves(value):
-                self._add(self.saved, x, by)
+            if attribute.startswith("_raw_saved_"):
+                for raw in pytree.tree_leaves(getattr(node, attribute)):
+                    self._unpack(raw, by)
 
     def _unpack(self, raw: Any, by: str) -> None:
         """What stands in the graph for a tensor that is saved; to unpack it might be to recompute it."""
         if raw.unpack_hook is None:
             self._add(self.saved, raw.data, by)
-            return
-        owner = getattr(raw.unpack_hook, "__self__", None)
-        by = getattr(owner, "title", by)
-        self._search((raw.data, raw.unpack_hook), by)
+        else:
+            owner = getattr(raw.unpack_hook, "__self__", None)
+            self._search((raw.data, raw.unpack_hook), getattr(owner, "title", by))
 
     def _search(self, root: Any, by: str) -> None:
         """All that an object holds."""
@@ -108,21 +96,9 @@ class Walk:
                 pending += gc.get_referents(item)
 
 
-_CUSTOM = "_raw_saved_tensors"
 # What holds no tensors, or those of the whole program.
-_LEAVES = (
-    type,
-    ModuleType,
-    CodeType,
-    FrameType,
-    str,
-    bytes,
-    int,
-    float,
-    type(None),
-    torch.dtype,
-    torch.device,
-)
+_ATOMS = (str, bytes, int, float, type(None), torch.dtype, torch.device)
+_LEAVES = (type, ModuleType, CodeType, FrameType, *_ATOMS)
 
 
 def _levels_of(x: Tensor) -> tuple[list[Any], list[Tensor]]:

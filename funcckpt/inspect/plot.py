@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_memory", "plot_tradeoff"]
 
-_COLOURS = ("#e07b39", "#3d8fd9", "#2ba58b", "#b06fd0", "#c9a227", "#8a939c")
+_BLUE = "#3d8fd9"
+_COLOURS = ("#e07b39", _BLUE, "#2ba58b", "#b06fd0", "#c9a227", "#8a939c")
 
 
 def plot_memory(
@@ -63,20 +64,19 @@ def plot_memory(
     ['loss, without remat: 576 KiB', 'loss: 400 KiB']
     """
     ax = ax or _new_axes("plot_memory")
-    variants = {getattr(f, "__name__", type(f).__name__): f} if callable(f) else f
-    if not isinstance(variants, Mapping) or not all(callable(g) for g in variants.values()):
+    variants = f if isinstance(f, Mapping) else {_name(f): f}
+    if not all(callable(g) for g in variants.values()):
         raise InputError(f"plot_memory takes a function or a dict of functions, not {type(f).__name__}.")
-    lines = []
+    lines = {}
     for name, g in variants.items():
-        subject = Subject(g, args, kwargs)
-        calls = Calls()
-        lines.append((name, _Timeline(subject, calls)))
-        if callable(f) and calls.of:
-            lines.insert(0, (f"{name}, without remat", _Timeline(subject, Calls(lambda key, i: True))))
-    unit, size = unit_for(max(line.peak_bytes for _, line in lines), BYTES, 2)
-    for (name, line), colour in zip(lines, cycle(_COLOURS), strict=False):
-        alive = [n / size for n in line.alive]
-        peak = line.peak_bytes / size
+        subject, calls = Subject(g, args, kwargs), Calls()
+        line = _Timeline(subject, calls)
+        if g is f and calls.of:
+            lines[f"{name}, without remat"] = _Timeline(subject, Calls(lambda key, i: True))
+        lines[name] = line
+    unit, size = unit_for(max(line.peak_bytes for line in lines.values()), BYTES, 2)
+    for (name, line), colour in zip(lines.items(), cycle(_COLOURS), strict=False):
+        alive, peak = [n / size for n in line.alive], line.peak_bytes / size
         ax.plot(alive, color=colour, linewidth=1.6, label=f"{name}: {peak:.3g} {unit or 'bytes'}")
         if alive:
             ax.plot(alive.index(peak), peak, "v", color=colour, markersize=6)
@@ -134,27 +134,26 @@ def plot_tradeoff(
     without, _ = measure(subject, plain)
     if not plain.of:
         raise InputError(
-            f"plot_tradeoff: there is no checkpoint in {getattr(f, '__name__', type(f).__name__)} to which a "
-            "policy could be given. Put remat around its parts."
+            f"plot_tradeoff: there is no checkpoint in {_name(f)} to which a policy could be given. Put "
+            "remat around its parts."
         )
     if not isinstance(policies, Mapping):
         policies = {getattr(policy, "__name__", str(policy)): policy for policy in policies}
     costs = {"no remat": without}
-    for name, policy in policies.items():
-        costs[name], _ = measure(subject, Calls(policy=policy))
+    costs |= {name: measure(subject, Calls(policy=policy))[0] for name, policy in policies.items()}
     unit, size = unit_for(max(cost.peak_bytes for cost in costs.values()), BYTES, 2)
     again = {name: cost.flops - without.flops for name, cost in costs.items()}
     prefix, count = unit_for(max(again.values()), PREFIXES, 2)
     points = {name: (again[name] / count, cost.peak_bytes / size) for name, cost in costs.items()}
     front = pareto_front(points)
-    ax.plot(*zip(*[points[name] for name in front], strict=True), color=_COLOURS[1], linewidth=1.2, alpha=0.7)
+    ax.plot(*zip(*[points[name] for name in front], strict=True), color=_BLUE, linewidth=1.2, alpha=0.7)
     # The labels of neighbours stand on different sides.
     left = sorted(points, key=lambda name: points[name][1])[-2::-2]
     for name, point in points.items():
-        ax.plot(*point, "o", color=_COLOURS[1], fillstyle="full" if name in front else "none")
+        ax.plot(*point, "o", color=_BLUE, fillstyle="full" if name in front else "none")
         offset, side = ((-7, -3), "right") if name in left else ((7, 3), "left")
         ax.annotate(name, point, offset, textcoords="offset points", fontsize=9, ha=side)
-    ax.plot([], [], "o-", color=_COLOURS[1], label="Pareto front")
+    ax.plot([], [], "o-", color=_BLUE, label="Pareto front")
     ax.margins(x=0.25, y=0.12)
     return _finished(ax, f"recomputed {prefix}FLOPs", f"peak live {unit or 'bytes'}")
 
@@ -166,11 +165,9 @@ def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     >>> pareto_front({"a": (0, 3), "b": (1, 3), "c": (2, 1)})
     ['a', 'c']
     """
-    best = float("inf")
-    front = []
+    front: list[str] = []
     for name, (_, y) in sorted(points.items(), key=lambda item: item[1]):
-        if y < best:
-            best = y
+        if not front or y < points[front[-1]][1]:
             front.append(name)
     return front
 
@@ -191,6 +188,11 @@ class _Timeline(Meter):
         if out is not NotImplemented:
             self.alive.append(self._live_bytes)
         return out
+
+
+def _name(f: Any) -> str:
+    name: str = getattr(f, "__name__", type(f).__name__)
+    return name
 
 
 def _new_axes(name: str) -> Any:
