@@ -84,13 +84,9 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        for i in numbers:
-            if not -len(args) <= i < len(args):
-                raise InputError(
-                    f"inner_grad({name}): argnums={argnums}, and there are {len(args)} arguments."
-                )
-        layers = _torch.active_layers()
-        kinds = {layer.kind for layer in layers}
+        if not all(-len(args) <= i < len(args) for i in numbers):
+            raise InputError(f"inner_grad({name}): argnums={argnums}, and there are {len(args)} arguments.")
+        kinds = {layer.kind for layer in _torch.active_layers()}
         if (
             not torch.is_grad_enabled()
             or torch.is_inference_mode_enabled()
@@ -103,22 +99,19 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
         own = list(args)
         for i in numbers:
             own[i] = pytree.tree_map_only(Tensor, lambda x: x.view_as(x), args[i])
-        chosen = tuple([own[i] for i in numbers])
-        leaves, structure = pytree.tree_flatten(chosen)
-        for i, tree in zip(numbers, chosen, strict=True):
-            for path, x in pytree.tree_flatten_with_path(tree)[0]:
+        for i in numbers:
+            for path, x in pytree.tree_flatten_with_path(own[i])[0]:
                 if not isinstance(x, Tensor) or not is_differentiable(x):
-                    what = describe(x) if isinstance(x, Tensor) else f"a {type(x).__name__}"
                     raise InputError(
-                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {what}, which has no "
-                        "gradient. Choose others by argnums."
+                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {_in_words(x)}, which has "
+                        "no gradient. Choose others by argnums."
                     )
+        leaves, structure = pytree.tree_flatten(tuple([own[i] for i in numbers]))
         call = Call(_scalar(loss, name), name, Options(), tuple(own), kwargs, lifts_all=True)
         inputs = call.take_inputs()
         places = {id(x): i for i, x in enumerate(inputs)}
-        program = _Gradient(
-            call, call.home, len(inputs), tuple([places[id(x)] for x in leaves]), with_zeros=True
-        )
+        wrt = tuple([places[id(x)] for x in leaves])
+        program = _Gradient(call, call.home, len(inputs), wrt, with_zeros=True)
         # functorch asks for the rule of a vmap only where something is batched; the loss may draw
         # random numbers, which differ from sample to sample all the same.
         outputs = _Symmetric.apply(program, *inputs, *_torch.batched_nothing())
@@ -129,12 +122,15 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     return gradient
 
 
+def _in_words(x: Any) -> str:
+    return describe(x) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
 def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
     def scalar(*args: Any, **kwargs: Any) -> Tensor:
         out = loss(*args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
-            what = describe(out) if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise InputError(f"inner_grad({name}): returned {what}, not a real scalar.")
+            raise InputError(f"inner_grad({name}): returned {_in_words(out)}, not a real scalar.")
         return out.clone()  # An output, also where it is an input.
 
     return scalar
@@ -170,13 +166,8 @@ class _Gradient(Vjp):
         gradients = self._pull_once(outputs, leaves, [], [one], nested)
         if not self.with_zeros:
             return gradients
-        found = iter(gradients)
-        return tuple(
-            [
-                next(found) if connected else torch.zeros_like(inputs[i])
-                for i, connected in zip(self.wrt, self.connected, strict=True)
-            ]
-        )
+        found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
+        return tuple([next(found) if connected else torch.zeros_like(inputs[i]) for i, connected in wrt])
 
     def pullback(self, home: int, wrt: tuple[int, ...], of: tuple[int, ...]) -> Program:
         """(inputs, cotangents of the gradients `of`) -> gradients for the inputs `wrt`."""
@@ -261,12 +252,8 @@ class _Symmetric(torch.autograd.Function):
         if randomness == "different" or any([dim is not None for dim in in_dims]):
             # Each sample has its own copy of what they share.
             dim = 0
-            inputs = tuple(
-                [
-                    x.expand(size, *x.shape) if d is None else x.movedim(d, 0)
-                    for x, d in zip(inputs, in_dims, strict=True)
-                ]
-            )
+            own = zip(inputs, in_dims, strict=True)
+            inputs = tuple([x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in own])
         home = min(program.home, level - 1)
         losses = _Sum(program.inner, home, (dim,) * arity, size, randomness)
         outputs = _Symmetric.apply(_Gradient(losses, home, arity, program.wrt, program.with_zeros), *inputs)

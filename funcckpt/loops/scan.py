@@ -69,7 +69,7 @@ def scan(
         The number of steps; needed if there are no xs. Where it is 0, f is called once, on zeros for x,
         to learn the shapes of ys, and its random numbers are given back.
     reverse : bool
-        Go from the last slice to the first. ys are in the order of xs all the same.
+        Go from the last slice to the first; ys are in the order of xs.
     checkpoint : {"binomial", "sqrt", "recursive", "every"}, int or None
         Which carries are kept (`funcckpt.loops.schedules`). "binomial": at most `checkpoints` of them,
         and the steps are run as seldom as that allows. "sqrt": √n, with all that the √n steps between
@@ -80,16 +80,13 @@ def scan(
         the inside of u = ∛(n/8) steps is kept together: about 2∛n carries.
     bytes : int, optional
         For "binomial", instead of `checkpoints`: what the carries that are kept and the inside of the
-        steps that are recorded together may take. The schedule that runs the fewest steps is chosen, which
-        is to record all of them if they fit. For that the first step is run once more, or twice, forward and
-        backward, and measured. xs, ys, gradients of what f captures, and the first and the last carry come
+        steps that are recorded together may take. The first step is measured, and the schedule that runs the
+        fewest steps is chosen. xs, ys, gradients of what f captures, and the first and the last carry come
         on top.
     policy : callable or list of operators, optional
-        What is kept of each step beside the carries, as `remat` takes it: with `policies.dots_saveable` no
-        step computes its products again. Not a budget, and not with `bytes`.
+        What is kept of each step beside the carries, as `remat` takes it. Not a budget, and not with `bytes`.
     offload : {"host", "disk"}, optional
-        Where the carries are kept: in the memory of the host, if they are on a device; or in files
-        without a name in the directory for temporary files, which go when they are no longer needed.
+        Where the carries are kept: in the memory of the host, or in temporary files without a name.
     progress : bool
         Show a bar of the steps, forward and backward. Needs tqdm.
 
@@ -120,17 +117,12 @@ def scan(
     ...     return x
     >>> torch.func.grad(end)(torch.tensor(1.0))
     tensor(27.3996)
-    >>> total, sums = scan(lambda s, x: (s + x, s + x), torch.tensor(0), torch.arange(5))
-    >>> total, sums
+    >>> scan(lambda s, x: (s + x, s + x), torch.tensor(0), torch.arange(5))
     (tensor(10), tensor([ 0,  1,  3,  6, 10]))
     """
     loop = loop_of("scan", f, checkpoint, bytes, policy, offload, reverse)
     xs = pytree.tree_map_with_path(lambda path, x: as_tensor(x, f"xs{pytree.keystr(path)}", loop.name), xs)
-    steps = _steps(xs, length, loop.name)
-    schedule = choose(checkpoint, checkpoints, bytes, steps, loop.name)
-    if steps == 0:
-        return init, _no_ys(loop, init, xs)
-    return start(loop, schedule, bytes, progress, 0, steps, init, xs)
+    return start(loop, (checkpoint, checkpoints, bytes), progress, 0, _steps(xs, length, loop.name), init, xs)
 
 
 def fori_loop(
@@ -160,11 +152,8 @@ def fori_loop(
     """
     loop = loop_of("fori_loop", body, checkpoint, bytes, policy, offload)
     lower, upper = _whole(lower, "lower", loop.name), _whole(upper, "upper", loop.name)
-    steps = max(0, upper - lower)
-    schedule = choose(checkpoint, checkpoints, bytes, steps, loop.name)
-    if steps == 0:
-        return init
-    return start(loop, schedule, bytes, progress, lower, steps, init, None)[0]
+    asked = checkpoint, checkpoints, bytes
+    return start(loop, asked, progress, lower, max(0, upper - lower), init, None)[0]
 
 
 # -- the loop ---------------------------------------------------------------------------------------
@@ -204,15 +193,17 @@ _FRAMES_OF_A_REPETITION = 35
 
 def start(
     loop: Loop,
-    schedule: Schedule,
-    bytes: int | None,
+    asked: tuple[str | int | None, int | None, int | None],
     progress: bool,
     first: int,
     steps: int,
     init: Any,
     xs: Any,
 ) -> tuple[Any, Any]:
-    """`run`, by a schedule that was chosen, or one for so many bytes, or none where it would save nothing."""
+    """`run` by the schedule for a checkpoint, a number of them, or bytes; by none where it saves nothing."""
+    schedule, (*_, bytes) = choose(*asked, steps, loop.name), asked
+    if steps == 0:
+        return init, _no_ys(loop, init, xs) if loop.kind == "scan" else None
     if keeps_nothing(loop.f, (init, xs)):
         schedule = PLAIN
     elif bytes is not None:

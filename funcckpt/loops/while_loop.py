@@ -64,7 +64,8 @@ def while_loop(
     loop = loop_of("while_loop", body, checkpoint, bytes, policy, offload)
     if not callable(cond):
         raise InputError(f"{loop.name}: takes a function, not {type(cond).__name__}.")
-    choose(checkpoint, checkpoints, bytes, 1, loop.name)
+    asked = checkpoint, checkpoints, bytes
+    choose(*asked, 1, loop.name)
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
     if checkpoint is None or keeps_nothing((cond, body), init):
@@ -82,10 +83,7 @@ def while_loop(
                 f"{loop.name}: cond or body assigns something outside of itself. "
                 "The steps run a second time: put what changes into the carry."
             )
-    if steps == 0:
-        return init
-    schedule = choose(checkpoint, checkpoints, bytes, steps, loop.name)
-    return start(loop, schedule, bytes, progress, 0, steps, init, None)[0]
+    return start(loop, asked, progress, 0, steps, init, None)[0]
 
 
 def _sweep(
