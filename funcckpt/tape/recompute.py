@@ -105,8 +105,6 @@ PLAIN.add(Placeholder)
 class Replay(Watch):
     """Hands out what was kept, or skips what is planned; and learns what to skip if there is neither."""
 
-    in_f = False
-
     def __init__(
         self, source: Any, entries: Mapping[int, Entry], coming: Sequence[Returning], learns: bool
     ) -> None:
@@ -146,13 +144,14 @@ class Replay(Watch):
     def recording(self) -> Iterator[None]:
         """While a program is recorded, to be pulled back. The pullback of the outermost reads."""
         self._recordings += 1
-        self.in_f = True
         try:
             yield
         finally:
             self._recordings -= 1
-            self.in_f = self._recordings > 0
-        if not self.in_f and not self._learns and _torch.dispatch_modes()[-1:] == [self]:
+        if self._recordings:
+            return
+        self.in_f = False
+        if not self._learns and _torch.dispatch_modes()[-1:] == [self]:
             self.__exit__(None, None, None)  # a placeholder says itself that it is read
             self._has_left = True
 

@@ -142,20 +142,20 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
     sees_names = True
-    # Whether it is f that runs, and not the pullback of what was recorded of it; and how many
-    # recomputations are under way inside of f.
-    in_f = True
+    # Whether it is f that runs, and not what is done before it, nor the pullback of what was recorded of it;
+    # and how many recomputations are under way inside of f.
+    in_f = False
     inside = 0
 
     def __init__(self, source: Any) -> None:
         super().__init__()
         self.source = source
         self.tape = Tape()
-        self.number = -1
+        self.number = 0
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         """f begins."""
-        self.number = 0
+        self.in_f = True
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
         """The outputs of f, where they are recorded."""
