@@ -14,15 +14,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from . import compiled
-from .eager.checkpoint import Options, call, call_under_compiled_transform
+from .eager.checkpoint import Options, call
+from .eager.sequential import chain
 from .errors import InputError, OptionError
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,7 +44,7 @@ class Remat(nn.Module):
         What to recompute. If it is a `Remat` already, it gets these options.
     **options
         Those of :func:`funcckpt.checkpoint`: ``preserve_rng_state``, ``determinism_check``,
-        ``context_fn``, ``debug``, ``early_stop``, ``respect_saved_tensors_hooks``.
+        ``context_fn``, ``debug``, ``early_stop``.
 
     Raises
     ------
@@ -86,7 +85,7 @@ class Remat(nn.Module):
             super().__init__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _recomputed(super().forward, (self,), getattr(self, _KEY), args, kwargs)
+        return call(super().forward, args, kwargs, Options(**getattr(self, _KEY)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name by which it could be found.
@@ -148,28 +147,6 @@ def _make_again(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     module = make(*args)
     module.__class__ = _checkpointed_class(type(module))
     return module
-
-
-# -- a call -------------------------------------------------------------------------------------
-
-
-def _recomputed(
-    f: Callable[..., Any],
-    modules: Iterable[nn.Module],
-    options: dict[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """`f(*args, **kwargs)`, checkpointed, where f runs these modules."""
-    if not torch.is_grad_enabled():
-        return f(*args, **kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        if compiled.differentiates():
-            name = type(next(iter(modules))).__name__
-            return call_under_compiled_transform(f, name, args, kwargs, Options(**options))
-        # Dynamo knows this one, and AOTAutograd what it does.
-        return torch_checkpoint(f, *args, use_reentrant=False, **options, **kwargs)
-    return call(f, args, kwargs, Options(**options))
 
 
 # -- whole models ---------------------------------------------------------------------------------
@@ -326,20 +303,11 @@ class Sequential(nn.Sequential):
         count = len(layers) - self.skip_last
         for start in range(0, count, self.every):
             group = layers[start : min(start + self.every, count)]
-            input = _recomputed(_chain(group), group, self.options, (input,), {})
-        return _chain(layers[count:])(input)
+            input = call(chain(group), (input,), {}, Options(**self.options))
+        return chain(layers[count:])(input)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             return super().__getitem__(index)
         layers = OrderedDict(list(self._modules.items())[index])
         return Sequential(layers, every=self.every, skip_last=self.skip_last, **self.options)
-
-
-def _chain(layers: Sequence[nn.Module]) -> Callable[[Any], Any]:
-    def chain(x: Any) -> Any:
-        for layer in layers:
-            x = layer(x)
-        return x
-
-    return chain

@@ -67,8 +67,8 @@ def checkpoint(
 ) -> Any:
     """Call a function, keep its inputs, and compute the rest again when the backward needs it.
 
-    The signature is that of `torch.utils.checkpoint.checkpoint`, and so are results and options, in
-    plain eager code and under any `torch.func` transform.
+    The signature is that of `torch.utils.checkpoint.checkpoint`; it may stand in plain eager code and under
+    any `torch.func` transform.
 
     Parameters
     ----------
@@ -158,9 +158,7 @@ def _decorated(f: Callable[..., Any], options: Options) -> Callable[..., Any]:
         return call(f, args, kwargs, options)
 
     # A module's __dict__ is its state, not an annotation.
-    if isinstance(f, nn.Module):
-        return functools.update_wrapper(checkpointed, f.forward, updated=())
-    return functools.update_wrapper(checkpointed, f)
+    return functools.update_wrapper(checkpointed, f.forward if isinstance(f, nn.Module) else f, updated=())
 
 
 def _can_be_called(f: Any) -> bool:
@@ -193,8 +191,10 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         # read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
         if dynamo and compiled.differentiates():  # which torch's does without recomputation, or refuses
-            name = getattr(f, "__name__", None) or type(f).__name__
-            return call_under_compiled_transform(f, name, args, kwargs, options)
+            if options.context_fn is not noop_context_fn:
+                compiled.refuse("checkpoint: under torch.func transforms, context_fn")
+            # (Dynamo cannot ask each f for its name.)
+            return call_compiled(f, "f", args, kwargs, options.preserve_rng_state, options.determinism_check)
         given: dict[str, Any] = {}
         if options.context_fn is not noop_context_fn:
             given["context_fn"] = options.context_fn
@@ -216,7 +216,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if options.debug and options.context_fn is not noop_context_fn:
         raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
     is_transformed = _torch.maybe_current_level() is not None or _torch.in_dual_level()
-    if is_transformed or (_use_transforms and _is_known(f, options)):
+    is_known = options.context_fn is noop_context_fn and _use_transforms.get(id(f)) is f
+    if is_transformed or is_known:
         return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
         return ask(
@@ -269,41 +270,20 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         region.undo()
     if not any(map(callable, args)):  # a helper may do quite different things with what it is given
         with suppress(TypeError):  # there is no weak reference to some objects
-            _use_transforms.add(f)
+            _use_transforms[id(f)] = f
     return _functional(f, args, kwargs, options)
 
 
 # -- the functional path ------------------------------------------------------------------------
 
-# What was seen to use a transform, which refuses hooks.
-_use_transforms: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _is_known(f: Any, options: Options) -> bool:
-    with suppress(TypeError):
-        return options.context_fn is noop_context_fn and f in _use_transforms
-    return False
-
-
-def call_under_compiled_transform(
-    f: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> Any:
-    """The call under a transform, in code that Dynamo traces."""
-    if options.context_fn is not noop_context_fn:
-        compiled.refuse(f"checkpoint({name}): under torch.func transforms, context_fn")
-    return call_compiled(f, name, args, kwargs, options.preserve_rng_state, options.determinism_check)
+# What was seen to use a transform, which refuses hooks, by id.
+_use_transforms: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _functional(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
-    g, policy = f, None
-    if patched.is_active():
-        g = _patched(f)
+    policy = None
     if options.context_fn is not noop_context_fn:
         forward, _ = options.context_fn()
         if not isinstance(forward, Forward):
@@ -313,22 +293,11 @@ def _functional(
             )
         policy = forward.policy
     return remat(
-        g,
+        patched.always(f) if patched.is_active() else f,
         preserve_rng_state=options.preserve_rng_state,
         determinism_check=options.determinism_check,
         policy=policy,
     )(*args, **kwargs)
-
-
-def _patched(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, with the checkpoints inside of it as in the forward, whenever it is run."""
-
-    @functools.wraps(f, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with patched.active(True):
-            return f(*args, **kwargs)
-
-    return run
 
 
 patched.serve(checkpoint)

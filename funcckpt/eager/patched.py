@@ -1,13 +1,10 @@
 """`patched`, `install` and `uninstall`: models whose checkpoint calls are not ours to change.
 
-Libraries hold torch's checkpoint in many ways: as `torch.utils.checkpoint.checkpoint`, as a name that
-they imported from there, in a `functools.partial` on each module (transformers), inside of a function of
-their own (timm). Replacing names would miss some of these and leave behind what was imported meanwhile. So
-the function stays what and where it is, and one thing is touched: torch's checkpoint is a small wrapper
-around the function that does the work, which it looks up in the attribute `__dynamo_disable` of the
-original function. From the first patch on, that attribute is a function that asks whether a patch holds
-in the thread that is calling, and calls ours or torch's. Dynamo, which knows checkpoint by itself and does
-not run it, sees no difference.
+Libraries hold torch's checkpoint in many ways: by an imported name, in a `functools.partial` on each module
+(transformers), inside of a function of their own (timm). So the function stays what and where it is, and one
+thing is touched: the attribute `__dynamo_disable` of the original function, in which torch's checkpoint looks
+up what does the work. From the first patch on, that is a function that asks whether a patch holds in the
+thread that is calling. Dynamo, which knows checkpoint by itself and does not run it, sees no difference.
 
 A recomputation has to know it as well: the checkpoints inside of a region have to be of the same make in
 the forward and in the recomputation, which may be long after the block, and in another thread.
@@ -15,7 +12,7 @@ the forward and in the recomputation, which may be long after the block, and in 
 
 from __future__ import annotations
 
-import warnings
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -34,20 +31,10 @@ _ours: Callable[..., Any]
 def patched() -> AbstractContextManager[None]:
     """Let every call of `torch.utils.checkpoint.checkpoint` be one of ours, for the time of a block.
 
-    All references to the function are meant, whoever holds them and since when: names imported from
-    torch, attributes, partials; and so is `torch.utils.checkpoint.checkpoint_sequential`, which calls it.
-    It holds in the thread that runs the block, and in the recomputation of what was checkpointed in it,
-    also after the block and in another thread. Blocks may be nested and run in several threads.
-
-    Calls with `use_reentrant=True` are served like the others.
-
-    Returns
-    -------
-    context manager
-
-    See Also
-    --------
-    install : the same for the whole process.
+    All references to the function are meant, whoever holds them and since when; and so is
+    `torch.utils.checkpoint.checkpoint_sequential`, which calls it. It holds in the thread that runs the
+    block, and in the recomputation of what was checkpointed in it, also after the block and in another
+    thread. :func:`install` does the same for the whole process.
 
     Examples
     --------
@@ -97,6 +84,17 @@ def active(value: bool) -> Iterator[None]:
         _here.reset(token)
 
 
+def always(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, with the checkpoints inside of it ours, whenever it is run."""
+
+    @functools.wraps(f, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with active(True):
+            return f(*args, **kwargs)
+
+    return run
+
+
 def serve(checkpoint: Callable[..., Any]) -> None:
     """Call this one. (It is defined in a module that imports this.)"""
     global _ours
@@ -105,12 +103,5 @@ def serve(checkpoint: Callable[..., Any]) -> None:
 
 def _call(*args: Any, **kwargs: Any) -> Any:
     # Inside of one of torch's, which may have run its forward before the patch, all are torch's.
-    if not is_active() or _torch.is_torch_checkpoint(_torch.top_saved_tensors_hooks()):
-        return _torch.original_checkpoint(*args, **kwargs)
-    if kwargs.get("use_reentrant") is None:
-        warnings.warn(
-            "torch.utils.checkpoint: the use_reentrant parameter should be passed explicitly. Torch "
-            "takes it to be True; funcckpt, which is called here, to be False.",
-            stacklevel=3,  # beyond torch's wrapper
-        )
-    return _ours(*args, **kwargs)
+    is_ours = is_active() and not _torch.is_torch_checkpoint(_torch.top_saved_tensors_hooks())
+    return (_ours if is_ours else _torch.original_checkpoint)(*args, **kwargs)

@@ -9,17 +9,14 @@ otherwise.
 Regions nest: the slots of an inner region are its own affair, and its inputs are tensors saved in the
 outer one. So what is read from an inner region runs the outer region first, once.
 
-It is written anew for what torch's does not do, and cannot be made to do from outside:
+It is written anew for what torch's cannot be made to do from outside:
 
-* What f refers to (`closures`) is in the recomputation what it was at the call. Where something else has
-  taken its place, f is made anew around what was there.
-* Captured tensors that were changed in place between the forward and the recomputation (a parameter
-  that an optimizer has stepped), and saved tensors that the recomputation itself has overwritten, are
-  noticed, where torch gives a wrong gradient without a word.
+* What f refers to (`closures`) is in the recomputation what it was at the call.
+* Captured tensors that were changed in place between the two runs, and saved tensors that the recomputation
+  itself has overwritten, are noticed. Torch gives a wrong gradient without an error.
 * Buffers that a module updates while it trains are read as they were, and updated once.
-* Tensors inside of containers and in keyword arguments are inputs like all others: they are looked
-  after by autograd's version check, and an outer region does not keep them.
-* The random streams of all devices are replayed, not those of the CPU and one other kind of device.
+* Tensors inside of containers and in keyword arguments are inputs like all others.
+* The random streams of all devices are replayed.
 """
 
 from __future__ import annotations
@@ -94,8 +91,8 @@ class Region:
         early_stop: bool,
         contexts: Contexts | None,
     ) -> None:
-        self.check = check
-        self.early_stop = early_stop
+        self._check = check
+        self._early_stop = early_stop
         self._contexts = contexts
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -126,9 +123,9 @@ class Region:
         self._patched = patched.is_active()
         streams = world.random_streams(found.streams, found.draws_elsewhere) if preserve_rng_state else []
         self._states = world.states(streams)
-        self.slots: list[weakref.ref[Slot]] = []
-        self.looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self.complete = False
+        self._slots: list[weakref.ref[Slot]] = []
+        self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._complete = False
         # The backwards for which f was run again.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
@@ -145,7 +142,7 @@ class Region:
             if self._contexts is not None:
                 stack.enter_context(self._contexts[0])
             out = f(*args, **kwargs)
-        self.complete = True
+        self._complete = True
         # Others are not touched: another thread may be drawing from them.
         self._states = world.moved(self._states)
         for x, gradient in gradients:
@@ -182,9 +179,9 @@ class Region:
 
     def _pack(self, x: Tensor) -> Slot:
         slot = Slot()
-        self.slots.append(weakref.ref(slot))
-        if self.check:
-            self.looks.append((x.shape, x.dtype, x.device))
+        self._slots.append(weakref.ref(slot))
+        if self._check:
+            self._looks.append((x.shape, x.dtype, x.device))
         return slot
 
     def _look_at_graph(self, out: Any, first_node: int) -> None:
@@ -218,7 +215,7 @@ class Region:
                 if key not in self._done:
                     self._fill(key, slot)
         if key not in slot:
-            raise self.differ("fewer")
+            raise self._differ("fewer")
         value = slot[key]
         if value is None:
             raise CheckpointError(
@@ -252,7 +249,7 @@ class Region:
         """A backward is over: drop what it has recomputed and not read."""
         with self._lock:
             self._done.discard(key)
-            for ref in self.slots:
+            for ref in self._slots:
                 if (slot := ref()) is not None:
                     slot.pop(key, None)
 
@@ -275,16 +272,45 @@ class Region:
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
             del leaves, instead
             self._enter_world(stack)
-            run = _Again(self, key, only)
-            with suppress(_Stop), saved_tensors_hooks(run.pack, _itself):
+            count, different = 0, []
+
+            def pack(x: Tensor) -> Tensor:
+                nonlocal count
+                i, count = count, count + 1
+                # The graph of the recomputation would hold itself.
+                kept = _torch.alias(x) if x.requires_grad else x
+                if i >= len(self._slots):
+                    if self._complete:
+                        raise self._error(
+                            "trying to save more tensors during recomputation than during the original "
+                            f"forward pass ({len(self._slots)})."
+                        )
+                    return kept  # the forward asks for a gradient of its own part, and goes on
+                slot = self._slots[i]()
+                # None if someone has run a backward that needs it no more.
+                if slot is not None and (only is None or only is slot):
+                    if self._check and (here := (x.shape, x.dtype, x.device)) != self._looks[i]:
+                        different.append(f"position {i}: {self._looks[i]} saved, {here} recomputed")
+                    slot[key] = kept, kept._version
+                if self._early_stop and count == len(self._slots):
+                    raise _Stop
+                return kept
+
+            with suppress(_Stop), saved_tensors_hooks(pack, _itself):
                 if self._contexts is not None:
                     stack.enter_context(self._contexts[1])
                 _torch.without_dynamo(f)(*args, **kwargs)
-        run.check()
+        if self._complete and count != len(self._slots):
+            raise self._differ(str(count))
+        if different:
+            raise self._error(
+                "Recomputed values for the following tensors have different metadata than during the forward "
+                f"pass:\n{chr(10).join(different)}\n"
+            )
 
     def _enter_world(self, stack: ExitStack) -> None:
         """The world of the forward, where it is not here."""
-        if self.check and (changed := self._changed()):
+        if self._check and (changed := self._changed()):
             stack.enter_context(_Refusing(self._name, self._found, changed))
         if not self._world.is_here():
             stack.enter_context(self._world.replayed())
@@ -304,13 +330,13 @@ class Region:
     def _name(self) -> str:
         return title(self._found.root[0])
 
-    def differ(self, here: str) -> CheckpointError:
-        return self.error(
+    def _differ(self, here: str) -> CheckpointError:
+        return self._error(
             "A different number of tensors was saved during the original forward and recomputation: "
-            f"{len(self.slots)}, and {here}."
+            f"{len(self._slots)}, and {here}."
         )
 
-    def error(self, what: str) -> CheckpointError:
+    def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function has to do the same each time"
         if self._contexts is None or not isinstance(self._contexts[0], Log):
             return CheckpointError(f"{text}; pass debug=True to see the operators of both runs.")
@@ -319,51 +345,6 @@ class Region:
             f"{text}.\n\nOperations executed during the original forward:\n\n{forward}\n\n"
             f"Operations executed during recomputation:\n\n{recompute}"
         )
-
-
-class _Again:
-    """One recomputation: what is saved goes to the slots of the forward."""
-
-    def __init__(self, region: Region, key: Any, only: Slot | None) -> None:
-        self._region = region
-        self._key = key
-        self._only = only
-        self._count = 0
-        self._different: list[str] = []
-
-    def pack(self, x: Tensor) -> Tensor:
-        region, i = self._region, self._count
-        self._count = i + 1
-        # The graph of the recomputation would hold itself.
-        kept = _torch.alias(x) if x.requires_grad else x
-        if i >= len(region.slots):
-            if region.complete:
-                raise region.error(
-                    "trying to save more tensors during recomputation than during the original forward pass "
-                    f"({len(region.slots)})."
-                )
-            return kept  # the forward asks for a gradient of its own part, and goes on
-        slot = region.slots[i]()
-        # None if someone has run a backward that needs it no more.
-        if slot is not None and (self._only is None or self._only is slot):
-            if region.check and (here := (x.shape, x.dtype, x.device)) != region.looks[i]:
-                self._different.append(
-                    f"tensor at position {i}:\nsaved metadata: {region.looks[i]}\nrecomputed metadata: {here}"
-                )
-            slot[self._key] = kept, kept._version
-        if region.early_stop and self._count == len(region.slots):
-            raise _Stop
-        return kept
-
-    def check(self) -> None:
-        region = self._region
-        if region.complete and self._count != len(region.slots):
-            raise region.differ(str(self._count))
-        if self._different:
-            raise region.error(
-                "Recomputed values for the following tensors have different metadata than during the forward "
-                "pass.\n" + "\n".join(self._different) + "\n"
-            )
 
 
 class _Refusing(world.Mode):
@@ -388,8 +369,8 @@ class _Refusing(world.Mode):
 
 def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
-    owner = getattr(hooks[0], "__self__", None) if hooks else None
-    return isinstance(owner, (Region, _Again)) or _torch.is_torch_checkpoint(hooks)
+    ours = hooks is not None and getattr(hooks[0], "__module__", None) == __name__
+    return ours or _torch.is_torch_checkpoint(hooks)
 
 
 def in_checkpoint() -> bool:

@@ -1,29 +1,24 @@
 """`checkpoint_scope`: what is made in a block of code is not kept for the backward, wherever it is used.
 
-`checkpoint` says what to run again; a scope says what not to keep. The difference is in who uses it:
-in ``with checkpoint_scope(): x = a + b`` and then ``y = x * c``, it is the product that wants x, after
-the block and out of reach of any hook that was active in it. (RETURNN's `gradient_checkpoint_scope`
-had the idea first, and another answer.) Four parts:
+`checkpoint` says what to run again; a scope says what not to keep. In ``with checkpoint_scope(): x = a + b``
+and then ``y = x * c`` it is the product that wants x, after the block and out of reach of any hook that was
+active in it. (RETURNN's `gradient_checkpoint_scope` had the idea first, and another answer.) Four parts:
 
-* **What was made.** In the block a dispatch mode sees every operator below autograd, and records those
-  that make a new storage or write to one that the block has made, with the random state before those
-  that draw. Autocast and default devices have done their work above, so that nothing of the world but
-  random streams has to be replayed. Each storage is told which block has made it.
-* **What is saved.** A saved-tensor hook looks up the storage of what autograd wants to save. If the
-  block has made it, the graph gets a slot that says which part of which storage; by storage, views and
-  detached aliases and the insides of composite operators are recognised as well as results. Anything
-  else is kept as it is, with the version check that autograd would have made.
-* **Who saves it.** The hook is active in the block. It cannot be left active behind it: hooks are a
-  stack, and torch.func refuses to run under any. So at the end of the block the tensors themselves are
-  told: their class becomes `ScopedTensor`, whose `__torch_function__` runs any operator that is given one
-  of them under the hook. Nothing global is patched; it works in every thread; it ends with the tensors.
+* **What was made.** In the block a dispatch mode sees every operator below autograd and autocast. It records
+  those that make a new storage or write to one that the block has made, with the random state before those
+  that draw, and tells the storage so.
+* **What is saved.** A saved-tensor hook looks up the storage of what autograd wants to save. If a block has
+  made it, the graph gets a slot that says which part of which storage: views and the insides of composite
+  operators are recognised as well as results. Anything else is kept.
+* **Who saves it.** The hook is active in the block. Behind it, torch.func would refuse to run under it. So at
+  the end of the block the class of its tensors becomes `ScopedTensor`, whose `__torch_function__` runs any
+  operator that is given one of them under the hook. It works in every thread, and ends with the tensors.
 * **The recomputation.** The first slot that is read replays, in order, the operators that any slot still
   waits for, and no others; each storage is dropped after its last use there, and each slot gives its
   tensor away when it is read. What a backward did not ask for is there for the next.
 
-What is kept: what the block reads from outside, once each, and the random states. That includes what an
-earlier scope has made, so that a scope around each layer of a chain keeps the results of the layers, as
-`checkpoint` does, and not nothing at the price of having everything at once in the end.
+What the block reads from outside is kept, once each. That includes what an earlier scope has made, so that a
+scope around each layer of a chain keeps the results of the layers, as `checkpoint` does.
 """
 
 from __future__ import annotations
@@ -42,8 +37,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from .. import _torch, world
-from ..errors import FuncckptError, MutationError, TransformError, describe
-from ..tape.operators import is_plain, run_operator, written
+from ..errors import MutationError, TransformError, describe
+from ..tape.operators import TensorMeta, is_plain, run_operator, written
 from .region import in_checkpoint, is_of_checkpoint
 
 _REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse{}. Use \
@@ -54,16 +49,15 @@ write
     x = remat(lambda a, b: a + b)(a, b)"""
 
 
-class checkpoint_scope:
+@contextmanager
+def checkpoint_scope() -> Iterator[None]:
     """Do not keep for the backward what is made in this block; recompute it when it is needed.
 
     Tensors that are made in the block, of any shape, are not stored by the graph, wherever they are used
     later, also after the block. They are recomputed once, in order, when the first of them is needed in
     a backward, and freed as they are used. What the block reads from outside is kept.
 
-    Scopes may be nested and alive side by side; like other contexts, they are left in the order in which
-    they were entered. A `checkpoint` may stand inside of a scope or around it. Gradients are those
-    without it.
+    Scopes may be nested and alive side by side, and a `checkpoint` may stand inside of a scope or around it.
 
     Raises
     ------
@@ -95,30 +89,27 @@ class checkpoint_scope:
     True
     """
 
-    def __init__(self) -> None:
-        # The blocks that it was entered in, innermost last. None: nothing of its own is recorded.
-        self._blocks: list[_Block | None] = []
-
-    def __enter__(self) -> checkpoint_scope:
-        if _torch.maybe_current_level() is not None:
-            kinds = ", ".join(layer.kind for layer in _torch.active_layers())
-            raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
-        block, around, top = None, _current(), _torch.top_saved_tensors_hooks()
-        # A scope belongs to the one around it; not so under hooks that came between, a checkpoint's perhaps,
-        # whose recomputation is not in that one and has to save the same.
-        if torch.is_grad_enabled() and (around is None or top is None or top[0] is not around.pack):
-            block = _Block(top)
-            block.open()
-        self._blocks.append(block)
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if not self._blocks:
-            raise FuncckptError("checkpoint_scope is left without having been entered.")
-        if (block := self._blocks.pop()) is not None:
-            block.close()
-        if isinstance(error, RuntimeError) and _torch.REFUSES_HOOKS in str(error):
+    if _torch.maybe_current_level() is not None:
+        kinds = ", ".join(layer.kind for layer in _torch.active_layers())
+        raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
+    around, top = _current(), _torch.top_saved_tensors_hooks()
+    # A scope belongs to the one around it; not so under hooks that came between, a checkpoint's perhaps,
+    # whose recomputation is not in that one and has to save the same.
+    if not torch.is_grad_enabled() or (around is not None and top is not None and top[0] is around.pack):
+        yield
+        return
+    block, before = _Block(top), _here.block
+    _here.block = block
+    try:
+        with saved_tensors_hooks(block.pack, _unpack), block:
+            yield
+    except RuntimeError as error:
+        if _torch.REFUSES_HOOKS in str(error):
             raise TransformError(_REFUSED.format(" to run inside of")) from error
+        raise
+    finally:
+        _here.block = before
+        block.close()
 
 
 class _Here(threading.local):
@@ -162,24 +153,21 @@ def _find(x: Tensor) -> tuple[_Block, _Made] | None:
     return None if found is None or found[0].is_over else found
 
 
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
 class _View(NamedTuple):
     """A part of a storage that a block has made."""
 
     made: _Made
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-    @classmethod
-    def of(cls, made: _Made, x: Tensor) -> _View:
-        return cls(made, x.dtype, x.size(), x.stride(), x.storage_offset())
+    meta: TensorMeta
 
     def on(self, base: Tensor) -> Tensor:
-        if base.dtype == self.dtype:
-            return base.as_strided(self.size, self.stride, self.offset)
-        empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        size, strides, offset, dtype, device = self.meta
+        if base.dtype == dtype:
+            return base.as_strided(size, strides, offset)
+        return torch.empty(0, dtype=dtype, device=device).set_(base.untyped_storage(), offset, size, strides)
 
 
 class _Kept:
@@ -188,13 +176,13 @@ class _Kept:
     def __init__(self, x: Tensor, below: _torch.Hooks | None) -> None:
         self._unpack = None if below is None else below[1]
         self._packed = _torch.alias(x) if below is None else below[0](x)
-        self._version = None if below or x.is_inference() else x._version
+        self._version = _version(x)
 
     def unpack(self) -> Tensor:
         if self._unpack is not None:
             return self._unpack(self._packed)
         x: Tensor = self._packed
-        if self._version is not None and x._version != self._version:
+        if _version(x) != self._version:
             raise MutationError(
                 f"one of the variables needed for gradient computation ({describe(x)}), which "
                 "checkpoint_scope keeps, has been modified by an inplace operation. Change a copy "
@@ -245,7 +233,8 @@ class _Block(TorchDispatchMode):
         self.is_over = False
         self._below = below
         self._operations: list[_Operation] = []
-        self._kept: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Kept]] = {}
+        # What was read from outside, by id and version.
+        self._kept: dict[tuple[int, int], tuple[Tensor, _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
         self._is_open = True
         self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
@@ -254,44 +243,28 @@ class _Block(TorchDispatchMode):
         # The last backward that has replayed.
         self._replayed = -1
 
-    def open(self) -> None:
-        self._hooks = saved_tensors_hooks(self.pack, _unpack)
-        self._hooks.__enter__()
-        self.__enter__()
-        self._around, _here.block = _here.block, self
-
     def close(self) -> None:
-        top = _torch.top_saved_tensors_hooks()
-        if _here.block is not self or top is None or top[0] is not self.pack:
-            raise FuncckptError(
-                "checkpoint_scope is left in another thread, or before what was entered inside of it."
-            )
-        self.__exit__(None, None, None)
-        self._hooks.__exit__()
-        _here.block, self._is_open = self._around, False
+        self._is_open = False
         # Hooks of others lead to what they keep, and that perhaps to this block.
-        self.pack = self._hooks = self._below = self._around = None  # type: ignore[assignment]
+        self.pack = self._below = None  # type: ignore[assignment]
         for ref in self._tensors:
             x = ref()
-            if x is not None and type(x) is Tensor and (made := self._own(x)) is not None:
-                if not x.is_inference():
-                    made.version = x._version
+            if x is not None and type(x) is Tensor and (view := self._view(x)) is not None:
+                view.made.version = _version(x)
                 x.__class__ = ScopedTensor  # type: ignore[assignment]
         self._tensors.clear()
         self._kept.clear()
 
-    def _own(self, x: Tensor) -> _Made | None:
+    def _view(self, x: Tensor) -> _View | None:
+        """What `x` is of the storages that this block has made."""
         found = _find(x)
-        return found[1] if found is not None and found[0] is self else None
+        return _View(found[1], TensorMeta.of(x)) if found is not None and found[0] is self else None
 
     def _keep(self, x: Tensor) -> _Kept:
-        key = id(x), -1 if x.is_inference() else x._version
-        known = self._kept.get(key)
-        if known is not None and known[0]() is x:
-            return known[1]
-        kept = _Kept(x, self._below)
-        self._kept[key] = weakref.ref(x), kept
-        return kept
+        key = id(x), _version(x)
+        if key not in self._kept:
+            self._kept[key] = x, _Kept(x, self._below)
+        return self._kept[key][1]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -306,8 +279,8 @@ class _Block(TorchDispatchMode):
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
         # As they are before it: it may exchange or resize their storage.
-        views = {i: _View.of(made, x) for i, x in tensors.items() if (made := self._own(x)) is not None}
-        targets = set(map(id, written(func, args, kwargs)))
+        views = {i: view for i, x in tensors.items() if (view := self._view(x)) is not None}
+        targets = {id(x) for x in written(func, args, kwargs)}
         changed = [i for i, x in tensors.items() if id(x) in targets]
         streams = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
@@ -317,7 +290,7 @@ class _Block(TorchDispatchMode):
                 self._tensors.append(weakref.ref(y))
                 storage = _storage(y)
                 # (It may be known: a selective checkpoint hands out results of the forward.)
-                if storage is not None and storage._cdata not in given and self._own(y) is None:
+                if storage is not None and storage._cdata not in given and self._view(y) is None:
                     makes[position] = _Made()
                     storage._funcckpt_made = self, makes[position]  # type: ignore[attr-defined]
         writes = {views[i].made for i in changed if i in views}
@@ -417,9 +390,9 @@ def _pack(below: _torch.Hooks | None, x: Tensor) -> _Slot | _Kept:
     # in the recomputation, whichever tensors of other blocks are alive then.
     if found is None or (found[0] is not block and (block is not None or is_of_checkpoint(below))):
         return _Kept(x, below)
-    if found[1].version not in (None, x._version):
+    if found[1].version not in (None, _version(x)):
         return _Kept(x, below)  # written to after the block: no recomputation gives that value
-    return found[0].slot(_View.of(found[1], x))
+    return found[0].slot(_View(found[1], TensorMeta.of(x)))
 
 
 def _unpack(packed: _Slot | _Kept) -> Tensor:

@@ -2,10 +2,8 @@
 
 A policy looks at every operator of the forward, below autograd. What it says to save is kept beside the
 graph, and handed out in the recomputation in place of running the operator; the n-th call of an operator
-there is the n-th of the forward. The names, the enum and the order of arguments are torch's. Ours is
-written anew for `MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD`, which torch 2.13 to 2.15 have as names and
-treat as "recompute": here the bytes leave the device, while the forward goes on, and come back when the
-recomputation reaches the operator.
+there is the n-th of the forward. Beyond torch's, `MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD` move the bytes
+off the device until the recomputation needs them, values may have names, and writes to what is kept are seen.
 """
 
 from __future__ import annotations
@@ -124,32 +122,33 @@ class _Kept:
 class _Call:
     """A call of an operator in the forward."""
 
-    def __init__(self, before: world.States, after: world.States) -> None:
+    # What it returned, if that is kept; whether it was handed out.
+    results: list[Any] | None = None
+    is_spent = False
+    # What its one result looks like, as long as nothing else was written to that.
+    meta: TensorMeta | None = None
+
+    def __init__(self, before: world.States, after: world.States, is_alone: bool) -> None:
         # The random streams before it and after it, if it draws.
         self.streams = before, after
-        # What it returned, if that is kept; whether it was handed out; whether it is no tuple.
-        self.results: list[Any] | None = None
-        self.is_spent = self.is_alone = False
+        # Whether it returns a tensor, and no tuple.
+        self.is_alone = is_alone
 
 
 # By operator, in the order of the calls.
 _Calls = dict[Any, list[_Call]]
 
 
-class _Memory:
-    """A storage that an operator has made."""
-
-    def __init__(self, call: _Call, meta: TensorMeta) -> None:
-        self.call = call
-        self.kept: list[_Kept | Offloaded] = []
-        # What the result looks like, which is all that was ever in it. None once it was written to.
-        self.meta: TensorMeta | None = meta
-
-
-class Forward(TorchDispatchMode):
-    """Asks the policy, and keeps what it says."""
-
+class _Mode(TorchDispatchMode):
     sees_names = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class Forward(_Mode):
+    """Asks the policy, and keeps what it says."""
 
     def __init__(self, policy: Policy, calls: _Calls, allow_mutation: bool) -> None:
         super().__init__()
@@ -157,11 +156,8 @@ class Forward(TorchDispatchMode):
         self._chooser = Chooser(policy, "create_selective_checkpoint_contexts")
         self._calls = calls
         self._allow_mutation = allow_mutation
-        self._memory: StorageTable[_Memory] = StorageTable()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+        # Which call has made what is in memory.
+        self._makers: StorageTable[_Call] = StorageTable()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -169,35 +165,37 @@ class Forward(TorchDispatchMode):
             for x in call.results or ():
                 if isinstance(x, Offloaded):
                     x.is_about_to_be_written()  # the caller may, if it is an output
-        self._memory = StorageTable()
+        self._makers = StorageTable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for x in written(func, args, kwargs):
-            if (memory := self._memory.get(x)) is not None:
-                memory.meta = None
+            if (maker := self._makers.get(x)) is not None:
+                maker.meta = None
                 with torch.no_grad(), _torch.without_dispatch_modes():
-                    for kept in memory.kept:
-                        kept.is_about_to_be_written(self._allow_mutation)
+                    for kept in maker.results or ():
+                        if isinstance(kept, (_Kept, Offloaded)):
+                            kept.is_about_to_be_written(self._allow_mutation)
         given = {*map(address_of, tensors_of(args, kwargs))}
         before = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
         if func in SAC_IGNORED_OPS:
             return out
-        call = _Call(before, world.states_drawn_from(func, args, kwargs))
+        is_alone = not isinstance(out, (list, tuple))
+        call = _Call(before, world.states_drawn_from(func, args, kwargs), is_alone)
         self._calls[func].append(call)
         decision = self._chooser.decides(func, args, kwargs, out)
-        call.is_alone = not isinstance(out, (list, tuple))
-        outs = (out,) if call.is_alone else out
+        outs = (out,) if is_alone else out
         # In place or on the memory that it was given: it is run again in any case, since what comes after it
         # may read or write that memory, which in the recomputation is another. A view costs nothing.
-        is_new = kind_of_call(func, args, kwargs) not in ("view", "writes")
-        for y in outs:
-            if isinstance(y, Tensor) and is_plain(y):
-                if address_of(y) in given or self._memory.get(y) is not None:
-                    is_new = False
-                elif is_new:
-                    self._memory.set(y, _Memory(call, TensorMeta.of(y)))
+        plain = [y for y in outs if isinstance(y, Tensor) and is_plain(y)]
+        is_new = kind_of_call(func, args, kwargs) not in ("view", "writes") and not any(
+            address_of(y) in given or self._makers.get(y) is not None for y in plain
+        )
+        if is_new:
+            for y in plain:
+                self._makers.set(y, call)
+            call.meta = TensorMeta.of(out) if is_alone and plain else None
         if decision is not None and decision.keep:
             if is_new:
                 self._keep(call, outs, decision.offload)
@@ -206,39 +204,28 @@ class Forward(TorchDispatchMode):
         return out
 
     def _keep(self, call: _Call, outs: Sequence[Any], offloads: bool) -> None:
-        call.results = []
         with _torch.without_dispatch_modes():
-            for y in outs:
-                x: Any = y
-                if isinstance(y, Tensor):
-                    x = Offloaded(y) if offloads and is_far(y) else _Kept(y)
-                    if (memory := self._memory.get(y)) is not None:
-                        memory.kept.append(x)
-                call.results.append(x)
+            call.results = [
+                y if not isinstance(y, Tensor) else Offloaded(y) if offloads and is_far(y) else _Kept(y)
+                for y in outs
+            ]
 
     def _name_given(self, x: Tensor, offloads: bool) -> None:
         """Keep what an operator has returned earlier, and what is only now given a name."""
-        memory = self._memory.get(x)
-        if memory is not None and (meta := memory.meta) is not None and meta.dtype == x.dtype:
-            if memory.call.results is None and memory.call.is_alone:
-                with _torch.without_dispatch_modes():
-                    x = x.as_strided(meta.size, meta.strides, meta.offset)
-                self._keep(memory.call, [x], offloads)
+        call = self._makers.get(x)
+        if call is not None and call.results is None and call.meta and call.meta.dtype == x.dtype:
+            with _torch.without_dispatch_modes():
+                x = x.as_strided(call.meta.size, call.meta.strides, call.meta.offset)
+            self._keep(call, [x], offloads)
 
 
-class Recompute(TorchDispatchMode):
+class Recompute(_Mode):
     """Hands out what was kept."""
-
-    sees_names = True
 
     def __init__(self, calls: _Calls, allow_mutation: bool) -> None:
         super().__init__()
         self._calls = calls
         self._allow_mutation = allow_mutation
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __enter__(self) -> Any:
         self._count: dict[Any, int] = defaultdict(int)

@@ -43,18 +43,15 @@ def checkpoint_sequential(
 ) -> Any:
     """Run a chain of functions, each on the result of the one before, in checkpointed segments.
 
-    All segments but the last are recomputed in the backward: the last is needed first, so that what it
-    keeps is alive at the peak in any case.
+    All segments but the last, whose backward comes first, are recomputed.
 
     Parameters
     ----------
     functions : nn.Sequential or sequence of callables
-        Each takes one argument, the result of the one before it, as in `nn.Sequential`. That may be a
-        tuple or any other nesting of tensors of any shape.
+        Each takes one argument: the result of the one before it, any nesting of tensors.
     segments : int, sequence of int, or None
-        How many segments, of as equal numbers of functions as can be; or the number of functions of
-        each segment, such as :func:`plan_segments` gives; or None, for the square root of the number of
-        functions.
+        How many segments; or the number of functions of each, such as :func:`plan_segments` gives; or
+        None, for the square root of the number of functions.
     input
         What the first function takes.
     use_reentrant, **options
@@ -83,10 +80,10 @@ def checkpoint_sequential(
     *recomputed, last = _lengths(len(layers), segments)
     start = 0
     for length in recomputed:
-        segment = _chain(layers[start : start + length])
+        segment = chain(layers[start : start + length])
         input = checkpoint(use_reentrant=use_reentrant, **options)(segment)(input)
         start += length
-    return _chain(layers[start : start + last])(input)
+    return chain(layers[start : start + last])(input)
 
 
 def _layers(functions: Functions) -> list[Callable[[Any], Any]]:
@@ -97,7 +94,9 @@ def _layers(functions: Functions) -> list[Callable[[Any], Any]]:
     return layers
 
 
-def _chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """One after the other, as one function."""
+
     def segment(x: Any) -> Any:
         for layer in layers:
             x = layer(x)

@@ -30,11 +30,9 @@ def put_back():
     changes.undo()
 
 
-def run(wrap, change, calls, model=changes.Model):
+def run(wrap, change, model=changes.Model):
     torch.manual_seed(0)
     m = model()
-    for _ in range(calls):  # what a search has found is told again by identity after some
-        changes.gradients(m, wrap(m))
     return changes.gradients(m, wrap(m), functools.partial(change, m))
 
 
@@ -42,14 +40,13 @@ def plain(f):
     return f
 
 
-@pytest.mark.parametrize("calls", [0, 10])
 @pytest.mark.parametrize("part", ["first", "second"])
 @pytest.mark.parametrize("change", sorted(changes.CHANGES.keys() - UNDEFINED))
-def test_changed_before_the_backward(change, part, calls):
+def test_changed_before_the_backward(change, part):
     changed = lambda m: changes.CHANGES[change](getattr(m, part))
-    expected = run(plain, lambda m: None, calls)
+    expected = run(plain, lambda m: None)
     try:
-        found = run(lambda f: functools.partial(checkpoint, f, use_reentrant=False), changed, calls)
+        found = run(lambda f: functools.partial(checkpoint, f, use_reentrant=False), changed)
     except (CheckpointError, MutationError) as error:
         assert change in REFUSED, error
     else:
@@ -148,12 +145,8 @@ READERS = {
 def test_where_else_a_module_reads(name, monkeypatch):
     monkeypatch.setattr(OfAttributes, "scale", OfAttributes.scale)
     make, change = READERS[name]
-    for calls in (0, 3):
-        expected = run(plain, lambda m: None, calls, make)
-        found = run(lambda f: functools.partial(checkpoint, f), change, calls, make)
-        assert_same(found, expected)
-        changes.undo()
-        monkeypatch.undo()
+    expected = run(plain, lambda m: None, make)
+    assert_same(run(lambda f: functools.partial(checkpoint, f), change, make), expected)
 
 
 @pytest.mark.parametrize("way", ["imported", "of a module"])

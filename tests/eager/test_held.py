@@ -3,15 +3,11 @@
 Torch's checkpoint gives other gradients in these cases, without a word, where not said otherwise.
 """
 
-import contextvars
 import functools
-import gc
-import random
 import threading
 import types
 import weakref
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,31 +190,13 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("way", [*HIDDEN, "global hook"])
-@pytest.mark.parametrize("call", ["itself", "method", "function"])
-def test_a_hidden_leaf_is_found_where_others_need_no_search(way, call, request):
-    """Where code refers to nothing but to its module and to torch, no graph is searched. Here it does."""
+def test_a_hidden_leaf_that_was_changed(way, request):
     f = of_a_hook_of_all(BIAS, request) if way == "global hook" else HIDDEN[way](BIAS)
-    if call == "method" and way != "global hook":  # which a method does not call
-        g = getattr(f, "forward", f)
-    else:
-        g = f if call == "itself" else lambda x: f(x)
-    x = leaf(2, 3)
-    checkpoint(g, x)
-    y = checkpoint(g, x)  # of a module that is known
+    y = checkpoint(f, leaf(2, 3))
     with torch.no_grad():
         BIAS.add_(1)
     with pytest.raises(MutationError, match="in place since the forward"):
         y.sum().backward()
-
-
-def test_a_module_that_is_known_is_not_held():
-    model = nn.Sequential(nn.Linear(3, 3, dtype=D), nn.BatchNorm1d(3, dtype=D))
-    model[0].parent = [model]
-    checkpoint(model, leaf(4, 3)).sum().backward()
-    gone = [weakref.ref(x) for x in (model, model[0].weight, model[1].running_mean)]
-    del model
-    gc.collect()
-    assert [x() for x in gone] == [None] * 3
 
 
 def test_changed_and_not_needed_is_no_error():
@@ -241,54 +219,7 @@ def test_the_check_can_be_switched_off():
 # -- put back ----------------------------------------------------------------------------------------
 
 
-def test_variables_of_a_loop():
-    def run(call):
-        torch.manual_seed(0)
-        x, ws = leaf(3), [leaf(3) for _ in range(3)]
-        y, scale = x, 1.0
-        for i in range(3):
-            w = ws[i]
-            y = call(lambda y: (y + w * scale).tanh() * ws[i].exp(), y)  # noqa: B023
-            scale *= 2
-        return torch.autograd.grad(y.sum(), [x, *ws])
-
-    assert_same(run(checkpoint), run(plain))
-
-
-SCALE = 1.0
-
-
-def test_globals():
-    global SCALE
-
-    def f(x):
-        return (x * SCALE).tanh().exp()
-
-    x = leaf(3)
-    SCALE = 1.0
-    y, expected = checkpoint(f, x), torch.autograd.grad(f(x).sum(), x)
-    SCALE = 2.0
-    assert_same(torch.autograd.grad(y.sum(), [x]), expected)
-    assert SCALE == 2.0
-
-
-CONFIG, NAMES, MODE = types.SimpleNamespace(), [""], contextvars.ContextVar("mode")
-
-
-def a_list(x, call):
-    scales = [2.0, 3.0]
-    y = call(lambda x: (x * scales[0]).sin() ** len(scales), x)
-    scales[0] = 5.0
-    scales.append(7.0)
-    return y
-
-
-def a_dict(x, call):
-    options = {"scale": 2.0, "old": None}
-    y = call(lambda x: (x * sum(v or 3.0 for v in options.values())).sin(), x)
-    del options["scale"]
-    options["new"] = 7.0
-    return y
+CONFIG, NAMES = types.SimpleNamespace(), [""]
 
 
 def a_list_inside_of_an_argument(x, call):
@@ -302,22 +233,6 @@ def an_argument(x, call):
     batch = types.SimpleNamespace(x=x * 2, scale=3.0)
     y = call(lambda b: (b.x * b.scale).sin(), batch)
     batch.scale = 4.0
-    return y
-
-
-def an_attribute(x, call):
-    model = nn.Sequential(nn.Dropout(0.5))
-    model.scale = 2.0
-    model.forward = lambda x: (model[0](x) * model.scale).sin()
-    y = call(model, x)
-    model[0].p, model.scale = 0.1, 3.0
-    return y
-
-
-def a_layer(x, call):
-    model = nn.Sequential(nn.Tanh(), nn.Sigmoid())
-    y = call(model, x)
-    model[1] = nn.Softplus()
     return y
 
 
@@ -359,22 +274,6 @@ def globals_that_are_objects(x, call):
     return y
 
 
-def a_context_variable(x, call):
-    token = MODE.set(2.0)
-    y = call(lambda x: (x * MODE.get()).sin(), x)
-    MODE.reset(token)
-    return y
-
-
-def defaults_of_a_helper(x, call):
-    def scaled(x, scale=2.0):
-        return x * scale
-
-    y = call(lambda x: scaled(x).sin(), x)
-    scaled.__defaults__ = (5.0,)
-    return y
-
-
 def an_attribute_that_came_later(x, call):
     class Scaled(nn.Module):
         scale = 2.0
@@ -389,67 +288,25 @@ def an_attribute_that_came_later(x, call):
     return y
 
 
-def an_attribute_of_a_class(x, call):
-    class Options:
-        scale = 2.0
-
-    y = call(lambda x: (x * Options.scale).sin(), x)
-    y = call(lambda x, options: (x * options.scale).sin(), y, Options())
-    Options.scale = 5.0
-    return y
-
-
-def random_numbers_of_python(x, call):
-    for _ in range(4):
-        x = call(lambda x: (x * random.random()).sin(), x)
-    return x
-
-
-def random_numbers_of_numpy(x, call):
-    own = np.random.default_rng(0)
-    for _ in range(4):
-        x = call(lambda x: (x * np.random.rand() + own.random() * x).sin(), x)
-    return x
-
-
-def a_generator_of_ones_own(x, call):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        x = call(lambda x: (x * torch.rand(4, generator=generator)).sin(), x)
-    return x
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        a_list,
-        a_dict,
         a_list_inside_of_an_argument,
         an_argument,
-        an_attribute,
-        a_layer,
         the_order_of_layers,
         the_skips_of_a_unet,
         a_state_that_f_replaces,
         globals_that_are_objects,
-        a_context_variable,
-        defaults_of_a_helper,
         an_attribute_that_came_later,
-        an_attribute_of_a_class,
-        random_numbers_of_python,
-        random_numbers_of_numpy,
-        a_generator_of_ones_own,
     ],
 )
 def test_what_changes_before_the_backward(change):
     def run(call):
         torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
         x = torch.linspace(0.1, 2, 8, dtype=D).reshape(2, 4).requires_grad_()
         y = change(x, call)
         grads = torch.autograd.grad(y.sum(), x, retain_graph=True), torch.autograd.grad(y.sum(), x)
-        return y.detach(), grads, torch.rand(2), random.random(), np.random.rand()
+        return y.detach(), grads, torch.rand(2)
 
     assert_same(run(checkpoint), run(plain))
 
@@ -565,20 +422,6 @@ def test_what_f_changes_itself(change):
         return y.detach(), grads, state()
 
     assert_same(run(checkpoint), run(plain))
-
-
-def test_training_is_that_of_the_forward():
-    model, x = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3, dtype=D), nn.Tanh()), leaf(5, 3)
-
-    def run(call):
-        torch.manual_seed(0)
-        model.train()
-        y = call(model, x)
-        model.eval()
-        return torch.autograd.grad(y.sum(), [x, *model.parameters()])
-
-    assert_same(run(checkpoint), run(plain))
-    assert not any(m.training for m in model.modules())
 
 
 class Average(nn.Module):

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,21 +91,6 @@ def test_install_and_uninstall():
         funcckpt.uninstall()
     refused()
     funcckpt.uninstall()
-
-
-def test_warns_as_torch_does_where_use_reentrant_is_not_passed():
-    x = torch.zeros(3, requires_grad=True)
-    for call in (
-        lambda: checkpoint(torch.sin, x),
-        lambda: checkpoint_sequential([torch.sin, torch.exp], 2, x),
-    ):
-        for context in (nullcontext, funcckpt.patched):
-            with context(), pytest.warns(UserWarning, match="use_reentrant parameter should be") as seen:
-                call()
-            assert len(seen) == 1
-    with funcckpt.patched(), pytest.warns(UserWarning, match="funcckpt.*False") as seen:
-        checkpoint(torch.sin, x)
-    assert [w.filename for w in seen] == [__file__]  # that of torch points to torch
 
 
 def test_uninstalled_inside_of_a_block():

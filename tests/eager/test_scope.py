@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import checkpoint, checkpoint_scope, remat, world
 from funcckpt.eager import scope as scope_module
-from funcckpt.errors import FuncckptError, MutationError, TransformError
+from funcckpt.errors import MutationError, TransformError
 from funcckpt.meter import Meter
 
 from .implementations import D, Ops, both, draw, leaf
@@ -1081,18 +1081,6 @@ def test_writes_to_parts(dim, overlap):
 
 
 # -- left, resized, looked at ------------------------------------------------------------------------
-
-
-def test_left_without_having_been_entered_or_before_what_is_inside():
-    with pytest.raises(FuncckptError, match="without having been entered"):
-        checkpoint_scope().__exit__(None, None, None)
-    outer, inner = checkpoint_scope(), copying()
-    outer.__enter__()
-    inner.__enter__()
-    with pytest.raises(FuncckptError, match="before what was entered inside"):
-        outer.__exit__(None, None, None)
-    inner.__exit__(None, None, None)
-    scope_module._here.block.close()
 
 
 def test_resized_in_the_block():
