@@ -56,9 +56,8 @@ class Call(Leaf):
     goes.
     """
 
-    # What f returned, once it has run, and whether it has then assigned something that it refers to.
+    # What f returned, once it has run.
     _outputs: Outputs | None = None
-    has_assigned = False
 
     def __init__(
         self,
@@ -202,17 +201,6 @@ class Call(Leaf):
             ]
         self.seen = ()
 
-    @property
-    def has_updated(self) -> bool:
-        return bool(self._updated)
-
-    def is_known(self, out: Any, states: world.States, ends: list[int], random: bool) -> list[Tensor]:
-        """Take the first run as done, and give what it returned, flat."""
-        self._layers = None
-        self._world, self._states, self._ends, self.random = world.World(), states, ends, random
-        self._outputs = Outputs(self._name, out)
-        return [*self._outputs.take()]
-
     def assemble(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         assert self._outputs is not None
         return self._outputs.assemble(outputs, inputs)
@@ -310,7 +298,6 @@ class Call(Leaf):
 
     def _check_nothing_escaped(self, inputs: Tensors) -> None:
         changed = self._found.changed()
-        self.has_assigned = bool(changed)
         inside = {*map(id, inputs)} if changed else ()
         for x, where in stored(self._found, changed):
             if id(x) in inside or _torch.constant_of(x) is None:

@@ -32,7 +32,6 @@ from .program import (
     Recording,
     Tensors,
     Vjp,
-    Vmap,
     WithCaptured,
     bind_legacy,
     bind_vmap,
@@ -42,35 +41,28 @@ from .program import (
 )
 
 
-def bind(program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None) -> Tensors:
-    """R[program](inputs). Outputs that are known already only get their history; under grad and vmap."""
+def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    """R[program](inputs), under whatever transforms are active."""
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
     inputs = _torch.all_alive(inputs)
     interpreter = _torch.peek_interpreter_stack()
     if interpreter is None:
-        return _bind_plain(program, inputs, known)
-    if known is not None:
-        return _RULES_FOR_KNOWN[_torch.kind_of(interpreter)](interpreter, program, inputs, known)
+        return _bind_plain(program, inputs)
     return _RULES[_torch.kind_of(interpreter)](interpreter, program, inputs)
 
 
-def _bind_grad(
-    interpreter: Any, program: Program, inputs: list[Tensor], known: Sequence[Tensor] | None = None
-) -> Tensors:
+def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
     inputs = [*map(_torch.CGradInterpreterPtr(interpreter).lift, inputs)]
     differentiated = [i for i, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
     recording = recorded(program, differentiated)
     unwrapped = _torch.unwrapped_for_grad(inputs, level)
-    values = None if known is None else _torch.unwrapped_for_grad(known, level)
     with _torch.lower(interpreter, "grad"):
-        outputs = bind(recording, unwrapped, values)
+        outputs = bind(recording, unwrapped)
     outputs = tuple(_torch.wrapped_for_grad(outputs, level))
     if not differentiated:
         return outputs
-    if known is not None:
-        active = [y.requires_grad and is_differentiable(y) for y in known]
-    elif isinstance(recording, Recording):
+    if isinstance(recording, Recording):
         active = [*recording.active]
         for i in recording.unused:
             inputs[i] = _torch.fresh(inputs[i])
@@ -102,19 +94,6 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tens
     return bind_vmap(interpreter, program, inputs, bind)
 
 
-def _bind_known_vmap(
-    interpreter: Any, program: Program, inputs: list[Tensor], known: Sequence[Tensor]
-) -> Tensors:
-    values_and_dims = [_torch._unwrap_batched(y, interpreter.level()) for y in known]
-
-    def bind_values(below: Program, inputs: Sequence[Tensor]) -> Tensors:
-        if isinstance(below, Vmap) and below is not program:
-            below.known_dims = below.out_dims = tuple([dim for _, dim in values_and_dims])
-        return bind(below, inputs, [y for y, _ in values_and_dims])
-
-    return bind_vmap(interpreter, program, inputs, bind_values)
-
-
 def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
     add_back_views = _torch.adds_back_views(interpreter)
@@ -134,10 +113,9 @@ _RULES = {
     "vmap": _bind_vmap,
     "functionalize": _bind_functionalize,
 }
-_RULES_FOR_KNOWN = {"grad": _bind_grad, "vmap": _bind_known_vmap}
 
 
-def _bind_plain(program: Program, inputs: list[Tensor], known: Sequence[Tensor] | None = None) -> Tensors:
+def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
     """No functorch level is left: plain reverse and forward mode, or just the values."""
     if _torch.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
@@ -145,13 +123,11 @@ def _bind_plain(program: Program, inputs: list[Tensor], known: Sequence[Tensor] 
             return _bind_dual(program, inputs, primals, tangents, along)
     if isinstance(program, Vjp) and any(map(_torch.is_legacy_batchedtensor, inputs)):
         return bind_legacy(program, inputs, _bind_values)
-    return _bind_values(program, inputs, known)
+    return _bind_values(program, inputs)
 
 
-def _bind_values(
-    program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None
-) -> Tensors:
-    program, outputs, active, inputs = _run(program, inputs, known)
+def _bind_values(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    program, outputs, active, inputs = _run(program, inputs)
     return attach(program, outputs, active, inputs) if any(active) else outputs
 
 
@@ -190,7 +166,7 @@ def _bind_dual(
 
 
 def _run(
-    program: Program, inputs: Sequence[Tensor], known: Sequence[Tensor] | None = None
+    program: Program, inputs: Sequence[Tensor]
 ) -> tuple[Program, Tensors, Sequence[bool], Sequence[Tensor]]:
     """The values of a program; of which program and inputs, and which of them plain autograd looks at."""
     source = program.source
@@ -198,12 +174,7 @@ def _run(
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
     records = records and (source.is_compiled or not _torch.is_tracing())
     values = _torch.without_forward_views(inputs, record=records)
-    if known is not None:
-        active: Sequence[bool] = [y.requires_grad and records for y in known]
-        outputs, captured = tuple([y.detach() for y in known]), source.captured
-        if captured and any(active):
-            program, inputs = WithCaptured(program, captured), [*inputs, *captured]
-        return program, outputs, active, inputs
+    active: Sequence[bool]
     if (layers := source.take_layers()) is not None:
         outputs, active, captured, reached = net.run_first(program, values, layers)
         source.seen = captured

@@ -13,10 +13,8 @@ replaced, for one.
 from __future__ import annotations
 
 import operator
-import threading
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -88,26 +86,13 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.La
             given[i].requires_grad_()
     first_node = _torch.next_sequence_number()
     own = {edge_of(given[i]): i for i in differentiated}
-    captured: list[Tensor] = []
-    reached: set[int] = set()
-
-    def take(tensors: Sequence[Tensor]) -> None:
-        """Take what the graph of tensors leads to for used."""
-        for edge in entering(tensors, own, first_node):
-            if edge in own:
-                reached.add(own[edge])
-            elif edge[0] not in _restarted() and (x := source.captured_at(edge, tensors)) is not None:
-                if id(x) not in map(id, captured):
-                    captured.append(x)
-
     record = source.recorder() if records or any([layer.kind == "grad" for layer in layers]) else None
     with (
         _torch.shadows(layers) as levels,
         _NOWHERE if record is None or layers else _torch.hooks_asleep(),
         record or _NOWHERE,
     ):
-        with _noting(take):
-            outputs = program.run(*given)
+        outputs = program.run(*given)
         if layers:
             outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
         elif record is not None:
@@ -125,7 +110,13 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.La
         source.finish(record)
         return Run(outputs, active)
     source.check_versions(versions, inputs)
-    take(outputs)
+    captured: list[Tensor] = []
+    reached: set[int] = set()
+    for edge in entering(outputs, own, first_node):
+        if edge in own:
+            reached.add(own[edge])
+        elif (x := source.captured_at(edge, outputs)) is not None and id(x) not in map(id, captured):
+            captured.append(x)
     del given
     own.clear()
     outputs = tuple([y.detach() for y in outputs])
@@ -134,35 +125,6 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.La
 
 
 _NOWHERE = nullcontext()
-# Of the first runs of this thread that are under way: what takes note of tensors, and the leaves at which
-# histories begin again that a loop has dropped.
-_under_way = threading.local()
-
-
-@contextmanager
-def _noting(take: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
-    stack = _under_way.__dict__.setdefault("stack", [])
-    stack.append(take)
-    try:
-        yield
-    finally:
-        stack.pop()
-
-
-def _restarted() -> set[int]:
-    """The ids of the leaves at which histories begin again."""
-    return {id(x) for leaf in getattr(_under_way, "leaves", ()) if (x := leaf()) is not None}
-
-
-def restarted(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of plain autograd without their history: what they depend on is used all the same."""
-    if stack := getattr(_under_way, "stack", None):
-        stack[-1]([x for x in tensors if x.requires_grad])
-    leaves = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-    if stack:
-        known = [leaf for leaf in getattr(_under_way, "leaves", ()) if leaf() is not None]
-        _under_way.leaves = known + [weakref.ref(x) for x in leaves if x.requires_grad]
-    return leaves
 
 
 def _below_shadows(y: Tensor, layers: Sequence[_torch.Layer], levels: Sequence[int], source: Leaf) -> Tensor:

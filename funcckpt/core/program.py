@@ -10,10 +10,9 @@ A program never holds a tensor that is among its inputs: `autograd` owns those, 
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 
 from .. import _torch
-from ..errors import CheckpointError, ClosureError, describe
+from ..errors import ClosureError, describe
 from ..tape import recompute, recording
 from ..tape.tape import watch_of
 
@@ -137,10 +136,9 @@ class _Derived(Program):
 
 
 class Vmap(_Derived):
-    """vmap of a program; `out_dims` is known once it has run, and has to be `known_dims` if these are."""
+    """vmap of a program; `out_dims` is known once it has run."""
 
     out_dims: tuple[int | None, ...]
-    known_dims: tuple[int | None, ...] | None = None
 
     def __init__(
         self,
@@ -157,21 +155,7 @@ class Vmap(_Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         outputs, self.out_dims = _vmap(self.inner.run, inputs, self.in_dims, self.batch_size, self.randomness)
-        return outputs if self.known_dims is None else self._as_known(outputs, self.known_dims)
-
-    def _as_known(self, outputs: Tensors, known_dims: tuple[int | None, ...]) -> Tensors:
-        moved = list(outputs)
-        for i, (dim, known) in enumerate(zip(self.out_dims, known_dims, strict=True)):
-            if known is None and dim is not None:
-                raise CheckpointError(
-                    f"{self.source.name}: the recomputation batched output {i}, and the forward did not. "
-                    "The function has to do the same each time."
-                )
-            if known is not None:
-                y = outputs[i].expand(self.batch_size, *outputs[i].shape) if dim is None else outputs[i]
-                moved[i] = y.movedim(dim or 0, known)
-        self.out_dims = known_dims
-        return tuple(moved)
+        return outputs
 
 
 class Recording(_Derived):
@@ -196,38 +180,15 @@ class Recording(_Derived):
             wrapped = _torch.wrapped_for_grad(inputs, level)
             leaves = _torch.require_grad_at_this_level(wrapped, self.differentiated)
             looks = bool(self.differentiated) and self.differentiated[-1] >= self.source.arity
-            with _noting_leaves() if looks else nullcontext() as dropped:
-                outputs = self.inner.run(*wrapped)
+            outputs = self.inner.run(*wrapped)
             if looks:
-                used = {id(x) for x in _torch.leaves_of(outputs)}.union(dropped or ())
+                used = {id(x) for x in _torch.leaves_of(outputs)}
                 at = zip(self.differentiated, leaves, strict=True)
                 self.unused = [i for i, x in at if i >= self.source.arity and id(x) not in used]
             if (watch := watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(_torch.require_grad, outputs),)
             return tuple(_torch.unwrapped_for_grad(outputs, level))
-
-
-# The leaves to which histories led that f has dropped, for each recording of this thread that is under way.
-_dropped = threading.local()
-
-
-@contextmanager
-def _noting_leaves() -> Iterator[set[int]]:
-    stack = _dropped.__dict__.setdefault("stack", [])
-    stack.append(set())
-    try:
-        yield stack[-1]
-    finally:
-        stack.pop()
-
-
-def note_dropped(tensors: Sequence[Tensor]) -> None:
-    """A loop drops the history of tensors: what they depend on is used all the same."""
-    if stack := getattr(_dropped, "stack", None):
-        leaves = {id(x) for x in _torch.leaves_of(tensors)}
-        for noted in stack:
-            noted |= leaves
 
 
 def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:
