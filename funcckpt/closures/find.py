@@ -13,17 +13,12 @@ A search is one loop: it costs some microseconds for each module, and no call fo
 
 from __future__ import annotations
 
-import functools
 import operator
 import random
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from contextvars import ContextVar
-from dataclasses import dataclass
-from enum import Enum
 from itertools import compress
 from typing import Any
 
@@ -36,85 +31,33 @@ from .code import (
     imported,
     is_installed,
     is_library,
-    is_plain_python,
     libraries_of,
     names_of,
     own_classes,
-    slots_of,
+)
+from .kinds import (
+    ATOMS,
+    GLOBALS,
+    PARTS,
+    Hole,
+    Key,
+    Kind,
+    Node,
+    emptied,
+    hole_of,
+    kind_of,
+    label,
+    new_function,
+    number_of,
+    read,
 )
 
-# Values that hold no tensor, told by their type alone.
-ATOMS = frozenset(
-    {
-        *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented)),
-        *(slice, range, torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
-        *(types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType),
-        *(types.CodeType, types.MemberDescriptorType, weakref.ref),
-    }
-)
-
-
-class Kind(Enum):
-    """How an object refers to others. The value says whether it can be told to refer to something else."""
-
-    FUNCTION = "a Python function: cells, defaults, globals, attributes"
-    CELL = "the cell of a closure variable"
-    GLOBALS = "the globals of a module, of which those count that code names"
-    METHOD = "a bound method"
-    BUILTIN = "a bound method of C"
-    PARTIAL = "a partial function"
-    MEMBER = "a staticmethod, classmethod or property"
-    TUPLE = "a tuple, named tuple or frozenset"
-    LIST = "a list, deque or set"
-    DICT = "a dict"
-    OBJECT = "an object with attributes, a module among them"
-    CLASS = "a class or a module of Python: no copy can stand for it"
-    VARIABLE = "a context variable"
-    COMPILED = "a module that torch.compile has wrapped"
-
-
-@dataclass(slots=True)
-class Node:
-    """An object that was reached, and what it held then.
-
-    `names` are those that count, if not all do. `parent` and `key` say where it was found first. Once a
-    tensor that the graph owns could be reached from it, `value` is None, and `like` is what is needed to make
-    another one.
-    """
-
-    kind: Kind
-    value: Any
-    content: dict[Any, Any]
-    parent: int
-    key: Any
-    names: Any = None
-    like: Any = None
-
-
-class Hole(weakref.ref[Tensor]):
-    """Stands for a tensor that the graph owns: says its id, and whether it is still in its place."""
-
-    __slots__ = ("number",)
-
-    number: int
-
-
-class Key:
-    """Stands for an object that was let go, by its id."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-_PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
 # What a module has in any case, and need not be looked at while it is empty.
-_OFTEN_EMPTY = frozenset({*_PARTS, *_HOOKS, "_non_persistent_buffers_set"})
+_OFTEN_EMPTY = frozenset({*PARTS, *_HOOKS, "_non_persistent_buffers_set"})
 # What torch's code looks up in modules and autograd functions, and Python's in callables.
 _ALWAYS_NAMED = frozenset(
-    {*_PARTS, *_HOOKS, "training", "forward", "__call__", "setup_context", "backward", "vjp", "jvp", "vmap"}
+    {*PARTS, *_HOOKS, "training", "forward", "__call__", "setup_context", "backward", "vjp", "jvp", "vmap"}
 ) | {
     f"__{name}__"
     for name in (
@@ -123,9 +66,6 @@ _ALWAYS_NAMED = frozenset(
     ).split()
 }
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
-_LISTS = (list, deque, set)
-_DICTS = (dict, OrderedDict, defaultdict)
-_MEMBERS = (staticmethod, classmethod, property)
 _STREAMS = (
     torch.Generator,
     random.Random,
@@ -138,88 +78,9 @@ _DRAWING = frozenset({"random", "numpy", "numpy.random", "statistics"})
 # Functions that update the running statistics that they are given.
 _STATISTICS = ("batch_norm", "instance_norm")
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
-# How a function refers to what is no closure variable.
-DEFAULTS, KWDEFAULTS, ATTRIBUTES, GLOBALS = "*defaults", "*kwdefaults", "*attributes", "*globals"
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind_of(kind: Any) -> Kind | None:
-    """How instances of a class are followed, but for functions, tensors and random streams."""
-    if any(str(base.__module__).startswith("torch.distributed.") for base in kind.__mro__):
-        return None  # `fully_shard` exchanges the parameters of a module for the time of each run
-    if issubclass(kind, (types.MethodType, types.BuiltinFunctionType)):
-        return Kind.METHOD if kind is types.MethodType else Kind.BUILTIN
-    if issubclass(kind, functools.partial):
-        return Kind.PARTIAL
-    if issubclass(kind, nn.Module):
-        if issubclass(kind, torch.jit.ScriptModule):
-            return None
-        return Kind.COMPILED if kind.__name__ == "OptimizedModule" else Kind.OBJECT
-    if kind in _DICTS or (issubclass(kind, dict) and not is_library(kind.__module__)):
-        return Kind.DICT
-    if kind in _LISTS:
-        return Kind.LIST
-    if issubclass(kind, tuple) or kind is frozenset:
-        return Kind.TUPLE if kind in (tuple, frozenset) or hasattr(kind, "_fields") else None
-    if kind is types.CellType:
-        return Kind.CELL
-    if issubclass(kind, _MEMBERS):
-        return Kind.MEMBER
-    if issubclass(kind, type | types.ModuleType):
-        return Kind.CLASS
-    if kind is ContextVar:
-        return Kind.VARIABLE
-    if is_plain_python(kind):
-        return Kind.OBJECT
-    return None
-
-
 # What does not change, and what no copy can stand for.
 _CONSTANT = (Kind.METHOD, Kind.BUILTIN, Kind.PARTIAL, Kind.TUPLE, Kind.MEMBER, Kind.COMPILED)
 _FIXED = (Kind.CLASS, Kind.VARIABLE)
-
-
-def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
-    """What an object of a kind refers to; of those with names, under which names that count."""
-    if kind is Kind.GLOBALS:
-        there = names & value.keys()
-        return dict(zip(there, map(value.__getitem__, there), strict=True))
-    if kind is Kind.OBJECT or kind is Kind.CLASS:
-        if kind is Kind.OBJECT and (slots := slots_of(value.__class__)):
-            content = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-            content.update(getattr(value, "__dict__", ()))
-        else:
-            content = value.__dict__
-        if names is None:
-            return dict(content)
-        return dict(compress(content.items(), map(names.__contains__, content)))
-    if kind is Kind.FUNCTION:
-        content = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
-        content[DEFAULTS], content[KWDEFAULTS] = value.__defaults__, value.__kwdefaults__
-        content[ATTRIBUTES] = value.__dict__ or None
-        return content
-    if kind is Kind.DICT:
-        return dict(value)
-    if kind is Kind.TUPLE or kind is Kind.LIST:
-        return dict(enumerate(value))
-    if kind is Kind.CELL:
-        try:
-            return {"": value.cell_contents}
-        except ValueError:  # not assigned yet
-            return {}
-    if kind is Kind.METHOD:
-        return {"function": value.__func__, "self": value.__self__}
-    if kind is Kind.BUILTIN:
-        of = value.__self__
-        return {} if of is None or isinstance(of, types.ModuleType | type) else {"self": of}
-    if kind is Kind.PARTIAL:
-        content = {"function": value.func, "args": value.args, "keywords": value.keywords}
-        return {**content, "attributes": value.__dict__}
-    if kind is Kind.VARIABLE:
-        return {"": value.get(None)}
-    if kind is Kind.COMPILED:
-        return {"": value._orig_mod}
-    return {"": value.fget if isinstance(value, property) else value.__func__}
 
 
 class Found:
@@ -317,7 +178,7 @@ class Found:
                                         pending.append((item, id(space), name))
             elif isinstance(value, Tensor):
                 tensors[number], places[number] = value, (parent, key)
-            elif (how := _kind_of(kind)) is None:
+            elif (how := kind_of(kind)) is None:
                 if isinstance(value, _STREAMS) and not isinstance(value, random.SystemRandom):
                     self.streams.append(value)
             else:
@@ -426,7 +287,7 @@ class Found:
                 for name, item in content.items():
                     if id(item) in owned:
                         self._marked.add(number)
-                        content[name] = _hole(item)
+                        content[name] = hole_of(item)
                     elif id(item) in gone and not _stays(self.nodes[id(item)]):
                         content[name] = Key(id(item))
                         self._marked.add(number)
@@ -441,7 +302,7 @@ class Found:
 
     def weaken(self, tensors: Iterable[Tensor]) -> None:
         """Hold tensors no longer, but for what refers to them now."""
-        holes = {id(x): _hole(x) for x in tensors}
+        holes = {id(x): hole_of(x) for x in tensors}
         for key in holes:
             del self.tensors[key]
         for number, node in self.nodes.items():
@@ -465,7 +326,7 @@ class Found:
         parts = []
         while number in self.nodes:
             node = self.nodes[number]
-            parts.append(_label(node, key))
+            parts.append(label(node, key))
             number, key = node.parent, node.key
         return " of ".join([part for part in parts if part]) or "a captured tensor"
 
@@ -473,16 +334,6 @@ class Found:
 def _is_it(x: Any, before: Any) -> bool:
     """Whether something is what it was, or what a mark stands for."""
     return x is before or (before() is x if type(before) is Hole else type(before) is Key)
-
-
-def number_of(x: Any) -> int:
-    return x.number if type(x) is Hole or type(x) is Key else id(x)
-
-
-def _hole(x: Tensor) -> Hole:
-    hole = Hole(x)
-    hole.number = id(x)
-    return hole
 
 
 def _stays(node: Node) -> bool:
@@ -506,45 +357,3 @@ def _like(node: Node) -> Any:
         except TypeError:
             return type(value), lambda: None
     return type(value)
-
-
-def emptied(value: Any) -> Any:
-    """A container like another one, with its options and attributes, and nothing in it."""
-    kind: Any = type(value)
-    if kind in _DICTS or kind in _LISTS:
-        new = value.copy()
-        new.clear()
-        return new
-    new = kind.__new__(kind)
-    new.__dict__.update(value.__dict__)
-    return new
-
-
-def new_function(
-    like: types.FunctionType, namespace: dict[str, Any], cells: tuple[types.CellType, ...] | None
-) -> types.FunctionType:
-    """A function with the code of another one, around other variables."""
-    new = types.FunctionType(like.__code__, namespace, like.__name__, None, cells)
-    new.__qualname__, new.__module__, new.__doc__ = like.__qualname__, like.__module__, like.__doc__
-    if sys.version_info < (3, 14):
-        new.__annotations__ = like.__annotations__
-    else:  # not computed before they are read
-        new.__annotate__ = like.__annotate__
-    return new
-
-
-def _label(node: Node, key: Any) -> str:
-    kind = node.kind
-    if kind is Kind.GLOBALS:
-        return f"global {key!r}"
-    if kind is Kind.FUNCTION:
-        if key in (DEFAULTS, KWDEFAULTS):
-            return "a default argument"
-        return "" if key in (ATTRIBUTES, GLOBALS) else f"closure variable {key!r}"
-    if kind is Kind.OBJECT:
-        return "" if key in _PARTS or key == "__class__" else f"attribute {key!r}"
-    if kind is Kind.CLASS:
-        return "" if key == "__class__" else f"attribute {key!r} of {node.value.__name__}"
-    if kind is Kind.DICT and node.key in _PARTS:
-        return f"{_PARTS[node.key]} {key!r}"
-    return f"item {key!r}" if kind in (Kind.DICT, Kind.LIST, Kind.TUPLE) else ""

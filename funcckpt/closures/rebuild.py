@@ -18,13 +18,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .code import is_library, slots_of
-from .find import (
+from .find import Found
+from .kinds import (
     ATOMS,
     ATTRIBUTES,
     DEFAULTS,
     GLOBALS,
     KWDEFAULTS,
-    Found,
     Hole,
     Key,
     Kind,

@@ -6,7 +6,6 @@ to know; and again, from its inputs, as it was then.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
@@ -15,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import _torch, world
@@ -28,6 +27,19 @@ from . import dispatch
 from .flat import Arguments, Outputs
 from .net import LEAF, Edge, edges_of
 from .program import Leaf, Tensors
+from .tensors import (
+    MAX_BUFFER,
+    attributes_of,
+    dress,
+    gradient_of,
+    is_close,
+    is_lifted,
+    is_same,
+    may_be_buffer,
+    references_of_private_leaf,
+    requires_grad,
+    version_of,
+)
 
 
 class Options(NamedTuple):
@@ -86,18 +98,18 @@ class Call(Leaf):
         self._lifted = [found.tensors[key] for key in found.tensors if key in lifted and key not in given]
         # The ids of the inputs by which f refers to them beside its arguments.
         self._ids = {id(x): i for i, x in enumerate((*arguments.tensors, *self._lifted)) if id(x) in lifted}
-        self._attributes = [_attributes(x) for x in (*arguments.tensors, *self._lifted)]
+        self._attributes = [attributes_of(x) for x in (*arguments.tensors, *self._lifted)]
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
         self._constants = (
             []
             if self._is_lazy
-            else [(x, _version(x)) for x in found.tensors.values() if id(x) not in self._ids]
+            else [(x, version_of(x)) for x in found.tensors.values() if id(x) not in self._ids]
         )
         self._layers: list[_torch.Layer] | None = _torch.active_layers()
         self._under_transforms = bool(self._layers)
         # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
         self._plain = [
-            (weakref.ref(x), _version(x), i)
+            (weakref.ref(x), version_of(x), i)
             for i, x in enumerate(arguments.tensors)
             if self._layers and not _torch.is_functorch_wrapped_tensor(x)
         ]
@@ -133,7 +145,7 @@ class Call(Leaf):
             return True
         if _torch.is_tracing():
             return False  # make_fx records values, and no graph of plain autograd
-        return any(map(_requires_grad, (*self._arguments.tensors, *self._found.tensors.values())))
+        return any(map(requires_grad, (*self._arguments.tensors, *self._found.tensors.values())))
 
     def call(self) -> Any:
         """Run f under whatever transforms are active, keeping only its inputs."""
@@ -171,7 +183,7 @@ class Call(Leaf):
         """
         if not self._found.updates_statistics:
             return {}
-        buffers = {i: x for i, x in enumerate(inputs) if _may_be_buffer(x)}
+        buffers = {i: x for i, x in enumerate(inputs) if may_be_buffer(x)}
         self._rebound = {i: x for i, x in buffers.items() if _torch.is_functorch_wrapped_tensor(x)}
         self._in_place = {i: x for i, x in buffers.items() if i not in self._rebound}
         return buffers
@@ -237,9 +249,11 @@ class Call(Leaf):
             inputs = tuple([self._in_place.get(i, x) for i, x in enumerate(inputs)])
             self._buffers, self._in_place = {*self._rebound, *self._in_place}, {}
         for x, attributes in zip(inputs, self._attributes, strict=True):
-            _dress(x, attributes)
+            dress(x, attributes)
         updates = self._before_updates()
-        gradients = [(x, _gradient(x)) for x in found.tensors.values() if found.calls_backward and x.is_leaf]
+        gradients = [
+            (x, gradient_of(x)) for x in found.tensors.values() if found.calls_backward and x.is_leaf
+        ]
         forward = self._options.forward if self._under_transforms else None
         mapped = {key: inputs[i] for key, i in self._ids.items()}
         rebuilt = Rebuilt(found, mapped) if mapped else None
@@ -279,7 +293,7 @@ class Call(Leaf):
             self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
         for x, gradient in gradients:
-            if _gradient(x) != gradient:
+            if gradient_of(x) != gradient:
                 raise MutationError(
                     f"remat({self._name}) calls backward(), which accumulates the gradient of "
                     f"{found.where(id(x))} ({describe(x)}), and would do so again in the recomputation. Use "
@@ -287,7 +301,7 @@ class Call(Leaf):
                 )
         self._settle_updates(updates)
         for i in self._rebound:
-            if inputs[i]._version or not _same(inputs[i], _torch.physical(before[i])[0]):
+            if inputs[i]._version or not is_same(inputs[i], _torch.physical(before[i])[0]):
                 self._was_updated.add(i)
         self._outputs = Outputs(self._name, out, [*inputs, *[x for x, _ in self._constants]])
         outputs = self._outputs.take()
@@ -310,16 +324,16 @@ class Call(Leaf):
     def _before_updates(self) -> dict[int, _Update]:
         """Buffers of modules that are training, as they are: f may update them, and must not do so twice."""
         return {
-            id(x): _Update(_version(x), _torch.physical(x.clone())[0])
+            id(x): _Update(version_of(x), _torch.physical(x.clone())[0])
             for x in self._buffers_of_f()
-            if id(x) not in self._ids and not x.requires_grad and x.numel() <= _MAX_BUFFER
+            if id(x) not in self._ids and not x.requires_grad and x.numel() <= MAX_BUFFER
         }
 
     def _buffers_of_f(self) -> list[Tensor]:
         if not self._found.updates_statistics:
             return []
         # And others that may be given in their place.
-        others = [x for x in self._found.tensors.values() if _may_be_buffer(x)]
+        others = [x for x in self._found.tensors.values() if may_be_buffer(x)]
         return self._found.buffers_in_training() + others
 
     def _settle_updates(self, updates: dict[int, _Update]) -> None:
@@ -327,14 +341,14 @@ class Call(Leaf):
         for i, (x, version) in enumerate(self._constants):
             update = updates.get(id(x))
             if update is None:
-                if _version(x) != version:
+                if version_of(x) != version:
                     raise MutationError(
                         f"remat({self._name}) changed {self._found.where(id(x))} ({describe(x)}) in "
                         "place. The "
                         "recomputation would start from the changed values. Return the new value instead, or "
-                        f"make it a buffer, of at most {_MAX_BUFFER} elements, of a module that is training."
+                        f"make it a buffer, of at most {MAX_BUFFER} elements, of a module that is training."
                     )
-            elif version != _version(x) or not _same(x, update.before):
+            elif version != version_of(x) or not is_same(x, update.before):
                 self._updated[id(x)] = update
                 self._constants[i] = x, None
 
@@ -352,7 +366,7 @@ class Call(Leaf):
     def captured_at(self, edge: Edge, outputs: Sequence[Tensor]) -> Tensor | None:
         if edge[1] == LEAF:
             leaf = next(x for x in _torch.leaves_of(outputs) if id(x) == edge[0])
-            if edge[0] in self._found.tensors or sys.getrefcount(leaf) > _references_of_private_leaf():
+            if edge[0] in self._found.tensors or sys.getrefcount(leaf) > references_of_private_leaf():
                 return leaf
             return None  # made by f itself, for an inner optimisation: nobody can ask for its gradient
         tensors = [x for x in self._found.tensors.values() if x.requires_grad]
@@ -388,10 +402,10 @@ class Call(Leaf):
                 "outside of the function, and pass them as arguments, or trace the forward too."
             )
         for ref, version, i in self._plain:
-            if (x := ref()) is not None and _version(x) != version and i not in self._buffers:
+            if (x := ref()) is not None and version_of(x) != version and i not in self._buffers:
                 raise self._changed_between(self.where(i), x)
         for x, attributes in zip(inputs, self._attributes, strict=True):
-            _dress(x, attributes)
+            dress(x, attributes)
         if self._buffers:
             inputs = tuple([x.clone() if i in self._buffers else x for i, x in enumerate(inputs)])
         buffers = [inputs[i] for i in self._rebound]
@@ -408,7 +422,7 @@ class Call(Leaf):
         mapped.update({key: update.before.clone() for key, update in self._updated.items()})
         for key, attributes in self._marks.items():
             if key in mapped:
-                _dress(mapped[key], attributes)
+                dress(mapped[key], attributes)
         changed = found.changed()
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         draws = self.random and self._options.preserve_rng_state and self._states is not None
@@ -445,7 +459,7 @@ class Call(Leaf):
     def _refusing(self) -> AbstractContextManager[Any] | None:
         """If captured constants were changed in place since the forward: an error, if f uses one."""
         changed = {
-            id(x): x for x, version in self._constants if version is not None and _version(x) != version
+            id(x): x for x, version in self._constants if version is not None and version_of(x) != version
         }
         return _Refusing(self, changed) if changed else None
 
@@ -473,7 +487,7 @@ class Call(Leaf):
                 there, now = _torch.physical(y.detach())
                 # Another level (the vmap of jacfwd, say) may have batched it: then there is nothing to
                 # compare with.
-                if levels == now and not _close(here, there):
+                if levels == now and not is_close(here, there):
                     difference = f"other values in output {i}, {describe(here)}, than the forward"
                     break
         if difference is not None:
@@ -486,11 +500,11 @@ class Call(Leaf):
     # -- versions -----------------------------------------------------------------------------------
 
     def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
-        return [*map(_version, inputs)]
+        return [*map(version_of, inputs)]
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         for i, (version, x) in enumerate(zip(before, inputs, strict=True)):
-            if version != _version(x):
+            if version != version_of(x):
                 raise MutationError(
                     f"remat({self._name}) changed {self.where(i)} ({describe(x)}) in place. The "
                     "recomputation would start from the changed values: work on a copy (x.clone()) inside "
@@ -547,31 +561,10 @@ class _Refusing(world.Mode):
         return out
 
 
-# Elements up to which a buffer of a module that is training is copied before the forward.
-_MAX_BUFFER = 1 << 20
-
-
-def is_lifted(x: Tensor) -> bool:
-    """Whether a captured tensor belongs to a functorch level that is active, or is dual."""
-    if not _torch.is_functorch_wrapped_tensor(x):
-        return _torch.has_dual_level() and _torch.is_plain_dual(x)
-    x = _torch.alive(x)
-    return _torch.is_functorch_wrapped_tensor(x) and not _torch.is_left_over(x)
-
-
 def code_of(f: Any) -> Any:
     """The code of a function or method, or the type of any other callable."""
     f = getattr(f, "__func__", f)
     return getattr(f, "__code__", None) or type(f)
-
-
-def _requires_grad(x: Tensor) -> bool:
-    while True:
-        if x.requires_grad:
-            return True
-        if not _torch.is_functorch_wrapped_tensor(x):
-            return False
-        x = _torch.get_unwrapped(x)
 
 
 @contextmanager
@@ -590,61 +583,3 @@ def _within(contexts: Iterable[AbstractContextManager[Any] | None]) -> AbstractC
                 entering.enter_context(context)
         stack = entering.pop_all()
     return stack
-
-
-@functools.cache
-def _references_of_private_leaf() -> int:
-    """How many there are to a leaf that one local variable holds, and the graph."""
-    with torch.enable_grad():
-        y = torch.zeros((), requires_grad=True).sin()
-    leaf = next(iter(_torch.leaves_of([y])))
-    return sys.getrefcount(leaf)
-
-
-def _may_be_buffer(x: Tensor) -> bool:
-    """Whether a tensor looks like running statistics, or a count of batches."""
-    if _requires_grad(x) or x.numel() > _MAX_BUFFER:
-        return False
-    return x.dim() == (1 if x.is_floating_point() else 0)
-
-
-def _version(x: Tensor) -> int | None:
-    """How often `x` was changed in place; inference tensors do not count."""
-    return None if x.is_inference() else x._version
-
-
-def _gradient(x: Tensor) -> Any:
-    """What tells whether the gradient of a leaf was assigned, or added to."""
-    return None if x.grad is None else (id(x.grad), x.grad._version)
-
-
-def _attributes(x: Tensor) -> dict[str, Any]:
-    """What code can tell of a tensor beside its values: it may be a parameter, and carry marks."""
-    # A copy: marks may be changed before the recomputation.
-    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__.copy()
-
-
-def _dress(x: Tensor, attributes: dict[str, Any]) -> None:
-    """Give the attributes of a tensor to one that stands for it."""
-    for name, value in attributes.items():
-        if name not in x.__dict__:
-            setattr(x, name, value)
-
-
-def _same(x: Tensor, before: Tensor) -> bool:
-    """Whether a buffer is what it was. Where it has no value yet, or to look would be to wait: no."""
-    if _torch.is_tracing() or x.is_meta or x.device.type != "cpu":
-        return False
-    with _torch.without_dispatch_modes():  # a selective checkpoint around it would count the operator
-        return torch.equal(_torch.physical(x.detach())[0], before)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Whether values agree, up to the rounding of their dtype; where there are values."""
-    if a.is_meta or b.is_meta:
-        return True
-    try:
-        torch.testing.assert_close(a, b, equal_nan=True)
-    except AssertionError:
-        return False
-    return True

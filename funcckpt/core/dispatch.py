@@ -31,14 +31,13 @@ from .program import (
     Program,
     Recording,
     Tensors,
-    Vjp,
+    Vmap,
     WithCaptured,
-    bind_legacy,
-    bind_vmap,
     is_differentiable,
     recorded,
     zeros_for_none,
 )
+from .pullback import CotangentBatch, Vjp
 
 
 def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -90,8 +89,64 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tenso
     return _make_duals(jvp, tuple(_torch.wrapped_for_grad(outputs, level)))
 
 
+def _vmapped(
+    program: Program,
+    level: int,
+    in_dims: tuple[int | None, ...],
+    batch_size: int,
+    randomness: str,
+) -> Vmap | Vjp:
+    """vmap of a program, at a level; the pullback alone where only cotangents are batched."""
+    home = min(program.home, level - 1)
+    # A level that was not there when the user called f has no say in its randomness.
+    if level > program.home:
+        randomness = "same"
+    if isinstance(program, Vjp) and all(dim is None for dim in in_dims[: program.arity]):
+        if randomness == "same" or program.source.random is False:
+            cotangents = CotangentBatch(in_dims[program.arity :], batch_size, randomness)
+            return program.batched(home, cotangents)
+    return Vmap(program, home, in_dims, batch_size, randomness)
+
+
 def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
-    return bind_vmap(interpreter, program, inputs, bind)
+    level = interpreter.level()
+    unwrapped_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
+    unwrapped = [x for x, _ in unwrapped_and_dims]
+    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
+    randomness = _torch.randomness_of(interpreter)
+    if all(dim is None for dim in in_dims) and _may_skip_vmap(program, level, randomness):
+        with _torch.lower(interpreter, "vmap"):
+            return bind(program, unwrapped)
+    batched = _vmapped(program, level, in_dims, _torch.batch_size_of(interpreter), randomness)
+    with _torch.lower(interpreter, "vmap"):
+        outputs = bind(batched, unwrapped)
+    return tuple(
+        [
+            y if dim is None else _torch._add_batch_dim(y, dim, level)
+            for y, dim in zip(outputs, batched.out_dims, strict=True)
+        ]
+    )
+
+
+def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
+    unwrapped_and_dims = [_torch.unwrap_legacy(x) for x in inputs]
+    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
+    unwrapped = [x for x, _ in unwrapped_and_dims]
+    size = next(x.shape[dim] for x, dim in unwrapped_and_dims if dim is not None)
+    batched = _vmapped(program, program.home + 1, in_dims, size, "same")
+    with _torch.without_vmap_mode():
+        outputs = _bind_values(batched, unwrapped)
+    return tuple([_torch.wrap_legacy(y, dim) for y, dim in zip(outputs, batched.out_dims, strict=True)])
+
+
+def _may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
+    """Whether a level at which no input is batched makes no difference to a program.
+
+    Under "different" each sample draws its own numbers even from unbatched inputs, and under "error"
+    f must be allowed to fail.
+    """
+    return randomness == "same" or level > program.home or program.source.random is False
 
 
 def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
@@ -122,7 +177,7 @@ def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
         if along:
             return _bind_dual(program, inputs, primals, tangents, along)
     if isinstance(program, Vjp) and any(map(_torch.is_legacy_batchedtensor, inputs)):
-        return bind_legacy(program, inputs, _bind_values)
+        return _bind_legacy(program, inputs)
     return _bind_values(program, inputs)
 
 
@@ -145,7 +200,7 @@ def _bind_dual(
     jvp = Jvp(inner, program.home, len(inputs), along)
     arguments = [*primals, *tangents]
     if any(map(_torch.is_legacy_batchedtensor, arguments)):
-        outputs, out_tangents = jvp.split(bind_legacy(jvp, arguments, _bind_values))
+        outputs, out_tangents = jvp.split(_bind_legacy(jvp, arguments))
         captured: Sequence[Tensor] = ()
     else:
         of, results, active, found = _run(jvp, arguments)

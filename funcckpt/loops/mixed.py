@@ -27,7 +27,8 @@ from .. import _torch
 from ..core import dispatch, net
 from ..core.call import Call, Options
 from ..core.primitive import Remat
-from ..core.program import Jvp, Program, Tensors, Vjp, Vmap, _Derived, is_differentiable, zeros_for_none
+from ..core.program import Derived, Jvp, Program, Tensors, Vmap, is_differentiable, zeros_for_none
+from ..core.pullback import Vjp
 from ..errors import InputError, OptionError, describe
 from ..remat import _name_and_check
 
@@ -176,7 +177,7 @@ class _Gradient(Vjp):
         return _Gradient(directional, home, self.arity + len(of), wrt)
 
 
-class _Directional(_Derived):
+class _Directional(Derived):
     """(inputs, tangents) -> the tangent of the first output, along the inputs `along`."""
 
     def __init__(self, inner: Program, home: int, arity: int, along: tuple[int, ...]) -> None:

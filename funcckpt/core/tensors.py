@@ -1,0 +1,90 @@
+"""What a call asks of single tensors."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+
+# Elements up to which a buffer of a module that is training is copied before the forward.
+MAX_BUFFER = 1 << 20
+
+
+def is_lifted(x: Tensor) -> bool:
+    """Whether a captured tensor belongs to a functorch level that is active, or is dual."""
+    if not _torch.is_functorch_wrapped_tensor(x):
+        return _torch.has_dual_level() and _torch.is_plain_dual(x)
+    x = _torch.alive(x)
+    return _torch.is_functorch_wrapped_tensor(x) and not _torch.is_left_over(x)
+
+
+def requires_grad(x: Tensor) -> bool:
+    while True:
+        if x.requires_grad:
+            return True
+        if not _torch.is_functorch_wrapped_tensor(x):
+            return False
+        x = _torch.get_unwrapped(x)
+
+
+@functools.cache
+def references_of_private_leaf() -> int:
+    """How many there are to a leaf that one local variable holds, and the graph."""
+    with torch.enable_grad():
+        y = torch.zeros((), requires_grad=True).sin()
+    leaf = next(iter(_torch.leaves_of([y])))
+    return sys.getrefcount(leaf)
+
+
+def may_be_buffer(x: Tensor) -> bool:
+    """Whether a tensor looks like running statistics, or a count of batches."""
+    if requires_grad(x) or x.numel() > MAX_BUFFER:
+        return False
+    return x.dim() == (1 if x.is_floating_point() else 0)
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often `x` was changed in place; inference tensors do not count."""
+    return None if x.is_inference() else x._version
+
+
+def gradient_of(x: Tensor) -> Any:
+    """What tells whether the gradient of a leaf was assigned, or added to."""
+    return None if x.grad is None else (id(x.grad), x.grad._version)
+
+
+def attributes_of(x: Tensor) -> dict[str, Any]:
+    """What code can tell of a tensor beside its values: it may be a parameter, and carry marks."""
+    # A copy: marks may be changed before the recomputation.
+    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__.copy()
+
+
+def dress(x: Tensor, attributes: dict[str, Any]) -> None:
+    """Give the attributes of a tensor to one that stands for it."""
+    for name, value in attributes.items():
+        if name not in x.__dict__:
+            setattr(x, name, value)
+
+
+def is_same(x: Tensor, before: Tensor) -> bool:
+    """Whether a buffer is what it was. Where it has no value yet, or to look would be to wait: no."""
+    if _torch.is_tracing() or x.is_meta or x.device.type != "cpu":
+        return False
+    with _torch.without_dispatch_modes():  # a selective checkpoint around it would count the operator
+        return torch.equal(_torch.physical(x.detach())[0], before)
+
+
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Whether values agree, up to the rounding of their dtype; where there are values."""
+    if a.is_meta or b.is_meta:
+        return True
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
