@@ -890,10 +890,6 @@ WRITES_TO_INPUT = (
     "leaf Variable that requires grad is being used in an in-place operation",
     "that would mutate a captured Tensor",
 )
-# Part of what functorch says when it meets an autograd.Function of the old style.
-NEEDS_SETUP_CONTEXT = "it must override the setup_context"
-
-
 # -- for the hook path -----------------------------------------------------------------------------
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

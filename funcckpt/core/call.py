@@ -29,6 +29,7 @@ from .net import LEAF, Edge, edges_of
 from .program import Leaf, Tensors
 from .tensors import (
     MAX_BUFFER,
+    Refusing,
     attributes_of,
     dress,
     gradient_of,
@@ -49,9 +50,6 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     policy: Any = None
     chooser: Chooser | None = None
-    # What gives the values of f under transforms, where nothing is recorded: f again, unless there is a
-    # cheaper way to them.
-    forward: Callable[..., Any] | None = None
 
 
 class _Update(NamedTuple):
@@ -106,7 +104,6 @@ class Call(Leaf):
             else [(x, version_of(x)) for x in found.tensors.values() if id(x) not in self._ids]
         )
         self._layers: list[_torch.Layer] | None = _torch.active_layers()
-        self._under_transforms = bool(self._layers)
         # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
         self._plain = [
             (weakref.ref(x), version_of(x), i)
@@ -213,10 +210,6 @@ class Call(Leaf):
             ]
         self.seen = ()
 
-    def assemble(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        assert self._outputs is not None
-        return self._outputs.assemble(outputs, inputs)
-
     def _refuse_subclasses(self, inputs: Sequence[Tensor]) -> None:
         for i, x in enumerate(inputs):
             if _torch.has_torch_function(x):
@@ -254,7 +247,6 @@ class Call(Leaf):
         gradients = [
             (x, gradient_of(x)) for x in found.tensors.values() if found.calls_backward and x.is_leaf
         ]
-        forward = self._options.forward if self._under_transforms else None
         mapped = {key: inputs[i] for key, i in self._ids.items()}
         rebuilt = Rebuilt(found, mapped) if mapped else None
         self._world = world.World()
@@ -274,7 +266,7 @@ class Call(Leaf):
             if (watch := watch_of(self)) is not None:
                 watch.begin([*inputs, *[x for x, _ in self._constants]])
             try:
-                out = (forward or f)(*args, **kwargs)
+                out = f(*args, **kwargs)
             except RuntimeError as error:
                 if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
                     raise self._writes_to_input(inputs) from error
@@ -456,12 +448,13 @@ class Call(Leaf):
             "the recomputation. Pass a copy of it, or change it after the backward."
         )
 
+    def _was_changed(self, x: Tensor) -> MutationError:
+        return self._changed_between(self._found.where(id(x)), x)
+
     def _refusing(self) -> AbstractContextManager[Any] | None:
         """If captured constants were changed in place since the forward: an error, if f uses one."""
-        changed = {
-            id(x): x for x, version in self._constants if version is not None and version_of(x) != version
-        }
-        return _Refusing(self, changed) if changed else None
+        changed = [x for x, version in self._constants if version is not None and version_of(x) != version]
+        return Refusing(changed, self._was_changed) if changed else None
 
     def _check_streams(self) -> None:
         if self._options.determinism_check != "none" and world.ended_elsewhere(
@@ -541,24 +534,6 @@ class Call(Leaf):
             *[update.before for update in self._updated.values()],
             *[x for x, _ in self._values],
         ]
-
-
-class _Refusing(world.Mode):
-    """Raises where an operator is given a captured tensor that was changed in place."""
-
-    def __init__(self, call: Call, changed: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._call, self._changed = call, changed
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves((args, kwargs)):
-            # It may ask for the shape or dtype.
-            if id(x) in self._changed and (
-                isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__"
-            ):
-                raise self._call._changed_between(self._call._found.where(id(x)), x)
-        return out
 
 
 def code_of(f: Any) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from .. import _torch
+from .. import _torch, world
 
 # Elements up to which a buffer of a module that is training is copied before the forward.
 MAX_BUFFER = 1 << 20
@@ -43,7 +45,7 @@ def references_of_private_leaf() -> int:
 
 def may_be_buffer(x: Tensor) -> bool:
     """Whether a tensor looks like running statistics, or a count of batches."""
-    if requires_grad(x) or x.numel() > MAX_BUFFER:
+    if requires_grad(x) or x.numel() > MAX_BUFFER or (_torch.has_dual_level() and _torch.is_plain_dual(x)):
         return False
     return x.dim() == (1 if x.is_floating_point() else 0)
 
@@ -88,3 +90,19 @@ def is_close(a: Tensor, b: Tensor) -> bool:
     except AssertionError:
         return False
     return True
+
+
+class Refusing(world.Mode):
+    """Raises where an operator is given a tensor that was changed in place, and not for its shape."""
+
+    def __init__(self, changed: Iterable[Tensor], error: Callable[[Tensor], Exception]) -> None:
+        super().__init__()
+        self._changed, self._error = {*map(id, changed)}, error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__":
+            for x in pytree.tree_leaves((args, kwargs)):
+                if id(x) in self._changed:
+                    raise self._error(x)
+        return out

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch, world
 from ..closures import Found, Rebuilt
+from ..core.tensors import MAX_BUFFER, Refusing, gradient_of
 from ..errors import CheckpointError, MutationError, describe
 from . import patched
 
@@ -43,8 +44,6 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # Arguments that refer to nothing.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
-# Elements up to which a buffer of a module that is training is copied before the forward.
-_MAX_BUFFER = 1 << 20
 
 
 class Slot(dict[Any, tuple[Tensor, int] | None]):
@@ -113,7 +112,7 @@ class Region:
         # Buffers of modules that are training, what `functional_call` may put in their places, and copies.
         self._buffers: list[tuple[Tensor, Tensor]] = []
         if buffers := found.buffers_in_training():
-            looks = {(x.shape, x.dtype) for x in buffers if x.numel() <= _MAX_BUFFER}
+            looks = {(x.shape, x.dtype) for x in buffers if x.numel() <= MAX_BUFFER}
             tensors = {id(x): x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)}
             self._buffers = [
                 (x, _copy(x)) for x in tensors.values() if not x.requires_grad and (x.shape, x.dtype) in looks
@@ -136,7 +135,7 @@ class Region:
         first_node = _torch.next_sequence_number()
         found = self._found
         reached = (*found.tensors.values(), *self._given) if found.calls_backward else ()
-        gradients = [(x, _gradient(x)) for x in reached if isinstance(x, Tensor) and x.is_leaf]
+        gradients = [(x, gradient_of(x)) for x in reached if isinstance(x, Tensor) and x.is_leaf]
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(self._pack, self.unpack))
             if self._contexts is not None:
@@ -146,7 +145,7 @@ class Region:
         # Others are not touched: another thread may be drawing from them.
         self._states = world.moved(self._states)
         for x, gradient in gradients:
-            if _gradient(x) != gradient:
+            if gradient_of(x) != gradient:
                 raise MutationError(
                     f"{self._name}: the function calls backward(), which accumulates the gradient of "
                     f"{found.where(id(x))} ({describe(x)}), and would do so again in the "
@@ -311,7 +310,7 @@ class Region:
     def _enter_world(self, stack: ExitStack) -> None:
         """The world of the forward, where it is not here."""
         if self._check and (changed := self._changed()):
-            stack.enter_context(_Refusing(self._name, self._found, changed))
+            stack.enter_context(Refusing(changed, self._was_changed))
         if not self._world.is_here():
             stack.enter_context(self._world.replayed())
         if self._torch_function != _torch._get_torch_function_state():
@@ -330,6 +329,13 @@ class Region:
     def _name(self) -> str:
         return title(self._found.root[0])
 
+    def _was_changed(self, x: Tensor) -> MutationError:
+        return MutationError(
+            f"{self._name}: {self._found.where(id(x))} ({describe(x)}) was changed in place since the "
+            "forward, like a parameter by an optimizer. Run the backward before, or change a copy; "
+            'determinism_check="none" lets it pass.'
+        )
+
     def _differ(self, here: str) -> CheckpointError:
         return self._error(
             "A different number of tensors was saved during the original forward and recomputation: "
@@ -347,26 +353,6 @@ class Region:
         )
 
 
-class _Refusing(world.Mode):
-    """Raises where an operator is given a tensor that was changed in place, also where none is saved."""
-
-    def __init__(self, name: str, found: Found, changed: list[Tensor]) -> None:
-        super().__init__()
-        self._name, self._found, self._changed = name, found, {*map(id, changed)}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(isinstance(y, Tensor) for y in pytree.tree_leaves(out)):  # and not, say, its shape
-            for x in pytree.tree_leaves((args, kwargs)):
-                if id(x) in self._changed:
-                    raise MutationError(
-                        f"{self._name}: {self._found.where(id(x))} ({describe(x)}) was changed in place "
-                        "since the forward, like a parameter by an optimizer. Run the backward before, or "
-                        'change a copy (x.clone()); determinism_check="none" lets it pass.'
-                    )
-        return out
-
-
 def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
     ours = hooks is not None and getattr(hooks[0], "__module__", None) == __name__
@@ -380,11 +366,6 @@ def in_checkpoint() -> bool:
 
 def _itself(x: Tensor) -> Tensor:
     return x
-
-
-def _gradient(x: Tensor) -> Any:
-    """What tells whether the gradient of a leaf was assigned, or added to."""
-    return None if x.grad is None else (id(x.grad), x.grad._version)
 
 
 def _copy(x: Tensor) -> Tensor:
