@@ -26,7 +26,9 @@ prints and other side effects                         happen twice
 import warnings as _warnings
 
 try:
-    from . import _torch as _torch
+    from ._torch import autograd as _autograd  # noqa: F401, all private names are needed below
+    from ._torch import dynamo as _dynamo  # noqa: F401
+    from ._torch import wrappers as _wrappers  # noqa: F401
 except ImportError as error:
     _warnings.warn(
         f"{error} Until then remat is a plain torch.autograd.Function, slower, and all else is missing.",

@@ -25,20 +25,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _torch, world
+from . import world
+from ._torch import autograd, dynamo, functorch, wrappers
 from .core import dispatch
 from .core.program import Leaf, Tensors
 from .errors import MutationError, OptionError, describe
 from .tape import drawing
 
 
-@_torch.known_to_dynamo
+@dynamo.known_to_dynamo
 def differentiates() -> bool:
     """Whether some functorch level takes a derivative; Dynamo, too, may ask."""
-    return any(layer.kind != "vmap" for layer in _torch.active_layers())
+    return any(layer.kind != "vmap" for layer in functorch.active_layers())
 
 
-@_torch.known_to_dynamo
+@dynamo.known_to_dynamo
 def refuse(what: str) -> None:
     """Raise where Dynamo lets it through."""
     raise OptionError(f"{what} cannot be honoured in a compiled graph. Leave it out there.")
@@ -57,12 +58,12 @@ def call(
     gave up and runs what it could not read.
     """
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
-    return _torch.call_with_graph(how, lambda: f(*args, **kwargs))
+    return dynamo.call_with_graph(how, lambda: f(*args, **kwargs))
 
 
-@_torch.known_to_dynamo
+@dynamo.known_to_dynamo
 def _level() -> int:
-    return _torch.current_level()
+    return functorch.current_level()
 
 
 def _from_dynamo(
@@ -71,15 +72,15 @@ def _from_dynamo(
     def run(*args: Any) -> Any:
         if not isinstance(f, torch.fx.GraphModule):
             return untraced(f, args=args)
-        if not _torch.is_traced_by_aot_autograd():
-            return untraced(functools.partial(_torch.interpret, f, level), args=args)
-        layers = _torch.active_layers()
+        if not dynamo.is_traced_by_aot_autograd():
+            return untraced(functools.partial(dynamo.interpret, f, level), args=args)
+        layers = functorch.active_layers()
         if (
             all(layer.kind == "vmap" for layer in layers)
             and len(layers) == level
-            and not _torch.has_transforms(f)
+            and not dynamo.has_transforms(f)
         ):
-            return _torch.torch_checkpoint_of_graph(f, args)
+            return dynamo.torch_checkpoint_of_graph(f, args)
         return _Graph(f, name, level, args, layers).call()
 
     return run
@@ -99,23 +100,23 @@ class _Graph(Leaf):
         name: str,
         level: int,
         args: Sequence[Any],
-        layers: list[_torch.Layer],
+        layers: list[functorch.Layer],
     ) -> None:
         super().__init__()
         self._graph = graph
         self._name = name
         self._level = level
-        self._layers: list[_torch.Layer] | None = layers
+        self._layers: list[functorch.Layer] | None = layers
         self._args = list(args)
-        self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and _torch.is_tracked(x)]
+        self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and wrappers.is_tracked(x)]
         self._constants = {
-            i: _torch.traced_value(x)
+            i: dynamo.traced_value(x)
             for i, x in enumerate(args)
             if isinstance(x, Tensor) and i not in self._inputs
         }
         # Whether plain autograd is below all levels, so that there will be a partition.
         self._in_joint_graph = torch.is_grad_enabled() and any(
-            _torch.below_wrappers(args[i]).requires_grad for i in self._inputs
+            wrappers.below_wrappers(args[i]).requires_grad for i in self._inputs
         )
         self._gates = _gates(graph, args)
         self._world = world.World()
@@ -144,20 +145,20 @@ class _Graph(Leaf):
             out[i] = y
         return tuple(out)
 
-    def take_layers(self) -> list[_torch.Layer] | None:
+    def take_layers(self) -> list[functorch.Layer] | None:
         layers, self._layers = self._layers, None
         return layers
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Some of the inputs of a recomputation, behind an operator that waits for the newest cotangent."""
-        number = _torch.number_of_traced()
+        number = dynamo.number_of_traced()
 
         def behind(i: int, x: Tensor) -> Tensor:
             return torch.ops.funcckpt.barrier(x, inputs[-1], number) if i in self._gates else x
 
-        with _torch.tagged(_RECOMPUTED if self._in_joint_graph else {}):
+        with dynamo.tagged(_RECOMPUTED if self._in_joint_graph else {}):
             for i, value in self._constants.items():
-                self._args[i] = behind(i, _torch.of_traced_value(value))
+                self._args[i] = behind(i, dynamo.of_traced_value(value))
             found = [behind(i, x) for i, x in zip(self._inputs, inputs, strict=False)]
         return [*found, *inputs[len(found) :]]
 
@@ -172,18 +173,18 @@ class _Graph(Leaf):
                 stack.enter_context(self._world.replayed())
             stack.enter_context(world.own_autocast_cache())
             if self.random:
-                stack.enter_context(_torch.without_vmap_mode())
+                stack.enter_context(functorch.without_vmap_mode())
                 stack.enter_context(self._drawn.replayed())
             tags = _RECOMPUTED if self._in_joint_graph else {}
-            out = _torch.interpret(self._graph, self._level, *args, tags=tags)
+            out = dynamo.interpret(self._graph, self._level, *args, tags=tags)
         return tuple([out[i] for i in self._new])
 
     def _run_first(self, args: list[Any]) -> Tensors:
         with world.own_autocast_cache(), self._drawn:
             try:
-                out = _torch.interpret(self._graph, self._level, *args)
+                out = dynamo.interpret(self._graph, self._level, *args)
             except RuntimeError as error:
-                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
+                if any(words in str(error) for words in autograd.WRITES_TO_INPUT):
                     raise self._changed([args[i] for i in self._inputs]) from error
                 raise
         self.random = self._drawn.seen

@@ -34,7 +34,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from . import _torch
+from ._torch import functorch
 from .tape.operators import flops_of
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
@@ -87,7 +87,7 @@ def mark(name: str) -> None:
     >>> measure(torch.func.grad(loss), torch.zeros(256)).marks     # 256 + 1 floats
     {'saved': 1028}
     """
-    for mode in _torch.dispatch_modes():
+    for mode in functorch.dispatch_modes():
         if isinstance(mode, Meter):
             mode.mark(name)
 
@@ -136,7 +136,7 @@ class Meter(TorchDispatchMode):
         self._lock = threading.RLock()
 
     def __enter__(self) -> Meter:
-        if any(mode is self for mode in _torch.dispatch_modes()):
+        if any(mode is self for mode in functorch.dispatch_modes()):
             raise RuntimeError("this Meter is running already; nest a second Meter() instead")
         super().__enter__()
         return self

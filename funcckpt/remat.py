@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch import nn
 
-from . import _torch, compiled
+from . import compiled
+from ._torch import functorch
 from .closures import count_as_own
 from .core.call import Call, Options
 from .errors import CheckpointError, InputError
@@ -303,7 +304,7 @@ def _call(
     f: Callable[..., Any], name: str, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        if _torch.differentiates_in_inference_mode():
+        if functorch.differentiates_in_inference_mode():
             raise CheckpointError(
                 f"remat({name}): torch {torch.__version__} records nothing in inference mode, and gives "
                 "zeros for the derivatives that are taken here. Use torch.no_grad() instead of it."

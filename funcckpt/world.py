@@ -21,7 +21,7 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import _torch
+from ._torch import autograd, functorch
 from .errors import CheckpointError
 
 
@@ -80,7 +80,7 @@ def _autocast() -> _Autocast:
 
 
 def _state() -> tuple[torch.device, torch.dtype, _Autocast]:
-    return _torch.default_device(), torch.get_default_dtype(), _autocast()
+    return functorch.default_device(), torch.get_default_dtype(), _autocast()
 
 
 class Mode(TorchFunctionMode):
@@ -95,9 +95,9 @@ class World:
     def __init__(self) -> None:
         # Tensor.backward runs below the function modes that are active, if any.
         self._modes: Sequence[Any] = ()
-        if _torch.has_function_modes():
-            modes = _torch.function_modes()
-            self._modes = [m for m in modes if not isinstance(m, (Mode, _torch.DeviceContext))]
+        if functorch.has_function_modes():
+            modes = functorch.function_modes()
+            self._modes = [m for m in modes if not isinstance(m, (Mode, functorch.DeviceContext))]
         self._state = _state()
         # Whether autocast is enabled.
         self.casts = any(self._state[2][1])
@@ -112,7 +112,7 @@ class World:
         device, dtype, autocast = self._state
         with ExitStack() as stack:
             if self._modes:
-                active = _torch.function_modes()
+                active = functorch.function_modes()
                 for mode in self._modes:
                     if mode not in active:
                         stack.enter_context(mode)
@@ -123,7 +123,7 @@ class World:
                         stack.enter_context(torch.autocast(kind, cast, enabled=enabled, cache_enabled=cache))
                 stack.callback(torch.set_autocast_cache_enabled, now[0])
                 torch.set_autocast_cache_enabled(cache)
-            if device != _torch.default_device():
+            if device != functorch.default_device():
                 stack.enter_context(device)
             if dtype != (before := torch.get_default_dtype()):
                 stack.callback(torch.set_default_dtype, before)
@@ -163,20 +163,20 @@ class _ParametrizationsAnew:
         self._runs = self._enabled = 0
 
     def is_needed(self) -> bool:
-        return self._runs > 0 or _torch.parametrizations_cached() > 0
+        return self._runs > 0 or autograd.parametrizations_cached() > 0
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._runs:
-                self._enabled = _torch.parametrizations_cached()
-                _torch.add_to_parametrizations_cached(-self._enabled)
+                self._enabled = autograd.parametrizations_cached()
+                autograd.add_to_parametrizations_cached(-self._enabled)
             self._runs += 1
 
     def __exit__(self, *error: Any) -> None:
         with self._lock:
             self._runs -= 1
             if not self._runs:
-                _torch.add_to_parametrizations_cached(self._enabled)
+                autograd.add_to_parametrizations_cached(self._enabled)
 
 
 _parametrizations_anew = _ParametrizationsAnew()

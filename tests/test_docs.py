@@ -19,7 +19,8 @@ import funcckpt
 import funcckpt.meter
 import funcckpt.nn
 import funcckpt.per_sample
-from funcckpt import _torch, policies, remat
+from funcckpt import policies, remat
+from funcckpt._torch import functorch
 from funcckpt.meter import mark
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,7 @@ def examples_of(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name, monkeypatch):
     # What other tests have compiled changes what a recomputation leaves out.
-    monkeypatch.setattr(_torch, "has_compiled", lambda: False)
+    monkeypatch.setattr(functorch, "has_compiled", lambda: False)
     if name == "funcckpt.inspect.plot":
         pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     runner = doctest.DocTestRunner()
@@ -139,7 +140,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTAL
 def test_examples_of_the_readme(number, monkeypatch, tmp_path):
     """Each runs, the first by itself."""
     text = EXAMPLES[number]
-    monkeypatch.setattr(_torch, "has_compiled", lambda: False)
+    monkeypatch.setattr(functorch, "has_compiled", lambda: False)
     names = names_of_the_reader() if number else {}
     if "plot" in text:
         pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs the extra `plot`")

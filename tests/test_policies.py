@@ -192,7 +192,7 @@ def small_sizes_matter(monkeypatch):
     """What is too small to be worth it in practice is large enough to count."""
     monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
     # What other tests have compiled is none of these.
-    monkeypatch.setattr(recompute._torch, "has_compiled", lambda: False)
+    monkeypatch.setattr(recompute.functorch, "has_compiled", lambda: False)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

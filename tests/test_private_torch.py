@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcckpt
-from funcckpt import _torch
+from funcckpt._torch import autograd, functorch, wrappers
 
 PACKAGE = Path(funcckpt.__file__).parent
 
@@ -32,25 +32,25 @@ def private_imports(path):
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
 def test_functorch_is_touched_in_one_module_only(path):
-    if path.name != "_torch.py":
+    if path.parent.name != "_torch":
         assert not list(private_imports(path))
 
 
 def test_blocks_of_cached_parametrizations_are_counted():
     parametrize = torch.nn.utils.parametrize
     with parametrize.cached(), parametrize.cached():
-        assert _torch.parametrizations_cached() == 2
-        _torch.add_to_parametrizations_cached(-2)
-        assert _torch.parametrizations_cached() == 0
-        _torch.add_to_parametrizations_cached(2)
-    assert _torch.parametrizations_cached() == 0
+        assert autograd.parametrizations_cached() == 2
+        autograd.add_to_parametrizations_cached(-2)
+        assert autograd.parametrizations_cached() == 0
+        autograd.add_to_parametrizations_cached(2)
+    assert autograd.parametrizations_cached() == 0
 
 
 def test_layers_are_read_and_left_as_they_were():
     def f(x):
-        before = _torch.current_level()
-        kinds = [layer.kind for layer in _torch.active_layers()]
-        assert _torch.current_level() == before
+        before = functorch.current_level()
+        kinds = [layer.kind for layer in functorch.active_layers()]
+        assert functorch.current_level() == before
         return x * len(kinds), kinds
 
     seen = []
@@ -101,10 +101,10 @@ def _final_backward(where):
     # One frame stands between the question and the engine in the library, and none here.
     def is_final(level):
         if where == "here":
-            return (lambda: _torch.is_final_backward(level, threading.get_ident()))()
+            return (lambda: autograd.is_final_backward(level, threading.get_ident()))()
         # As on a device: a thread without callers asks, and the one that called the engine waits.
         caller, answers = threading.get_ident(), []
-        thread = threading.Thread(target=lambda: answers.append(_torch.is_final_backward(level, caller)))
+        thread = threading.Thread(target=lambda: answers.append(autograd.is_final_backward(level, caller)))
         thread.start()
         thread.join()
         return answers[0]
@@ -127,7 +127,7 @@ def _final_backward(where):
 def test_sequence_numbers_order_the_graph():
     x = torch.ones(2, requires_grad=True)
     before = x * 2
-    number = _torch.next_sequence_number()
+    number = functorch.next_sequence_number()
     after = x * 3
     assert before.grad_fn._sequence_nr() < number <= after.grad_fn._sequence_nr()
 
@@ -156,29 +156,29 @@ def test_once_differentiable_leaves_a_node_that_has_this_name():
 def test_what_the_hook_path_touches():
     from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-    assert _torch.top_saved_tensors_hooks() is None and _torch.may_push_hooks()
+    assert autograd.top_saved_tensors_hooks() is None and autograd.may_push_hooks()
     first, second = (lambda x: x), (lambda x: x)
     with saved_tensors_hooks(first, first):
-        assert _torch.top_saved_tensors_hooks() == (first, first)
+        assert autograd.top_saved_tensors_hooks() == (first, first)
         with saved_tensors_hooks(second, second):
-            assert _torch.saved_tensors_hooks() == [(second, second), (first, first)]
-    assert _torch.top_saved_tensors_hooks() is None
+            assert autograd.saved_tensors_hooks() == [(second, second), (first, first)]
+    assert autograd.top_saved_tensors_hooks() is None
     with disable_saved_tensors_hooks("not now"):
-        assert not _torch.may_push_hooks()
-    with pytest.raises(RuntimeError, match=_torch.REFUSES_HOOKS), saved_tensors_hooks(first, first):
+        assert not autograd.may_push_hooks()
+    with pytest.raises(RuntimeError, match=autograd.REFUSES_HOOKS), saved_tensors_hooks(first, first):
         torch.func.grad(torch.sin)(torch.ones(()))
 
 
 def test_a_tensor_is_saved_as_by_an_operator():
     x = torch.ones(3, requires_grad=True) * 2
-    saved = _torch.save(x)
+    saved = autograd.save(x)
     assert saved.unpack().grad_fn is x.grad_fn
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.unpack()
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
-        _torch.save(x)
+        autograd.save(x)
     assert len(seen) == 1
 
 
@@ -186,38 +186,41 @@ def test_backwards_are_told_apart():
     keys = []
     x = torch.ones(3, requires_grad=True)
     y = x.sin()
-    y.register_hook(lambda g: keys.append((_torch.backward_id(), _torch.graph_task())))
+    y.register_hook(lambda g: keys.append((autograd.backward_id(), autograd.graph_task())))
     for _ in range(2):
         y.sum().backward(retain_graph=True)
     with torch.utils.checkpoint.GraphExecGroup() as group:
         y.sum().backward()
     assert keys[0] != keys[1] and all(key == task != -1 for key, task in keys[:2])
     assert keys[2][0] is group
-    assert _torch.graph_task() == -1 and _torch.backward_id() != _torch.backward_id()
+    assert autograd.graph_task() == -1 and autograd.backward_id() != autograd.backward_id()
 
 
 def test_settings_of_torchs_checkpoint_are_read():
     from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
-    assert _torch.checkpoint_early_stop() is None and _torch.checkpoint_debug_enabled() is None
+    assert autograd.checkpoint_early_stop() is None and autograd.checkpoint_debug_enabled() is None
     with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
-        assert _torch.checkpoint_early_stop() is False and _torch.checkpoint_debug_enabled() is True
+        assert autograd.checkpoint_early_stop() is False and autograd.checkpoint_debug_enabled() is True
 
 
 def test_an_alias_shares_the_version_and_no_graph():
     x = torch.ones(3, requires_grad=True) * 2
-    y = _torch.alias(x)
+    y = autograd.alias(x)
     assert y.grad_fn is None and not y.requires_grad and y.data_ptr() == x.data_ptr()
     x.mul_(2)
     assert y._version == x._version == 1
-    with _torch.version_kept(x), torch.no_grad():
+    with autograd.version_kept(x), torch.no_grad():
         x.mul_(2)
     assert x._version == 1
 
 
 def test_torchs_checkpoint_is_known_by_its_hooks():
     found = []
-    look = lambda x: (found.append(_torch.is_torch_checkpoint(_torch.top_saved_tensors_hooks())), x.sin())[1]
+    look = lambda x: (
+        found.append(autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks())),
+        x.sin(),
+    )[1]
     torch.utils.checkpoint.checkpoint(
         look, torch.ones(3, requires_grad=True), use_reentrant=False
     ).sum().backward()
@@ -229,20 +232,20 @@ def test_torchs_checkpoint_is_redirected(monkeypatch):
 
     x = torch.ones(3)
     checkpoint(torch.sin, x, use_reentrant=False)
-    monkeypatch.setattr(_torch, "_checkpoint_before", _torch._checkpoint_before)
-    monkeypatch.setattr(checkpoint.__wrapped__, "__dynamo_disable", _torch.original_checkpoint)
-    _torch.redirect_checkpoint(lambda *args, **kwargs: "ours")
+    monkeypatch.setattr(autograd, "_checkpoint_before", autograd._checkpoint_before)
+    monkeypatch.setattr(checkpoint.__wrapped__, "__dynamo_disable", autograd.original_checkpoint)
+    autograd.redirect_checkpoint(lambda *args, **kwargs: "ours")
     assert checkpoint(torch.sin, x, use_reentrant=False) == "ours"
 
 
 def test_every_private_name_is_still_there():
     """Importing `_torch` has proved most; these are attributes that it reads later."""
-    assert isinstance(_torch.eager_transforms.JVP_NESTING, int)
-    assert isinstance(_torch.forward_ad._current_level, int)
-    assert inspect.iscode(_torch._ENGINE) and inspect.iscode(_torch._GRAD_TRANSFORM)
-    assert "level" in _torch._GRAD_TRANSFORM.co_varnames
+    assert isinstance(functorch.eager_transforms.JVP_NESTING, int)
+    assert isinstance(wrappers.forward_ad._current_level, int)
+    assert inspect.iscode(autograd._ENGINE) and inspect.iscode(autograd._GRAD_TRANSFORM)
+    assert "level" in autograd._GRAD_TRANSFORM.co_varnames
     for name in ("_unwrap_all_tensors_from_functional", "_wrap_all_tensors_to_functional"):
-        assert callable(getattr(_torch.eager_transforms, name))
+        assert callable(getattr(functorch.eager_transforms, name))
     for name in ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"):
         assert callable(getattr(torch._C, name))
     for name in ("_add_batch_dim", "_remove_batch_dim"):

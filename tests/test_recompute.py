@@ -26,7 +26,7 @@ def small_sizes_matter(monkeypatch):
     """What is too small to be worth it in practice is large enough to count."""
     monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
     # What other tests have compiled is none of these.
-    monkeypatch.setattr(recompute._torch, "has_compiled", lambda: False)
+    monkeypatch.setattr(recompute.functorch, "has_compiled", lambda: False)
     recompute._plans.clear()
 
 
@@ -185,7 +185,7 @@ def test_no_more_than_early_stop_in_a_hessian():
 def test_blocks_of_a_real_size(monkeypatch, transform):
     """24 blocks of width 256 and 1024 inside, 64 x 128 tokens: with the thresholds that users have."""
     monkeypatch.undo()
-    monkeypatch.setattr(recompute._torch, "has_compiled", lambda: False)  # by other tests
+    monkeypatch.setattr(recompute.functorch, "has_compiled", lambda: False)  # by other tests
     ws = [torch.empty(shape, device="meta") for shape in [(256, 1024), (1024, 256)] * 24]
     x = torch.empty(64, 128, 256, device="meta")
 

@@ -20,13 +20,13 @@ from funcckpt import (
     InputError,
     MutationError,
     OptionError,
-    _torch,
     checkpoint_name,
     fori_loop,
     policies,
     scan,
     while_loop,
 )
+from funcckpt._torch import functorch
 from funcckpt.loops.schedules import Schedule, advances, choose, evaluations, kept, parts
 from funcckpt.meter import mark, measure
 from funcckpt.tape import recompute
@@ -747,7 +747,7 @@ def test_an_error_in_the_body_of_a_while_loop_names_the_step_and_leaves_nothing_
             run()
         if sys.version_info >= (3, 11):
             assert any("in step 5 of while_loop(" in note for note in caught.value.__notes__)
-    assert torch.is_grad_enabled() and _torch.current_level() == 0
+    assert torch.is_grad_enabled() and functorch.current_level() == 0
 
 
 # -- edges ------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd, functorch, wrappers
 from ..closures import Found, Rebuilt, stored
 from ..errors import CheckpointError, ClosureError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
@@ -103,12 +104,12 @@ class Call(Leaf):
             if self._is_lazy
             else [(x, version_of(x)) for x in found.tensors.values() if id(x) not in self._ids]
         )
-        self._layers: list[_torch.Layer] | None = _torch.active_layers()
+        self._layers: list[functorch.Layer] | None = functorch.active_layers()
         # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
         self._plain = [
             (weakref.ref(x), version_of(x), i)
             for i, x in enumerate(arguments.tensors)
-            if self._layers and not _torch.is_functorch_wrapped_tensor(x)
+            if self._layers and not wrappers.is_functorch_wrapped_tensor(x)
         ]
         self._updated: dict[int, _Update] = {}
         # Inputs that may be buffers: of levels, which of those f has updated, and of no level.
@@ -140,7 +141,7 @@ class Call(Leaf):
             return False
         if self._layers and any([layer.kind == "grad" for layer in self._layers]):
             return True
-        if _torch.is_tracing():
+        if functorch.is_tracing():
             return False  # make_fx records values, and no graph of plain autograd
         return any(map(requires_grad, (*self._arguments.tensors, *self._found.tensors.values())))
 
@@ -151,10 +152,10 @@ class Call(Leaf):
         buffers = self._take_buffers(inputs)
         pure = [*inputs]
         for i, x in buffers.items():
-            if _torch.is_functorch_wrapped_tensor(x):
+            if wrappers.is_functorch_wrapped_tensor(x):
                 pure[i] = x.clone()
             else:
-                with _torch.without_levels():
+                with functorch.without_levels():
                     pure[i] = x.clone()
         try:
             outputs = dispatch.bind(self, pure)
@@ -181,7 +182,7 @@ class Call(Leaf):
         if not self._found.updates_statistics:
             return {}
         buffers = {i: x for i, x in enumerate(inputs) if may_be_buffer(x)}
-        self._rebound = {i: x for i, x in buffers.items() if _torch.is_functorch_wrapped_tensor(x)}
+        self._rebound = {i: x for i, x in buffers.items() if wrappers.is_functorch_wrapped_tensor(x)}
         self._in_place = {i: x for i, x in buffers.items() if i not in self._rebound}
         return buffers
 
@@ -199,7 +200,7 @@ class Call(Leaf):
         if owned:
             # f may read values through which nothing is differentiated.
             used = {*map(id, self.seen), *self._ids}
-            with _torch.without_levels():  # which would wrap the results
+            with functorch.without_levels():  # which would wrap the results
                 self._unused = {key: x.detach() for key, x in owned.items() if key not in used}
             self._marks = {key: x.__dict__.copy() for key, x in owned.items() if x.__dict__}
             self._found.seal(owned.values())
@@ -212,14 +213,14 @@ class Call(Leaf):
 
     def _refuse_subclasses(self, inputs: Sequence[Tensor]) -> None:
         for i, x in enumerate(inputs):
-            if _torch.has_torch_function(x):
+            if wrappers.has_torch_function(x):
                 raise InputError(
                     f"remat({self._name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
                     "__torch_function__ says what operators do. Recomputed under a transform it would be a "
                     "plain tensor: use remat around what does not need it, or no transform."
                 )
 
-    def take_layers(self) -> list[_torch.Layer] | None:
+    def take_layers(self) -> list[functorch.Layer] | None:
         layers, self._layers = self._layers, None
         return layers
 
@@ -251,7 +252,7 @@ class Call(Leaf):
         rebuilt = Rebuilt(found, mapped) if mapped else None
         self._world = world.World()
         self._states = world.states(self._streams)
-        if _torch.is_tracing():
+        if functorch.is_tracing():
             self._drawn = drawing.Drawn(self._name)
         contexts = (
             rebuilt,
@@ -268,7 +269,7 @@ class Call(Leaf):
             try:
                 out = f(*args, **kwargs)
             except RuntimeError as error:
-                if any(words in str(error) for words in _torch.WRITES_TO_INPUT):
+                if any(words in str(error) for words in autograd.WRITES_TO_INPUT):
                     raise self._writes_to_input(inputs) from error
                 raise
             finally:
@@ -293,20 +294,20 @@ class Call(Leaf):
                 )
         self._settle_updates(updates)
         for i in self._rebound:
-            if inputs[i]._version or not is_same(inputs[i], _torch.physical(before[i])[0]):
+            if inputs[i]._version or not is_same(inputs[i], wrappers.physical(before[i])[0]):
                 self._was_updated.add(i)
         self._outputs = Outputs(self._name, out, [*inputs, *[x for x, _ in self._constants]])
         outputs = self._outputs.take()
         self._check_nothing_escaped(inputs)
-        if self._options.determinism_check == "values" and not _torch.is_tracing():
-            self._values = [_torch.physical(y.detach().clone()) for y in outputs]
+        if self._options.determinism_check == "values" and not functorch.is_tracing():
+            self._values = [wrappers.physical(y.detach().clone()) for y in outputs]
         return (*outputs, *[inputs[i] for i in self._rebound])
 
     def _check_nothing_escaped(self, inputs: Tensors) -> None:
         changed = self._found.changed()
         inside = {*map(id, inputs)} if changed else ()
         for x, where in stored(self._found, changed):
-            if id(x) in inside or _torch.constant_of(x) is None:
+            if id(x) in inside or wrappers.constant_of(x) is None:
                 raise EscapeError(
                     f"remat({self._name}) stores a tensor ({describe(x)}) as {where}. It belongs to the "
                     "inside of the checkpoint, and its gradient would be lost: return it from the function, "
@@ -316,7 +317,7 @@ class Call(Leaf):
     def _before_updates(self) -> dict[int, _Update]:
         """Buffers of modules that are training, as they are: f may update them, and must not do so twice."""
         return {
-            id(x): _Update(version_of(x), _torch.physical(x.clone())[0])
+            id(x): _Update(version_of(x), wrappers.physical(x.clone())[0])
             for x in self._buffers_of_f()
             if id(x) not in self._ids and not x.requires_grad and x.numel() <= MAX_BUFFER
         }
@@ -346,18 +347,18 @@ class Call(Leaf):
 
     def finish(self, record: recording.Record | None) -> None:
         if record is not None:
-            with _torch.grad_mode(False):
+            with functorch.grad_mode(False):
                 self.kept = record.finish()
 
     def recorder(self) -> recording.Record | None:
         chooser = self._options.chooser
-        if chooser is None or _torch.is_tracing():
+        if chooser is None or functorch.is_tracing():
             return None
         return recording.Record(self, chooser)
 
     def captured_at(self, edge: Edge, outputs: Sequence[Tensor]) -> Tensor | None:
         if edge[1] == LEAF:
-            leaf = next(x for x in _torch.leaves_of(outputs) if id(x) == edge[0])
+            leaf = next(x for x in wrappers.leaves_of(outputs) if id(x) == edge[0])
             if edge[0] in self._found.tensors or sys.getrefcount(leaf) > references_of_private_leaf():
                 return leaf
             return None  # made by f itself, for an inner optimisation: nobody can ask for its gradient
@@ -388,7 +389,7 @@ class Call(Leaf):
     def _run_again(self, inputs: Tensors) -> Tensors:
         assert self._world is not None and self._outputs is not None
         found = self._found
-        if self.random and self._drawn is None and _torch.is_tracing():
+        if self.random and self._drawn is None and functorch.is_tracing():
             raise CheckpointError(
                 f"remat({self._name}) has drawn random numbers before make_fx began to record. Draw them "
                 "outside of the function, and pass them as arguments, or trace the forward too."
@@ -424,7 +425,7 @@ class Call(Leaf):
             None if self._world.is_here() else self._world.replayed(),
             world.cleared_autocast_cache() if self._world.casts else None,
             world.streams_at(self._states or []) if draws else None,
-            _torch.without_vmap_mode() if draws else None,
+            functorch.without_vmap_mode() if draws else None,
             None if self._drawn is None else self._drawn.replayed(),
             world.parametrizations_anew(),
         )
@@ -477,7 +478,7 @@ class Call(Leaf):
             for i, ((here, levels), y) in enumerate(
                 zip(self._values, again.as_in(self._outputs), strict=True)
             ):
-                there, now = _torch.physical(y.detach())
+                there, now = wrappers.physical(y.detach())
                 # Another level (the vmap of jacfwd, say) may have batched it: then there is nothing to
                 # compare with.
                 if levels == now and not is_close(here, there):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import _torch
+from .._torch import autograd, functorch, wrappers
 from ..tape import recompute, recording
 from . import net
 from .program import (
@@ -43,28 +43,28 @@ from .pullback import CotangentBatch, Vjp
 def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """R[program](inputs), under whatever transforms are active."""
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
-    inputs = _torch.all_alive(inputs)
-    interpreter = _torch.peek_interpreter_stack()
+    inputs = wrappers.all_alive(inputs)
+    interpreter = functorch.peek_interpreter_stack()
     if interpreter is None:
         return _bind_plain(program, inputs)
-    return _RULES[_torch.kind_of(interpreter)](interpreter, program, inputs)
+    return _RULES[functorch.kind_of(interpreter)](interpreter, program, inputs)
 
 
 def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
-    inputs = [*map(_torch.CGradInterpreterPtr(interpreter).lift, inputs)]
+    inputs = [*map(functorch.CGradInterpreterPtr(interpreter).lift, inputs)]
     differentiated = [i for i, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
     recording = recorded(program, differentiated)
-    unwrapped = _torch.unwrapped_for_grad(inputs, level)
-    with _torch.lower(interpreter, "grad"):
+    unwrapped = wrappers.unwrapped_for_grad(inputs, level)
+    with functorch.lower(interpreter, "grad"):
         outputs = bind(recording, unwrapped)
-    outputs = tuple(_torch.wrapped_for_grad(outputs, level))
+    outputs = tuple(wrappers.wrapped_for_grad(outputs, level))
     if not differentiated:
         return outputs
     if isinstance(recording, Recording):
         active = [*recording.active]
         for i in recording.unused:
-            inputs[i] = _torch.fresh(inputs[i])
+            inputs[i] = wrappers.fresh(inputs[i])
     else:
         active = [*map(is_differentiable, outputs)]
     return attach(program, outputs, active, inputs, level)
@@ -72,21 +72,21 @@ def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tens
 
 def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
-    inputs = [*map(_torch.CJvpInterpreterPtr(interpreter).lift, inputs)]
+    inputs = [*map(functorch.CJvpInterpreterPtr(interpreter).lift, inputs)]
     along: tuple[int, ...] = ()
     if torch._C._is_fwd_grad_enabled():
         primals, tangents, along = _split_duals(inputs)
     else:
         primals, tangents = inputs, []
-    unwrapped = [_torch._unwrap_for_grad(x, level) for x in (*primals, *tangents)]
+    unwrapped = [wrappers._unwrap_for_grad(x, level) for x in (*primals, *tangents)]
     if not along:
-        with _torch.lower(interpreter, "jvp"):
+        with functorch.lower(interpreter, "jvp"):
             outputs = bind(recorded(program, ()), unwrapped)
-        return tuple(_torch.wrapped_for_grad(outputs, level))
+        return tuple(wrappers.wrapped_for_grad(outputs, level))
     jvp = Jvp(program, min(program.home, level - 1), len(inputs), along)
-    with _torch.lower(interpreter, "jvp"):
+    with functorch.lower(interpreter, "jvp"):
         outputs = bind(jvp, unwrapped)
-    return _make_duals(jvp, tuple(_torch.wrapped_for_grad(outputs, level)))
+    return _make_duals(jvp, tuple(wrappers.wrapped_for_grad(outputs, level)))
 
 
 def _vmapped(
@@ -110,19 +110,19 @@ def _vmapped(
 
 def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
-    unwrapped_and_dims = [_torch._unwrap_batched(x, level) for x in inputs]
+    unwrapped_and_dims = [functorch._unwrap_batched(x, level) for x in inputs]
     unwrapped = [x for x, _ in unwrapped_and_dims]
     in_dims = tuple([dim for _, dim in unwrapped_and_dims])
-    randomness = _torch.randomness_of(interpreter)
+    randomness = functorch.randomness_of(interpreter)
     if all(dim is None for dim in in_dims) and _may_skip_vmap(program, level, randomness):
-        with _torch.lower(interpreter, "vmap"):
+        with functorch.lower(interpreter, "vmap"):
             return bind(program, unwrapped)
-    batched = _vmapped(program, level, in_dims, _torch.batch_size_of(interpreter), randomness)
-    with _torch.lower(interpreter, "vmap"):
+    batched = _vmapped(program, level, in_dims, functorch.batch_size_of(interpreter), randomness)
+    with functorch.lower(interpreter, "vmap"):
         outputs = bind(batched, unwrapped)
     return tuple(
         [
-            y if dim is None else _torch._add_batch_dim(y, dim, level)
+            y if dim is None else functorch._add_batch_dim(y, dim, level)
             for y, dim in zip(outputs, batched.out_dims, strict=True)
         ]
     )
@@ -130,14 +130,14 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tens
 
 def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
-    unwrapped_and_dims = [_torch.unwrap_legacy(x) for x in inputs]
+    unwrapped_and_dims = [wrappers.unwrap_legacy(x) for x in inputs]
     in_dims = tuple([dim for _, dim in unwrapped_and_dims])
     unwrapped = [x for x, _ in unwrapped_and_dims]
     size = next(x.shape[dim] for x, dim in unwrapped_and_dims if dim is not None)
     batched = _vmapped(program, program.home + 1, in_dims, size, "same")
-    with _torch.without_vmap_mode():
+    with functorch.without_vmap_mode():
         outputs = _bind_values(batched, unwrapped)
-    return tuple([_torch.wrap_legacy(y, dim) for y, dim in zip(outputs, batched.out_dims, strict=True)])
+    return tuple([wrappers.wrap_legacy(y, dim) for y, dim in zip(outputs, batched.out_dims, strict=True)])
 
 
 def _may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
@@ -151,14 +151,14 @@ def _may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
 
 def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
     level = interpreter.level()
-    add_back_views = _torch.adds_back_views(interpreter)
+    add_back_views = functorch.adds_back_views(interpreter)
     functional = Functional(program, min(program.home, level - 1), add_back_views)
-    unwrapped = _torch.eager_transforms._unwrap_all_tensors_from_functional(
+    unwrapped = functorch.eager_transforms._unwrap_all_tensors_from_functional(
         tuple(inputs), reapply_views=add_back_views
     )
-    with _torch.lower(interpreter, "functionalize"):
+    with functorch.lower(interpreter, "functionalize"):
         outputs = bind(functional, unwrapped)
-    wrapped: Tensors = _torch.eager_transforms._wrap_all_tensors_to_functional(outputs, level=level)
+    wrapped: Tensors = functorch.eager_transforms._wrap_all_tensors_to_functional(outputs, level=level)
     return wrapped
 
 
@@ -172,11 +172,11 @@ _RULES = {
 
 def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
     """No functorch level is left: plain reverse and forward mode, or just the values."""
-    if _torch.in_dual_level():
+    if wrappers.in_dual_level():
         primals, tangents, along = _split_duals(inputs)
         if along:
             return _bind_dual(program, inputs, primals, tangents, along)
-    if isinstance(program, Vjp) and any(map(_torch.is_legacy_batchedtensor, inputs)):
+    if isinstance(program, Vjp) and any(map(wrappers.is_legacy_batchedtensor, inputs)):
         return _bind_legacy(program, inputs)
     return _bind_values(program, inputs)
 
@@ -199,7 +199,7 @@ def _bind_dual(
     inner = recorded(program, differentiated) if differentiated else program
     jvp = Jvp(inner, program.home, len(inputs), along)
     arguments = [*primals, *tangents]
-    if any(map(_torch.is_legacy_batchedtensor, arguments)):
+    if any(map(wrappers.is_legacy_batchedtensor, arguments)):
         outputs, out_tangents = jvp.split(_bind_legacy(jvp, arguments))
         captured: Sequence[Tensor] = ()
     else:
@@ -208,14 +208,14 @@ def _bind_dual(
         if any(active):
             results = attach(of, results, active, found)
         outputs, out_tangents = jvp.split(results)
-    if not any(map(_torch.require_grad, (*inputs, *captured))) or not records:
+    if not any(map(wrappers.require_grad, (*inputs, *captured))) or not records:
         return _make_duals_plain(outputs, out_tangents)
     if captured:
         program = WithCaptured(program, captured)
     # The graph of the primal has to lead back to the dual inputs, so that a backward through it is
     # differentiated in forward mode too.
-    outputs = tuple([_torch.with_memory_for_each(y) for y in outputs])
-    detached = [_torch.fresh(y) for y in outputs]
+    outputs = tuple([wrappers.with_memory_for_each(y) for y in outputs])
+    detached = [wrappers.fresh(y) for y in outputs]
     dual: Tensors = _AtDualLevel.apply(program, detached, out_tangents, *inputs, *captured)
     return dual
 
@@ -227,21 +227,21 @@ def _run(
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
-    records = records and (source.is_compiled or not _torch.is_tracing())
-    values = _torch.without_forward_views(inputs, record=records)
+    records = records and (source.is_compiled or not functorch.is_tracing())
+    values = wrappers.without_forward_views(inputs, record=records)
     active: Sequence[bool]
     if (layers := source.take_layers()) is not None:
         outputs, active, captured, reached = net.run_first(program, values, layers)
         source.seen = captured
         if captured:
             inputs = [
-                x if i < source.arity or i in reached else _torch.fresh(x) for i, x in enumerate(inputs)
+                x if i < source.arity or i in reached else wrappers.fresh(x) for i, x in enumerate(inputs)
             ]
             if layers:
                 source.captured = captured
     else:
         outputs, captured = net.run(program, values), source.captured
-        has_history = records and any(map(_torch.require_grad, (*inputs, *captured)))
+        has_history = records and any(map(wrappers.require_grad, (*inputs, *captured)))
         active = [has_history and is_differentiable(y) for y in outputs]
     if not records:
         active = [False] * len(outputs)
@@ -258,12 +258,12 @@ def attach(
     `active` says for each whether it depends on an input that requires grad.
     """
     if level:
-        _torch.set_single_level_autograd_function_allowed(True)
+        functorch.set_single_level_autograd_function_allowed(True)
     try:
         attached: Tensors = _Node.apply(program, level, outputs, active, *inputs)  # type: ignore[attr-defined]
     finally:
         if level:
-            _torch.set_single_level_autograd_function_allowed(False)
+            functorch.set_single_level_autograd_function_allowed(False)
     return attached
 
 
@@ -272,12 +272,12 @@ def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
 
     Nobody can differentiate at the level any more: what it would record is dead weight.
     """
-    interpreter = _torch.peek_interpreter_stack()
+    interpreter = functorch.peek_interpreter_stack()
     if (
         interpreter is not None
         and interpreter.level() == level
-        and not _torch.is_dead_tensor_wrapper(x)
-        and _torch.is_final_backward(level, thread)
+        and not wrappers.is_dead_tensor_wrapper(x)
+        and autograd.is_final_backward(level, thread)
     ):
         return interpreter
     return None
@@ -340,10 +340,10 @@ class _Backward:
         arguments: list[Any] = [*primals, *compress(cotangents, given)]
         del primals, cotangents
         if last is not None:
-            arguments = _torch.unwrapped_for_grad(arguments, level)
-            with _torch.lower(last, "grad"):
+            arguments = wrappers.unwrapped_for_grad(arguments, level)
+            with functorch.lower(last, "grad"):
                 results = bind(vjp, arguments)
-            results = tuple(_torch.wrapped_for_grad(results, level))
+            results = tuple(wrappers.wrapped_for_grad(results, level))
         else:
             results = bind(vjp, arguments)
         if len(results) == arity:
@@ -356,8 +356,8 @@ class _Backward:
         return tuple(gradients)
 
 
-@_torch.without_detour
-class _Node(_Backward, _torch.SingleLevelFunction):
+@autograd.without_detour
+class _Node(_Backward, functorch.SingleLevelFunction):
     """R in plain autograd or at one grad level: values that were computed before get a history."""
 
     @staticmethod
@@ -393,9 +393,9 @@ def _split_duals(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], 
     primals = list(inputs)
     tangents, along = [], []
     for i, x in enumerate(inputs):
-        tangent = _torch.tangent_of(x)
+        tangent = wrappers.tangent_of(x)
         if tangent is not None:
-            primals[i] = _torch.unpack_dual(x)[0]
+            primals[i] = wrappers.unpack_dual(x)[0]
             tangents.append(tangent)
             along.append(i)
     return primals, tangents, tuple(along)

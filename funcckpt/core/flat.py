@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _torch
+from .._torch import wrappers
 from ..closures import Found
 from ..errors import InputError, MutationError, OutputError, describe
 from .program import Tensors
@@ -171,7 +171,9 @@ class Outputs:
         """
         if isinstance(out, Tensor) and id(out) not in map(id, inputs):  # as most of them are
             self.tensors, self.looks = [out], [_look_of(out)]
-            may_share = inputs and (_torch.below_wrappers(out)._is_view() if views_tell else _may_share(out))
+            may_share = inputs and (
+                wrappers.below_wrappers(out)._is_view() if views_tell else _may_share(out)
+            )
             if may_share and _shares_memory(out, inputs):
                 self._aliased = frozenset({0})
             return
@@ -206,7 +208,7 @@ class Outputs:
                     f"remat({name}) returned a {type(leaf).__name__}, whose values come only after the "
                     "checkpoint. Return them in a list or tuple."
                 )
-            hidden = [x for x in Found(leaf, everything=True).tensors.values() if _torch.is_tracked(x)]
+            hidden = [x for x in Found(leaf, everything=True).tensors.values() if wrappers.is_tracked(x)]
             if hidden:
                 raise OutputError(
                     f"remat({name}) returned a {type(leaf).__name__} that holds a tensor "
@@ -259,20 +261,20 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
     """Which outputs share memory with another one, or with an input."""
     if len(outputs) < 2 and not any(map(_may_share, outputs)):
         return frozenset()
-    storages = [_torch.storage_of(y) for y in outputs]
-    shared = {_torch.storage_of(x) for x in inputs}
+    storages = [wrappers.storage_of(y) for y in outputs]
+    shared = {wrappers.storage_of(x) for x in inputs}
     if len(storages) > 1:
         shared |= {key for key, count in Counter(storages).items() if count > 1}
     return frozenset([i for i, key in enumerate(storages) if key is not None and key in shared])
 
 
 def _may_share(y: Tensor) -> bool:
-    return y._is_view() or _torch.is_functorch_wrapped_tensor(y)
+    return y._is_view() or wrappers.is_functorch_wrapped_tensor(y)
 
 
 def _shares_memory(y: Tensor, inputs: Sequence[Tensor]) -> bool:
-    key = _torch.storage_of(y)
-    return key is not None and key in map(_torch.storage_of, inputs)
+    key = wrappers.storage_of(y)
+    return key is not None and key in map(wrappers.storage_of, inputs)
 
 
 def _guarded(y: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _torch
+from .._torch import autograd, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute
 from .program import Leaf, Program, Recording, Tensors
@@ -49,7 +49,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before, and record nothing."""
     if not torch.is_grad_enabled():
         return recompute.run(program, inputs)
-    with _torch.grad_mode(False):
+    with functorch.grad_mode(False):
         return recompute.run(program, inputs)
 
 
@@ -60,7 +60,7 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
     layers = program.source.take_layers()
     if layers is None:
         return run(program, inputs), None
-    with _torch.recording():
+    with functorch.recording():
         outputs, active, captured, reached = run_first(program, inputs, layers)
     if captured:
         raise _captured(program.source, captured[0], "that requires grad")
@@ -71,7 +71,7 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
     return outputs, active
 
 
-def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.Layer]) -> Run:
+def run_first(program: Program, inputs: Sequence[Tensor], layers: list[functorch.Layer]) -> Run:
     """Run a program for the first time, with no level active."""
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -81,15 +81,15 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.La
     if source.is_compiled and differentiated:
         program = Recording(program, differentiated)
     for i in differentiated:
-        given[i] = _torch.fresh(inputs[i])
+        given[i] = wrappers.fresh(inputs[i])
         if records and not source.is_compiled:
             given[i].requires_grad_()
-    first_node = _torch.next_sequence_number()
+    first_node = functorch.next_sequence_number()
     own = {edge_of(given[i]): i for i in differentiated}
     record = source.recorder() if records or any([layer.kind == "grad" for layer in layers]) else None
     with (
-        _torch.shadows(layers) as levels,
-        _NOWHERE if record is None or layers else _torch.hooks_asleep(),
+        functorch.shadows(layers) as levels,
+        _NOWHERE if record is None or layers else autograd.hooks_asleep(),
         record or _NOWHERE,
     ):
         outputs = program.run(*given)
@@ -97,13 +97,13 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.La
             outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
         elif record is not None:
             record.note_graph(outputs, first_node)
-    if _torch.has_dual_level():
+    if wrappers.has_dual_level():
         for y in outputs:
-            if _torch.tangent_of(y) is not None:
+            if wrappers.tangent_of(y) is not None:
                 raise _captured(source, y, "that is dual")
     if isinstance(program, Recording) and source.is_compiled:
         return Run(outputs, program.active, (), differentiated)
-    active = [*map(_torch.require_grad, outputs)]
+    active = [*map(wrappers.require_grad, outputs)]
     if not any(active):
         if layers:
             source.check_versions(versions, inputs)
@@ -127,17 +127,19 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[_torch.La
 _NOWHERE = nullcontext()
 
 
-def _below_shadows(y: Tensor, layers: Sequence[_torch.Layer], levels: Sequence[int], source: Leaf) -> Tensor:
-    if _torch.is_legacy_batchedtensor(_torch.below_wrappers(y)):
-        return _torch.unwrapped_at(y, levels)  # it has hardly any operators, least of all these
+def _below_shadows(
+    y: Tensor, layers: Sequence[functorch.Layer], levels: Sequence[int], source: Leaf
+) -> Tensor:
+    if wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y)):
+        return wrappers.unwrapped_at(y, levels)  # it has hardly any operators, least of all these
     for layer, level in zip(reversed(layers), reversed(levels), strict=True):
         captured = False
         if layer.kind == "vmap":
-            y, dim = _torch._unwrap_batched(y, level)
+            y, dim = functorch._unwrap_batched(y, level)
             captured = dim is not None
         else:
-            captured = _torch.tangent_of(y) is not None if layer.kind == "jvp" else y.requires_grad
-            y = _torch._unwrap_for_grad(y, level)
+            captured = wrappers.tangent_of(y) is not None if layer.kind == "jvp" else y.requires_grad
+            y = wrappers._unwrap_for_grad(y, level)
         if captured:
             raise _captured(source, y, f"{_HOW[layer.kind]} by {layer.kind} at level {level}")
     return y

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch
+from .._torch import functorch, wrappers
 from ..tape import recording
 from ..tape.tape import watch_of
 
@@ -72,8 +72,8 @@ class Leaf(Program):
     seen: Sequence[Tensor] = ()
 
     def __init__(self) -> None:
-        self.home = _torch.current_level()
-        self.torch_function = _torch._get_torch_function_state()
+        self.home = functorch.current_level()
+        self.torch_function = functorch._get_torch_function_state()
 
     @property
     def source(self) -> Leaf:  # type: ignore[override]
@@ -87,7 +87,7 @@ class Leaf(Program):
         """Take over what was recorded for a policy, after the first run."""
 
     @abstractmethod
-    def take_layers(self) -> list[_torch.Layer] | None:
+    def take_layers(self) -> list[functorch.Layer] | None:
         """The levels that were active at the call, before the first run; None from then on."""
 
     def captured_at(self, edge: Any, outputs: Sequence[Tensor]) -> Tensor | None:
@@ -175,19 +175,19 @@ class Recording(Derived):
         self.differentiated = differentiated
 
     def run(self, *inputs: Tensor) -> Tensors:
-        with _torch.recording_level() if self.differentiated else _torch.grad_level() as level:
-            wrapped = _torch.wrapped_for_grad(inputs, level)
-            leaves = _torch.require_grad_at_this_level(wrapped, self.differentiated)
+        with functorch.recording_level() if self.differentiated else functorch.grad_level() as level:
+            wrapped = wrappers.wrapped_for_grad(inputs, level)
+            leaves = wrappers.require_grad_at_this_level(wrapped, self.differentiated)
             looks = bool(self.differentiated) and self.differentiated[-1] >= self.source.arity
             outputs = self.inner.run(*wrapped)
             if looks:
-                used = {id(x) for x in _torch.leaves_of(outputs)}
+                used = {id(x) for x in wrappers.leaves_of(outputs)}
                 at = zip(self.differentiated, leaves, strict=True)
                 self.unused = [i for i, x in at if i >= self.source.arity and id(x) not in used]
             if (watch := watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
-            self.active = (*map(_torch.require_grad, outputs),)
-            return tuple(_torch.unwrapped_for_grad(outputs, level))
+            self.active = (*map(wrappers.require_grad, outputs),)
+            return tuple(wrappers.unwrapped_for_grad(outputs, level))
 
 
 def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:
@@ -226,17 +226,17 @@ class Jvp(Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         # Some backward formulas inside of the program are differentiable only where grad mode is on.
-        with _torch.jvp_level() as level, _torch.grad_mode(True):
-            duals = [_torch._wrap_for_grad(x, level) for x in inputs[: self.arity]]
+        with functorch.jvp_level() as level, functorch.grad_mode(True):
+            duals = [wrappers._wrap_for_grad(x, level) for x in inputs[: self.arity]]
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
-                duals[i] = _torch.forward_ad.make_dual(duals[i], t, level=0)
+                duals[i] = wrappers.forward_ad.make_dual(duals[i], t, level=0)
             primals, tangents = [], []
             for y in self.inner.run(*duals):
-                tangent = _torch.tangent_of(y)
+                tangent = wrappers.tangent_of(y)
                 if tangent is not None:
-                    y = _torch.forward_ad.unpack_dual(y, level=0).primal
-                    tangents.append(_torch._unwrap_for_grad(tangent, level))
-                primals.append((_torch._unwrap_for_grad(y, level), tangent is not None))
+                    y = wrappers.forward_ad.unpack_dual(y, level=0).primal
+                    tangents.append(wrappers._unwrap_for_grad(tangent, level))
+                primals.append((wrappers._unwrap_for_grad(y, level), tangent is not None))
         self.active = tuple([has_tangent for _, has_tangent in primals])
         return (*[y for y, _ in primals], *tangents)
 
@@ -282,12 +282,12 @@ def run_vmapped(
     batch_size: int,
     randomness: str,
 ) -> tuple[Tensors, tuple[int | None, ...]]:
-    with _torch.vmap_level(batch_size, randomness) as level:
+    with functorch.vmap_level(batch_size, randomness) as level:
         outputs = run(
             *[
-                x if dim is None else _torch._add_batch_dim(x, dim, level)
+                x if dim is None else functorch._add_batch_dim(x, dim, level)
                 for x, dim in zip(inputs, in_dims, strict=True)
             ]
         )
-        unwrapped = [_torch._unwrap_batched(y, level) for y in outputs]
+        unwrapped = [functorch._unwrap_batched(y, level) for y in outputs]
     return tuple([y for y, _ in unwrapped]), tuple([dim for _, dim in unwrapped])

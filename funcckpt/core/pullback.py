@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 
-from .. import _torch
+from .._torch import autograd, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute
 from ..tape.tape import watch_of
@@ -83,8 +83,8 @@ class Vjp(Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
-        if source.torch_function != _torch._get_torch_function_state():
-            with _torch.torch_function_as(source.torch_function):
+        if source.torch_function != functorch._get_torch_function_state():
+            with functorch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
         arity = self.arity
         primals, cotangents = [*inputs[:arity]], inputs[arity:]
@@ -93,7 +93,7 @@ class Vjp(Derived):
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
         is_plain = (
-            not self.at_level and _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
+            not self.at_level and functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         )
         if is_plain and not nested:
             first = self._captured_from()
@@ -108,11 +108,11 @@ class Vjp(Derived):
         primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
-        as_func = bool(self.batches) or (_torch.current_level() > 1 and _torch.number_of_vmaps() > 1)
+        as_func = bool(self.batches) or (functorch.current_level() > 1 and functorch.number_of_vmaps() > 1)
         pull = self._pull if self.batches else self._pull_once
         gradients = pull(outputs, leaves, originals, cotangents, nested or as_func)
         if self.batches and not nested:
-            gradients = tuple([_torch.fresh(g) for g in gradients])
+            gradients = tuple([wrappers.fresh(g) for g in gradients])
         return gradients
 
     def _captured_from(self) -> int:
@@ -129,27 +129,27 @@ class Vjp(Derived):
             if i >= first and x.requires_grad and _is_own_leaf(x):
                 leaf = x  # f refers to it, and no history leads on
             else:
-                leaf = x.view_as(x) if nested and x.requires_grad else _torch.fresh(x).requires_grad_()
+                leaf = x.view_as(x) if nested and x.requires_grad else wrappers.fresh(x).requires_grad_()
             leaves.append(leaf)
             primals[i] = leaf
         if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
             with torch.inference_mode(False):
                 return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
-        with _torch.grad_mode(True):
+        with functorch.grad_mode(True):
             return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         source = self.source
         if not torch.is_grad_enabled() and not source.captured:
             # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
-            with _torch.grad_mode(True):
-                return self._record_at_level([_torch.fresh(x) if x.requires_grad else x for x in primals])
+            with functorch.grad_mode(True):
+                return self._record_at_level([wrappers.fresh(x) if x.requires_grad else x for x in primals])
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._record_at_level(primals)
-        with _torch.recording_level() as level:
-            wrapped = _torch.wrapped_for_grad(primals, level)
-            leaves = _torch.require_grad_at_this_level(wrapped, self.wrt)
+        with functorch.recording_level() as level:
+            wrapped = wrappers.wrapped_for_grad(primals, level)
+            leaves = wrappers.require_grad_at_this_level(wrapped, self.wrt)
             outputs = self.inner.run(*_as_arguments(wrapped))
             return self._chosen(outputs), leaves
 
@@ -184,7 +184,7 @@ class Vjp(Derived):
         cotangents: Sequence[Tensor],
         create_graph: bool,
     ) -> Tensors:
-        if self.inner.is_pullback and _torch.peek_interpreter_stack() is None:
+        if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
             _refuse_once_differentiable(outputs)
         gradients = pulled(outputs, [*leaves, *originals], cotangents, create_graph)
         # `originals` are the inputs for which the leaves stand. If the graph leads to one, f reached
@@ -198,7 +198,7 @@ class Vjp(Derived):
                 )
         gradients = gradients[: len(leaves)]
         self.settle(tuple([g is not None for g in gradients]))
-        return (*_torch.all_alive([g for g in gradients if g is not None]),)
+        return (*wrappers.all_alive([g for g in gradients if g is not None]),)
 
 
 def _is_own_leaf(x: Tensor) -> bool:
@@ -222,7 +222,7 @@ def pulled(
     outputs.clear()
     if not edges or not inputs:
         return (None,) * len(inputs)
-    return _torch.gradients(edges, inputs, used, create_graph)
+    return autograd.gradients(edges, inputs, used, create_graph)
 
 
 def _edge(y: Tensor) -> Any:
@@ -235,7 +235,7 @@ def _edge(y: Tensor) -> Any:
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
     """What f is given. A module tracker puts hooks on it, and must not on a leaf in a backward."""
-    if not _torch.has_global_module_hook():
+    if not functorch.has_global_module_hook():
         return leaves
     return [x.view_as(x) if x.requires_grad and x.is_leaf else x for x in leaves]
 

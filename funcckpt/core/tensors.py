@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd, functorch, wrappers
 
 # Elements up to which a buffer of a module that is training is copied before the forward.
 MAX_BUFFER = 1 << 20
@@ -19,19 +20,19 @@ MAX_BUFFER = 1 << 20
 
 def is_lifted(x: Tensor) -> bool:
     """Whether a captured tensor belongs to a functorch level that is active, or is dual."""
-    if not _torch.is_functorch_wrapped_tensor(x):
-        return _torch.has_dual_level() and _torch.is_plain_dual(x)
-    x = _torch.alive(x)
-    return _torch.is_functorch_wrapped_tensor(x) and not _torch.is_left_over(x)
+    if not wrappers.is_functorch_wrapped_tensor(x):
+        return wrappers.has_dual_level() and wrappers.is_plain_dual(x)
+    x = wrappers.alive(x)
+    return wrappers.is_functorch_wrapped_tensor(x) and not wrappers.is_left_over(x)
 
 
 def requires_grad(x: Tensor) -> bool:
     while True:
         if x.requires_grad:
             return True
-        if not _torch.is_functorch_wrapped_tensor(x):
+        if not wrappers.is_functorch_wrapped_tensor(x):
             return False
-        x = _torch.get_unwrapped(x)
+        x = wrappers.get_unwrapped(x)
 
 
 @functools.cache
@@ -39,13 +40,17 @@ def references_of_private_leaf() -> int:
     """How many there are to a leaf that one local variable holds, and the graph."""
     with torch.enable_grad():
         y = torch.zeros((), requires_grad=True).sin()
-    leaf = next(iter(_torch.leaves_of([y])))
+    leaf = next(iter(wrappers.leaves_of([y])))
     return sys.getrefcount(leaf)
 
 
 def may_be_buffer(x: Tensor) -> bool:
     """Whether a tensor looks like running statistics, or a count of batches."""
-    if requires_grad(x) or x.numel() > MAX_BUFFER or (_torch.has_dual_level() and _torch.is_plain_dual(x)):
+    if (
+        requires_grad(x)
+        or x.numel() > MAX_BUFFER
+        or (wrappers.has_dual_level() and wrappers.is_plain_dual(x))
+    ):
         return False
     return x.dim() == (1 if x.is_floating_point() else 0)
 
@@ -75,10 +80,10 @@ def dress(x: Tensor, attributes: dict[str, Any]) -> None:
 
 def is_same(x: Tensor, before: Tensor) -> bool:
     """Whether a buffer is what it was. Where it has no value yet, or to look would be to wait: no."""
-    if _torch.is_tracing() or x.is_meta or x.device.type != "cpu":
+    if functorch.is_tracing() or x.is_meta or x.device.type != "cpu":
         return False
-    with _torch.without_dispatch_modes():  # a selective checkpoint around it would count the operator
-        return torch.equal(_torch.physical(x.detach())[0], before)
+    with autograd.without_dispatch_modes():  # a selective checkpoint around it would count the operator
+        return torch.equal(wrappers.physical(x.detach())[0], before)
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:

@@ -21,7 +21,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from .. import _torch, compiled
+from .. import compiled
+from .._torch import autograd, functorch, wrappers
 from ..errors import InputError, OptionError
 from ..remat import call_compiled, instead, remat
 from . import patched
@@ -186,7 +187,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         )
     if options.use_reentrant and not torch.compiler.is_compiling():
         _warn_of_reentrant()
-    if torch.compiler.is_compiling() or _torch.is_tracing_plain():
+    if torch.compiler.is_compiling() or autograd.is_tracing_plain():
         # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
         # read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
@@ -198,7 +199,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         given: dict[str, Any] = {}
         if options.context_fn is not noop_context_fn:
             given["context_fn"] = options.context_fn
-        return (torch_checkpoint.checkpoint if dynamo else _torch.original_checkpoint)(
+        return (torch_checkpoint.checkpoint if dynamo else autograd.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
             *args,
             use_reentrant=False,
@@ -210,12 +211,12 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
-    enabled = _torch.checkpoint_debug_enabled()
+    enabled = autograd.checkpoint_debug_enabled()
     if enabled is not None:
         options = options._replace(debug=enabled)
     if options.debug and options.context_fn is not noop_context_fn:
         raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
-    is_transformed = _torch.maybe_current_level() is not None or _torch.in_dual_level()
+    is_transformed = functorch.maybe_current_level() is not None or wrappers.in_dual_level()
     is_known = options.context_fn is noop_context_fn and _use_transforms.get(id(f)) is f
     if is_transformed or is_known:
         return _functional(f, args, kwargs, options)
@@ -242,7 +243,7 @@ def _contexts(**changes: Any) -> dict[str, Any]:
 
 
 def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    stop = _torch.checkpoint_early_stop()
+    stop = autograd.checkpoint_early_stop()
     contexts: Any = None
     if options.debug:
         contexts = Log(), Log()
@@ -262,10 +263,10 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if region.is_lazy:
         return f(*args, **kwargs)
     try:
-        return _torch.without_dynamo(region.run)(f, args, kwargs)
+        return autograd.without_dynamo(region.run)(f, args, kwargs)
     except RuntimeError as error:
         # With hooks of the caller active, the functional path would be refused as well.
-        if _torch.REFUSES_HOOKS not in str(error) or _torch.top_saved_tensors_hooks() is not None:
+        if autograd.REFUSES_HOOKS not in str(error) or autograd.top_saved_tensors_hooks() is not None:
             raise
         region.undo()
     if not any(map(callable, args)):  # a helper may do quite different things with what it is given

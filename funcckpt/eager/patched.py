@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from .. import _torch
+from .._torch import autograd
 
 # Whether `install` has been called.
 _installed = False
@@ -56,7 +56,7 @@ def install() -> None:
     Like :func:`patched`, until :func:`uninstall` is called. To call it twice is to call it once.
     """
     global _installed
-    _torch.redirect_checkpoint(_call)
+    autograd.redirect_checkpoint(_call)
     _installed = True
 
 
@@ -76,7 +76,7 @@ def is_active() -> bool:
 def active(value: bool) -> Iterator[None]:
     """Let torch's checkpoint be ours, or torch's, for the time of a block, in this thread."""
     if value:
-        _torch.redirect_checkpoint(_call)
+        autograd.redirect_checkpoint(_call)
     token = _here.set(value)
     try:
         yield
@@ -103,5 +103,5 @@ def serve(checkpoint: Callable[..., Any]) -> None:
 
 def _call(*args: Any, **kwargs: Any) -> Any:
     # Inside of one of torch's, which may have run its forward before the patch, all are torch's.
-    is_ours = is_active() and not _torch.is_torch_checkpoint(_torch.top_saved_tensors_hooks())
-    return (_ours if is_ours else _torch.original_checkpoint)(*args, **kwargs)
+    is_ours = is_active() and not autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks())
+    return (_ours if is_ours else autograd.original_checkpoint)(*args, **kwargs)

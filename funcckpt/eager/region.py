@@ -34,7 +34,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
 from ..core.tensors import MAX_BUFFER, Refusing, gradient_of
 from ..errors import CheckpointError, MutationError, describe
@@ -94,7 +95,7 @@ class Region:
         self._early_stop = early_stop
         self._contexts = contexts
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._inputs = [_torch.save(x) if isinstance(x, Tensor) else x for x in leaves]
+        self._inputs = [autograd.save(x) if isinstance(x, Tensor) else x for x in leaves]
         # Arguments that refer to something, by their positions.
         others = {i: x for i, x in enumerate(leaves) if type(x) not in _PLAIN and not isinstance(x, Tensor)}
         self._found = found = Found((f, others))
@@ -118,7 +119,7 @@ class Region:
                 (x, _copy(x)) for x in tensors.values() if not x.requires_grad and (x.shape, x.dtype) in looks
             ]
         self._world = world.World()
-        self._torch_function = _torch._get_torch_function_state()
+        self._torch_function = functorch._get_torch_function_state()
         self._patched = patched.is_active()
         streams = world.random_streams(found.streams, found.draws_elsewhere) if preserve_rng_state else []
         self._states = world.states(streams)
@@ -132,7 +133,7 @@ class Region:
     # -- the forward --------------------------------------------------------------------------------
 
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first_node = _torch.next_sequence_number()
+        first_node = functorch.next_sequence_number()
         found = self._found
         reached = (*found.tensors.values(), *self._given) if found.calls_backward else ()
         gradients = [(x, gradient_of(x)) for x in reached if isinstance(x, Tensor) and x.is_leaf]
@@ -165,7 +166,7 @@ class Region:
         """After an exception: as if the forward had not begun."""
         world.set_streams(self._states)
         for x, before in self._buffers:
-            with torch.no_grad(), _torch.version_kept(x):
+            with torch.no_grad(), autograd.version_kept(x):
                 x.copy_(before)
         buffers = {id(x) for x, _ in self._buffers}
         for x in self._changed():
@@ -208,7 +209,7 @@ class Region:
     # -- the backward -------------------------------------------------------------------------------
 
     def unpack(self, slot: Slot) -> Tensor:
-        key = _torch.backward_id()
+        key = autograd.backward_id()
         if key not in self._done:
             with self._lock:
                 if key not in self._done:
@@ -242,7 +243,7 @@ class Region:
         self._done.add(key)
         if isinstance(key, int):
             forget = weakref.WeakMethod(self._forget)
-            _torch.at_end_of_backward(lambda: (method := forget()) and method(key))
+            autograd.at_end_of_backward(lambda: (method := forget()) and method(key))
 
     def _forget(self, key: int) -> None:
         """A backward is over: drop what it has recomputed and not read."""
@@ -257,7 +258,7 @@ class Region:
         changed = found.changed()
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
         leaves = [
-            x.unpack() if isinstance(x, _torch.Saved) else _copy(x) if isinstance(x, Tensor) else x
+            x.unpack() if isinstance(x, autograd.Saved) else _copy(x) if isinstance(x, Tensor) else x
             for x in self._inputs
         ]
         with ExitStack() as stack:
@@ -277,7 +278,7 @@ class Region:
                 nonlocal count
                 i, count = count, count + 1
                 # The graph of the recomputation would hold itself.
-                kept = _torch.alias(x) if x.requires_grad else x
+                kept = autograd.alias(x) if x.requires_grad else x
                 if i >= len(self._slots):
                     if self._complete:
                         raise self._error(
@@ -298,7 +299,7 @@ class Region:
             with suppress(_Stop), saved_tensors_hooks(pack, _itself):
                 if self._contexts is not None:
                     stack.enter_context(self._contexts[1])
-                _torch.without_dynamo(f)(*args, **kwargs)
+                autograd.without_dynamo(f)(*args, **kwargs)
         if self._complete and count != len(self._slots):
             raise self._differ(str(count))
         if different:
@@ -313,14 +314,14 @@ class Region:
             stack.enter_context(Refusing(changed, self._was_changed))
         if not self._world.is_here():
             stack.enter_context(self._world.replayed())
-        if self._torch_function != _torch._get_torch_function_state():
-            stack.enter_context(_torch.torch_function_as(self._torch_function))
+        if self._torch_function != functorch._get_torch_function_state():
+            stack.enter_context(functorch.torch_function_as(self._torch_function))
         if self._patched != patched.is_active():
             stack.enter_context(patched.active(self._patched))
         if self._states:
             stack.enter_context(world.streams_at(self._states))
         # Random numbers are those of the forward, of which a vmap of the backward has no say.
-        stack.enter_context(_torch.without_vmap_mode())
+        stack.enter_context(functorch.without_vmap_mode())
         stack.enter_context(torch.enable_grad())
 
     # -- errors -------------------------------------------------------------------------------------
@@ -353,15 +354,15 @@ class Region:
         )
 
 
-def is_of_checkpoint(hooks: _torch.Hooks | None) -> bool:
+def is_of_checkpoint(hooks: autograd.Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
     ours = hooks is not None and getattr(hooks[0], "__module__", None) == __name__
-    return ours or _torch.is_torch_checkpoint(hooks)
+    return ours or autograd.is_torch_checkpoint(hooks)
 
 
 def in_checkpoint() -> bool:
     """Whether a checkpoint is running f, in the forward or again."""
-    return any(map(is_of_checkpoint, _torch.saved_tensors_hooks()))
+    return any(map(is_of_checkpoint, autograd.saved_tensors_hooks()))
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -370,13 +371,13 @@ def _itself(x: Tensor) -> Tensor:
 
 def _copy(x: Tensor) -> Tensor:
     """A copy, which no mode and no graph sees."""
-    with _torch.without_dispatch_modes(), _torch.plain():
+    with autograd.without_dispatch_modes(), autograd.plain():
         return x.detach().clone()
 
 
 def _is(x: Tensor, before: Tensor) -> bool:
     """Whether a buffer is what it was; no, where to look would be to wait for a device."""
-    with _torch.without_dispatch_modes(), _torch.plain():
+    with autograd.without_dispatch_modes(), autograd.plain():
         return x.device.type == "cpu" and torch.equal(x, before)
 
 

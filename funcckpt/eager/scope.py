@@ -36,7 +36,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd, functorch
 from ..errors import MutationError, TransformError, describe
 from ..tape.operators import TensorMeta, is_plain, run_operator, written
 from .region import in_checkpoint, is_of_checkpoint
@@ -89,10 +90,10 @@ def checkpoint_scope() -> Iterator[None]:
     True
     """
 
-    if _torch.maybe_current_level() is not None:
-        kinds = ", ".join(layer.kind for layer in _torch.active_layers())
+    if functorch.maybe_current_level() is not None:
+        kinds = ", ".join(layer.kind for layer in functorch.active_layers())
         raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
-    around, top = _current(), _torch.top_saved_tensors_hooks()
+    around, top = _current(), autograd.top_saved_tensors_hooks()
     # A scope belongs to the one around it; not so under hooks that came between, a checkpoint's perhaps,
     # whose recomputation is not in that one and has to save the same.
     if not torch.is_grad_enabled() or (around is not None and top is not None and top[0] is around.pack):
@@ -104,7 +105,7 @@ def checkpoint_scope() -> Iterator[None]:
         with saved_tensors_hooks(block.pack, _unpack), block:
             yield
     except RuntimeError as error:
-        if _torch.REFUSES_HOOKS in str(error):
+        if autograd.REFUSES_HOOKS in str(error):
             raise TransformError(_REFUSED.format(" to run inside of")) from error
         raise
     finally:
@@ -124,7 +125,7 @@ _here = _Here()
 def _current() -> _Block | None:
     """The block that records; a backward that runs in the middle of it is no part of it."""
     block = _here.block
-    return None if block is None or block.task != _torch.graph_task() else block
+    return None if block is None or block.task != autograd.graph_task() else block
 
 
 # -- what was made ----------------------------------------------------------------------------------
@@ -173,9 +174,9 @@ class _View(NamedTuple):
 class _Kept:
     """A tensor that is kept: by the hooks that were active below ours, or as it is."""
 
-    def __init__(self, x: Tensor, below: _torch.Hooks | None) -> None:
+    def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
         self._unpack = None if below is None else below[1]
-        self._packed = _torch.alias(x) if below is None else below[0](x)
+        self._packed = autograd.alias(x) if below is None else below[0](x)
         self._version = _version(x)
 
     def unpack(self) -> Tensor:
@@ -214,7 +215,7 @@ class _Operation(NamedTuple):
                 leaves[i] = kept[x].clone() if i in self.copied else kept[x]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         # A vmap of the backward has no say in the random numbers.
-        with world.streams_at(self.streams), _torch.without_vmap_mode():
+        with world.streams_at(self.streams), functorch.without_vmap_mode():
             out = pytree.tree_leaves(self.func(*args, **kwargs))
         for position, made in self.makes.items():
             bases[made] = out[position]
@@ -225,9 +226,9 @@ class _Block(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, below: _torch.Hooks | None) -> None:
+    def __init__(self, below: autograd.Hooks | None) -> None:
         super().__init__()
-        self.task = _torch.graph_task()
+        self.task = autograd.graph_task()
         self.pack = functools.partial(_pack, below)
         # Whether all graphs that used it are gone.
         self.is_over = False
@@ -273,7 +274,7 @@ class _Block(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the subclass acts first; its inner tensors come by here
         # What an operator makes that takes functions is kept.
-        if _current() is not self or isinstance(func, _torch.HigherOrderOperator):
+        if _current() is not self or isinstance(func, autograd.HigherOrderOperator):
             return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
@@ -322,7 +323,7 @@ class _Block(TorchDispatchMode):
         with self._lock:
             if slot.value is None:
                 # Outside of a backward one is looked at, and the others are not asked for.
-                task = _torch.graph_task()
+                task = autograd.graph_task()
                 again = task in (-1, self._replayed)
                 self._replay([slot] if again else [s for s in self._slots if s.value is None])
                 self._replayed = task
@@ -351,14 +352,14 @@ class _Block(TorchDispatchMode):
                 if isinstance(x, _Kept) and x not in kept:
                     kept[x] = x.unpack()  # others may have to recompute it, in a world of their own
             # Casts were recorded as operators.
-            with torch.no_grad(), _torch.plain(), _torch.without_autocast():
+            with torch.no_grad(), autograd.plain(), autograd.without_autocast():
                 for slot in slots:
                     if slot.before <= i and slot.value is None and slot.view.made in operation.writes:
                         slot.value = slot.view.on(bases[slot.view.made]).clone()
                 operation.run(bases, kept)
             for used in last:
                 del (kept if isinstance(used, _Kept) else bases)[used]  # type: ignore[arg-type]
-        with torch.no_grad(), _torch.plain():
+        with torch.no_grad(), autograd.plain():
             for slot in slots:
                 if slot.value is None:
                     slot.value = slot.view.on(bases[slot.view.made])
@@ -383,7 +384,7 @@ class _Slot:
 # -- what is saved, and who saves it ------------------------------------------------------------------
 
 
-def _pack(below: _torch.Hooks | None, x: Tensor) -> _Slot | _Kept:
+def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
     """A pack hook that knows what blocks have made."""
     found, block = _find(x), _current()
     # What another block has made, this one keeps, and so does a checkpoint: what it counts has to be the same
@@ -410,13 +411,13 @@ class ScopedTensor(Tensor):
         if func in _OF_PLAIN_TENSORS or not all(t in _KNOWN for t in types):
             with _unscoped((args, kwargs)):  # for code of others
                 return func(*args, **kwargs)
-        with _torch.subclasses_asleep():
+        with autograd.subclasses_asleep():
             hooks: AbstractContextManager[Any] = nullcontext()
             # A checkpoint keeps nothing, and counts what is saved, and what hooks inside of it do: in its
             # recomputation what it was given is a plain tensor.
             may_save = torch.is_grad_enabled() and _current() is None
-            if may_save and _torch.may_push_hooks() and not in_checkpoint():
-                pack = functools.partial(_pack, _torch.top_saved_tensors_hooks())
+            if may_save and autograd.may_push_hooks() and not in_checkpoint():
+                pack = functools.partial(_pack, autograd.top_saved_tensors_hooks())
                 hooks = saved_tensors_hooks(pack, _unpack)
             with hooks:
                 out = func(*args, **kwargs)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd
 from ..errors import CheckpointError, MutationError, OptionError, describe
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, as_function, current_name
@@ -97,7 +98,7 @@ class _Kept:
     """A tensor that is kept where it is."""
 
     def __init__(self, x: Tensor) -> None:
-        self._x = _torch.alias(x)
+        self._x = autograd.alias(x)
         self._version = self._x._version
         # Whether the forward has written to its memory, be it under another version counter.
         self._written = False
@@ -172,7 +173,7 @@ class Forward(_Mode):
         for x in written(func, args, kwargs):
             if (maker := self._makers.get(x)) is not None:
                 maker.meta = None
-                with torch.no_grad(), _torch.without_dispatch_modes():
+                with torch.no_grad(), autograd.without_dispatch_modes():
                     for kept in maker.results or ():
                         if isinstance(kept, (_Kept, Offloaded)):
                             kept.is_about_to_be_written(self._allow_mutation)
@@ -204,7 +205,7 @@ class Forward(_Mode):
         return out
 
     def _keep(self, call: _Call, outs: Sequence[Any], offloads: bool) -> None:
-        with _torch.without_dispatch_modes():
+        with autograd.without_dispatch_modes():
             call.results = [
                 y if not isinstance(y, Tensor) else Offloaded(y) if offloads and is_far(y) else _Kept(y)
                 for y in outs
@@ -214,7 +215,7 @@ class Forward(_Mode):
         """Keep what an operator has returned earlier, and what is only now given a name."""
         call = self._makers.get(x)
         if call is not None and call.results is None and call.meta and call.meta.dtype == x.dtype:
-            with _torch.without_dispatch_modes():
+            with autograd.without_dispatch_modes():
                 x = x.as_strided(call.meta.size, call.meta.strides, call.meta.offset)
             self._keep(call, [x], offloads)
 
@@ -260,6 +261,6 @@ class Recompute(_Mode):
         before, after = call.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        with _torch.without_dispatch_modes():
+        with autograd.without_dispatch_modes():
             found = [x.get(self._allow_mutation) if isinstance(x, (_Kept, Offloaded)) else x for x in results]
         return found[0] if call.is_alone else tuple(found)

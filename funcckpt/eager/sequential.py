@@ -25,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from .. import _torch, world
+from .. import world
+from .._torch import wrappers
 from ..closures import Found, Rebuilt
 from ..errors import InputError, OptionError
 from ..meter import Meter
@@ -219,11 +220,11 @@ def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None
     """
     leaves = _tensors(x)
     x = pytree.tree_map_only(Tensor, torch.clone, x)  # it may write to it
-    given = {_torch.storage_of(t) for t in _tensors(x)}
+    given = {wrappers.storage_of(t) for t in _tensors(x)}
     saved = set()
 
     def see(t: Tensor) -> Tensor:
-        saved.add(_torch.storage_of(t))
+        saved.add(wrappers.storage_of(t))
         return t.detach()
 
     module = layer if isinstance(layer, nn.Module) else nn.Module()
@@ -236,7 +237,7 @@ def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None
             y = run(x)
         alive = meter.live_bytes
         outputs = _tensors(y)
-        sizes = {_torch.storage_of(t): t.untyped_storage().nbytes() for t in outputs}
+        sizes = {wrappers.storage_of(t): t.untyped_storage().nbytes() for t in outputs}
         roots = [t for t in outputs if t.requires_grad]
         backward = 0
         if roots and wrt:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import _torch
+from .._torch import autograd
 from ..meter import Meter
 from ..remat import instead
 from .residuals import Residual, Subject
@@ -202,7 +202,7 @@ class Calls:
     def __call__(self, f: Any, title: str, plain: Callable[[], Any], checkpointed: Callable[..., Any]) -> Any:
         key = title, getattr(getattr(f, "__func__", f), "__code__", type(f))
         i = -1
-        if _torch.graph_task() == -1:
+        if autograd.graph_task() == -1:
             self.last = key
             i = self.of.get(key, 0)
             self.of[key] = i + 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _torch
+from .._torch import functorch, wrappers
 from ..core.program import Program
 
 
@@ -85,7 +85,7 @@ class Walk:
                 continue
             if isinstance(item, Tensor):
                 self._add(self.held, item, by)
-            elif isinstance(item, _torch.SavedTensor):
+            elif isinstance(item, functorch.SavedTensor):
                 self._unpack(item, by)
             elif isinstance(item, torch.autograd.graph.Node):
                 del self._seen[id(item)]
@@ -105,29 +105,29 @@ def _levels_of(x: Tensor) -> tuple[list[Any], list[Tensor]]:
     """The graph nodes on which `x` and its tangents hang at all levels, and the plain tensors below."""
     nodes: list[Any] = []
     plain: list[Tensor] = []
-    with _torch._set_fwd_grad_enabled(True):
+    with functorch._set_fwd_grad_enabled(True):
         _descend(x, nodes, plain)
     return nodes, plain
 
 
 def _descend(x: Tensor, nodes: list[Any], plain: list[Tensor]) -> None:
     # A pullback is called when its level is over, and its graph is still that of the wrapper.
-    while _torch.is_dead_tensor_wrapper(x):
+    while wrappers.is_dead_tensor_wrapper(x):
         nodes += [x.grad_fn] if x.grad_fn is not None else []
-        x = _torch.unwrap_if_dead(x)
+        x = wrappers.unwrap_if_dead(x)
     nodes += [x.grad_fn] if x.grad_fn is not None else []
-    interpreter = _torch.peek_interpreter_stack()
+    interpreter = functorch.peek_interpreter_stack()
     # A tangent shows only where its level is the innermost.
-    if _torch.has_dual_level() and (interpreter is None or _torch.kind_of(interpreter) == "jvp"):
-        if (tangent := _torch.tangent_of(x)) is not None:
+    if wrappers.has_dual_level() and (interpreter is None or functorch.kind_of(interpreter) == "jvp"):
+        if (tangent := wrappers.tangent_of(x)) is not None:
             _descend(tangent, nodes, plain)
     if interpreter is None:
         plain.append(x)
         return
-    if _torch.maybe_get_level(x) == interpreter.level():
-        x = _torch.get_unwrapped(x)
-    layer = _torch.pop_dynamic_layer_stack()
+    if wrappers.maybe_get_level(x) == interpreter.level():
+        x = wrappers.get_unwrapped(x)
+    layer = functorch.pop_dynamic_layer_stack()
     try:
         _descend(x, nodes, plain)
     finally:
-        _torch.push_dynamic_layer_stack(layer)
+        functorch.push_dynamic_layer_stack(layer)

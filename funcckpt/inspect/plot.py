@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from .. import _torch
+from .._torch import autograd
 from ..errors import InputError, OptionError
 from ..meter import Meter
 from .explain import BYTES, PREFIXES, Calls, measure, unit_for
@@ -182,7 +182,7 @@ class _Timeline(Meter):
         measure(subject, calls, self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.begin and _torch.graph_task() != -1:
+        if not self.begin and autograd.graph_task() != -1:
             self.begin = len(self.alive)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is not NotImplemented:

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd, functorch, wrappers
 from ..closures import Found
 from ..errors import InputError
 from ..meter import storages
@@ -195,7 +196,7 @@ class Run(TorchDispatchMode):
     def _learn(self, kind: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for words, x in tensors:
             self._count += 1
-            for storage in storages(_torch.below_wrappers(x)):
+            for storage in storages(wrappers.below_wrappers(x)):
                 if self._sources.get(storage) is None:
                     self._sources.set(storage, _Source(kind, self._count, words))
 
@@ -217,7 +218,7 @@ class Run(TorchDispatchMode):
 
     def _take(self, outputs: Iterable[Tensor]) -> None:
         """Note what there is to keep for a backward of some outputs."""
-        with _torch.without_dispatch_modes():
+        with autograd.without_dispatch_modes():
             walk = Walk(outputs)
             found: dict[int, tuple[Tensor, torch.UntypedStorage, str]] = {}
             for i, (x, by) in enumerate([*walk.saved, *walk.held]):
@@ -257,7 +258,7 @@ class Subject:
         self.first = self.run()
         known = self.first.is_complete or self.first.outputs
         # Under a transform that one decides what is differentiated.
-        if not known and torch.is_grad_enabled() and _torch.peek_interpreter_stack() is None:
+        if not known and torch.is_grad_enabled() and functorch.peek_interpreter_stack() is None:
             self._args, self._kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs))
             self.first = self.run()
 
@@ -290,7 +291,7 @@ class _Backwards(world.Mode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The mode is not active in here: what a backward differentiates itself passes unseen.
-        if func in _BACKWARDS and _torch.graph_task() == -1:
+        if func in _BACKWARDS and autograd.graph_task() == -1:
             outputs = args[0] if args else next(iter((kwargs or {}).values()))
             self._begins([y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor)])
         return func(*args, **(kwargs or {}))
@@ -337,7 +338,7 @@ _NOT_THE_USERS = (_HERE, str(Path(torch.__file__).parent) + os.sep, sysconfig.ge
 def _made_by(func: Any) -> str:
     """An operator that runs, and the user's line for which it does, in words."""
     name = str(getattr(func, "overloadpacket", func))
-    backward = " in a backward" if _torch.graph_task() != -1 else ""
+    backward = " in a backward" if autograd.graph_task() != -1 else ""
     return f"output of {name}{backward}{_place()}"
 
 

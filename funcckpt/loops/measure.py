@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _torch, world
+from .. import world
+from .._torch import functorch, wrappers
 from ..closures import Found
 from ..core.program import is_differentiable
 from ..errors import OptionError
@@ -45,7 +46,7 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
 
 def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs: Any) -> Schedule:
     """The schedule for so many bytes."""
-    carry = sum([_torch.physical(x)[0].nbytes for x in tensors_of(init)])
+    carry = sum([wrappers.physical(x)[0].nbytes for x in tensors_of(init)])
     saved, peak, stays = _measure_step(loop, first, init, xs)
     found = fit(steps, bytes, carry, saved, peak, stays)
     if found is None:
@@ -73,7 +74,7 @@ def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int,
         return sum([y.real.sum() for y in run(*given)], torch.zeros(()))
 
     given = [leaves[i].detach() for i in chosen]
-    plain = _torch.peek_interpreter_stack() is None
+    plain = functorch.peek_interpreter_stack() is None
     with leaving_nothing(loop.f), Meter() as meter:
         if plain:
             given = [x.requires_grad_() for x in given]
@@ -84,7 +85,7 @@ def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int,
         ones = [torch.ones_like(y) for y in outputs]
         if ones and given:
             torch.autograd.grad(outputs, given, ones, allow_unused=True) if plain else pull(ones)
-    if not given or all([layer.kind != "grad" for layer in _torch.active_layers()]):
+    if not given or all([layer.kind != "grad" for layer in functorch.active_layers()]):
         return saved, meter.peak_bytes, 0
     with leaving_nothing(loop.f), Meter() as whole:
         torch.func.grad(total, tuple(range(len(given))))(*given)

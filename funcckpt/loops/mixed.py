@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _torch
+from .._torch import functorch, wrappers
 from ..core import dispatch, net
 from ..core.call import Call, Options
 from ..core.primitive import Remat
@@ -87,12 +87,12 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise InputError(f"inner_grad({name}): argnums={argnums}, and there are {len(args)} arguments.")
-        kinds = {layer.kind for layer in _torch.active_layers()}
+        kinds = {layer.kind for layer in functorch.active_layers()}
         if (
             not torch.is_grad_enabled()
             or torch.is_inference_mode_enabled()
             or "functionalize" in kinds  # which knows no autograd.Function
-            or (_torch.is_tracing() and "grad" not in kinds)  # as `remat` does
+            or (functorch.is_tracing() and "grad" not in kinds)  # as `remat` does
         ):
             return torch.func.grad(loss, argnums)(*args, **kwargs)
 
@@ -115,7 +115,7 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
         program = _Gradient(call, call.home, len(inputs), wrt, with_zeros=True)
         # functorch asks for the rule of a vmap only where something is batched; the loss may draw
         # random numbers, which differ from sample to sample all the same.
-        outputs = _Symmetric.apply(program, *inputs, *_torch.batched_nothing())
+        outputs = _Symmetric.apply(program, *inputs, *functorch.batched_nothing())
         call.seal()
         gradients = pytree.tree_unflatten(list(outputs), structure)
         return gradients if isinstance(argnums, tuple) else gradients[0]
@@ -157,7 +157,7 @@ class _Gradient(Vjp):
         primals = list(inputs[: self.arity])
         nested = torch.is_grad_enabled()
         # With no level active and nobody to differentiate it, plain autograd records, and is leaner.
-        plain = _torch.peek_interpreter_stack() is None and not _torch.in_dual_level()
+        plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         if plain and not nested:
             outputs, leaves = self._record_plain(primals, nested)
         else:
@@ -189,7 +189,7 @@ class _Directional(Derived):
         jvp = Jvp(self.inner, self.home, self.arity, self.along)
         arguments = list(inputs)
         for i in self.along:  # What samples share has been expanded to them, and is given tangents now.
-            arguments[i] = _torch.with_memory_for_each(inputs[i])
+            arguments[i] = wrappers.with_memory_for_each(inputs[i])
         primals, tangents = jvp.split(jvp.run(*arguments))
         return (torch.zeros_like(primals[0]) if tangents[0] is None else tangents[0],)
 
@@ -207,19 +207,24 @@ class _Symmetric(torch.autograd.Function):
 
     @staticmethod
     def forward(program: Any, *inputs: Tensor) -> Tensors:
-        outputs, program.active = net.run_in_function(program, _torch.without_forward_views(inputs))
-        return tuple([_torch.fresh(y) for y in outputs])
+        outputs, program.active = net.run_in_function(program, wrappers.without_forward_views(inputs))
+        return tuple([wrappers.fresh(y) for y in outputs])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         program, *tensors = inputs
-        level = _torch.current_level()
+        level = functorch.current_level()
         ctx.set_materialize_grads(False)
         ctx.program = program
         ctx.home = min(program.home, level - 1) if level else program.home
         for i in program.source.unused:
-            tensors[i] = _torch.fresh(tensors[i])
-        if level == 0 and program.source.unused and program.active is not None and not _torch.in_dual_level():
+            tensors[i] = wrappers.fresh(tensors[i])
+        if (
+            level == 0
+            and program.source.unused
+            and program.active is not None
+            and not wrappers.in_dual_level()
+        ):
             active = zip(output, program.active, strict=True)
             ctx.mark_non_differentiable(*[y for y, is_active in active if not is_active])
         ctx.save_for_backward(*tensors)
@@ -245,7 +250,7 @@ class _Symmetric(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], program: _Gradient, *inputs: Tensor
     ) -> tuple[Tensors, tuple[int | None, ...]]:
-        level = _torch.current_level() + 1
+        level = functorch.current_level() + 1
         # A level that was not there when the user called the loss has no say in its randomness.
         randomness = "same" if level > program.home else info.randomness
         size, arity, dim = info.batch_size, program.arity, None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .. import _torch
+from .._torch import functorch, wrappers
 from ..closures import Found
 from ..errors import InputError, OptionError, describe
 from ..policies.budget import Budget
@@ -230,11 +230,11 @@ def _check_depth(name: str, checkpoints: int, steps: int) -> None:
 def keeps_nothing(functions: Any, arguments: Any) -> bool:
     """Whether nothing is differentiated in reverse mode, so that a loop keeps nothing anyway."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return not _torch.differentiates_in_inference_mode()  # where that is so, `remat` has to refuse it
-    if any([layer.kind == "grad" for layer in _torch.active_layers()]):
+        return not functorch.differentiates_in_inference_mode()  # where that is so, `remat` has to refuse it
+    if any([layer.kind == "grad" for layer in functorch.active_layers()]):
         return False
     tensors = tensors_of(arguments) + list(Found(functions).tensors.values())
-    return not any([_torch.below_wrappers(x).requires_grad for x in tensors])
+    return not any([wrappers.below_wrappers(x).requires_grad for x in tensors])
 
 
 def _no_ys(loop: Loop, init: Any, xs: Any) -> Any:

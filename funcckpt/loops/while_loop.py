@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch, world
+from .. import world
+from .._torch import functorch, wrappers
 from ..errors import InputError, MutationError, describe
 from ..policies.policies import Policy
 from .measure import leaving_nothing
@@ -76,7 +77,7 @@ def while_loop(
         return carry
     # Values alone: nothing that is computed here is looked at by a transform.
     with leaving_nothing((cond, body)) as (streams, has_assigned):
-        with torch.no_grad(), _torch._set_fwd_grad_enabled(False):
+        with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
             steps = _sweep(cond, loop, init, max_steps, streams)[1]  # and no carry
         if has_assigned():
             raise MutationError(
@@ -115,7 +116,7 @@ def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
     if isinstance(holds, Tensor):
         if holds.numel() != 1:
             raise InputError(f"{name}: cond returned {describe(holds)} at step {step}, not one truth value.")
-        if _torch.physical(holds)[1]:
+        if wrappers.physical(holds)[1]:
             raise InputError(
                 f"{name}: cond depends on what vmap has batched, so that each sample would need a loop "
                 "of its own length. Loop for as long as any sample needs, with torch.where in the body "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import _torch
+from .._torch import functorch
 from ..errors import OptionError
 
 
@@ -42,7 +42,7 @@ def store(tree: Any, place: str) -> Stored:
     {'x': tensor([0, 1, 2])}
     """
     leaves, structure = pytree.tree_flatten(tree)
-    if place == "disk" and any(layer.kind == "functionalize" for layer in _torch.active_layers()):
+    if place == "disk" and any(layer.kind == "functionalize" for layer in functorch.active_layers()):
         raise OptionError('offload="disk" maps files, which torch.func.functionalize cannot. Take "host".')
     devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
     move = _MapToDisk.apply if place == "disk" else lambda x: x.to("cpu", copy=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from .. import _torch
+from .._torch import autograd, functorch
 from ..errors import FuncckptError, InputError, OptionError, describe
 from ..tape.tape import Call, Place
 
@@ -56,7 +56,7 @@ def checkpoint_name(x: T, name: str) -> T:
     if not isinstance(name, str):
         what = describe(name) if isinstance(name, Tensor) else repr(name)
         raise InputError(f"checkpoint_name takes a value and then its name, a string, not {what}.")
-    looked_at = any([getattr(mode, "sees_names", False) for mode in _torch.dispatch_modes()])
+    looked_at = any([getattr(mode, "sees_names", False) for mode in functorch.dispatch_modes()])
     if torch.compiler.is_compiling() or not looked_at:
         return x
     before, _current.name = _current.name, name
@@ -145,7 +145,7 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
             "policy(ctx, op, *args, **kwargs), or [torch.ops.aten.mm.default]."
         )
     for op in policy:
-        if not isinstance(op, _torch.OPERATORS):
+        if not isinstance(op, autograd.OPERATORS):
             # In torch's words, by which programs tell this error.
             words = f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}."
             if hasattr(op, "default"):

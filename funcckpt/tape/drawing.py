@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _torch
+from .._torch import dynamo
 from ..errors import CheckpointError
 from .operators import draws, kind_of_call, written
 
@@ -54,7 +54,7 @@ class Drawn(TorchDispatchMode):
             out = func(*args, **kwargs)
             returned = None if any(out is x for x in targets) else out
             # By their values: the tensors may be written to.
-            values = pytree.tree_map_only(Tensor, _torch.traced_value, (targets, returned))
+            values = pytree.tree_map_only(Tensor, dynamo.traced_value, (targets, returned))
             self._results.append((func, *values))
             return out
         known, values, returned = next(self._again, (None, [], None))
@@ -64,7 +64,7 @@ class Drawn(TorchDispatchMode):
                 f"by {known}. Draw them outside of the function, and pass them as arguments."
             )
         for x, value in zip(targets, values, strict=True):
-            x.copy_(_torch.of_traced_value(value))
+            x.copy_(dynamo.of_traced_value(value))
         if returned is None:
             return targets[0]
-        return pytree.tree_map_only(Tensor, _torch.of_traced_value, returned)
+        return pytree.tree_map_only(Tensor, dynamo.of_traced_value, returned)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .. import _torch
+from .._torch import functorch
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     (`aten.mul.Scalar`) pass that key by, and count on it in what they call: without it they crash.
     """
     if any([isinstance(x, Tensor) and x._is_zerotensor() for x in args]):
-        with _torch.zero_tensors_told():
+        with functorch.zero_tensors_told():
             return func(*args, **kwargs)
     return func(*args, **kwargs)
 
@@ -136,13 +136,13 @@ def address_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout is torch.strided else 0
 
 
-PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, _torch.FakeTensor}
+PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, functorch.FakeTensor}
 
 
 def is_subclass_first(types: Iterable[Any]) -> bool:
     """Whether a subclass among `types` acts on an operator itself, and its inner tensors come by later."""
     return not PLAIN.issuperset(types) and any(
-        t not in PLAIN and t.__torch_dispatch__ is not _torch.no_torch_dispatch for t in types
+        t not in PLAIN and t.__torch_dispatch__ is not functorch.no_torch_dispatch for t in types
     )
 
 

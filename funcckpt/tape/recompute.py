@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Returning
 from .operators import (
     PLAIN,
@@ -66,7 +67,7 @@ class Placeholder(Tensor):
 
     @staticmethod
     def __new__(cls, like: TensorMeta, replay: Replay, meta: Tensor | None = None) -> Placeholder:
-        x: Placeholder = _torch.without_memory(cls, *like)
+        x: Placeholder = functorch.without_memory(cls, *like)
         x.replay = replay
         if meta is None:
             meta = torch.empty_strided(like.size, like.strides, dtype=like.dtype, device="meta")
@@ -74,7 +75,7 @@ class Placeholder(Tensor):
         replay.placeholders.append(weakref.ref(x))
         return x
 
-    __torch_function__ = _torch.no_torch_function  # type: ignore[assignment]
+    __torch_function__ = functorch.no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -86,7 +87,7 @@ class Placeholder(Tensor):
         if not isinstance(x, Placeholder) or kind not in READ_NO_VALUES:
             raise Redo(next(y for y in tensors_of(args, kwargs) if isinstance(y, Placeholder)).replay)
         if reshapes(func):
-            with _torch.no_dispatch():
+            with functorch.no_dispatch():
                 func(*args, **kwargs)
         args = [map_tensors(lambda y: y.meta if isinstance(y, Placeholder) else y, a) for a in args]
         if kind == "like":
@@ -151,7 +152,7 @@ class Replay(Watch):
         if self._recordings:
             return
         self.in_f = False
-        if not self._learns and _torch.dispatch_modes()[-1:] == [self]:
+        if not self._learns and functorch.dispatch_modes()[-1:] == [self]:
             self.__exit__(None, None, None)  # a placeholder says itself that it is read
             self._has_left = True
 
@@ -195,7 +196,7 @@ _current = _Current()
 @contextmanager
 def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> Iterator[None]:
     """What the recomputations of a program below may use."""
-    before, _current.given = _current.given, (source, kept, _torch.all_below_wrappers(tensors))
+    before, _current.given = _current.given, (source, kept, wrappers.all_below_wrappers(tensors))
     try:
         yield
     finally:
@@ -210,7 +211,7 @@ def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
         tensors = () if kept is None else kept.tensors
     elif source is not program.source:
         return None, ()
-    if kept is not None and _torch.top_saved_tensors_hooks() is not None:
+    if kept is not None and autograd.top_saved_tensors_hooks() is not None:
         for away in kept.places:
             if away is not None:
                 away.wait()  # the hooks will read it
@@ -222,7 +223,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     source = program.source
     inputs = source.received(inputs)
     # What nobody reads is eliminated from a graph that is traced.
-    if not program.is_pullback or source.is_compiled or _torch.is_tracing():
+    if not program.is_pullback or source.is_compiled or functorch.is_tracing():
         return program.run(*inputs)
     around = watches()
     for watch in around:
@@ -239,7 +240,7 @@ def _recompute(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if kept is None or of is not program.source:
         # No product of some of the inputs takes more FLOPs than half of them times the other half.
         elements = sum(map(Tensor.numel, inputs))
-        if elements * elements < 2 * FLOPS_WORTH_A_CALL or _torch.has_compiled():
+        if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
             return program.run(*inputs)
         kept = None
     key = _key(program, inputs, kept)
@@ -255,7 +256,7 @@ def _recompute(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     replay = Replay(program.source, entries or {}, coming, learns=entries is None)
     del coming
     try:
-        with replay, _torch.hooks_asleep():
+        with replay, autograd.hooks_asleep():
             outputs = program.run(*inputs)
         replay.finish()
     except Exception as raised:
@@ -287,7 +288,7 @@ def _key(program: Program, inputs: Sequence[Tensor], kept: Kept | None) -> Any:
         program = program.inner  # type: ignore[attr-defined]
     if len(_plans) >= 4096:
         _plans.clear()
-    looks = signature(None, _torch.all_below_wrappers(inputs), {})
+    looks = signature(None, wrappers.all_below_wrappers(inputs), {})
     return source.code, *steps, *looks, kept is None
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _torch, world
+from .. import world
+from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from .operators import TensorMeta, draws, written
@@ -66,7 +67,7 @@ class Record(Watch):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
-        looks = tuple([(_torch.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs])
+        looks = tuple([(wrappers.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs])
         self._chooser = self._chooser.for_call((self.source.code, looks))
 
     def call(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -90,7 +91,7 @@ class Record(Watch):
         for i in call.outputs:
             x = out if call.count is None else out[i]
             try:
-                call.values[i] = _torch.alias(x)
+                call.values[i] = autograd.alias(x)
             except RuntimeError:
                 if x.dim() > 0:
                     raise  # not a number that only looks like a tensor
@@ -105,15 +106,15 @@ class Record(Watch):
             call.chosen.discard(i)
         elif decision.keep and meta is not None and meta.dtype == out.dtype and not draws(func):
             if i not in call.values:
-                call.values[i] = _torch.alias(out.as_strided(meta.size, meta.strides, meta.offset))
+                call.values[i] = autograd.alias(out.as_strided(meta.size, meta.strides, meta.offset))
             call.chosen.add(i)
             call.offloads = decision.offload
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
         """See which values the graph of the outputs has saved."""
-        with _torch.no_dispatch():
+        with functorch.no_dispatch():
             for x in _saved([y.grad_fn for y in outputs if y.grad_fn is not None], first_node):
-                self.tape.read |= self.tape.made(_torch.everything_below(x))
+                self.tape.read |= self.tape.made(wrappers.everything_below(x))
 
     def finish(self) -> Kept | None:
         """What is kept: of what was chosen, that which the backward reads or computes from."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _torch, world
+from .. import world
+from .._torch import functorch
 from . import operators
 from .operators import StorageTable, TensorMeta, address_of, results, tensors_of
 
@@ -187,7 +188,7 @@ class Watch(TorchDispatchMode):
 
 
 def watches() -> list[Watch]:
-    return [mode for mode in _torch.dispatch_modes() if isinstance(mode, Watch)]
+    return [mode for mode in functorch.dispatch_modes() if isinstance(mode, Watch)]
 
 
 def watch_of(source: Any) -> Watch | None:

@@ -1,0 +1,314 @@
+"""How a tensor is wrapped and unwrapped at one level, and what belongs to which.
+
+Public torch has no such question, and without it nobody can tell what a function has captured.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.utils.checkpoint
+from torch import Tensor
+
+from . import unknown
+from .functorch import (
+    _set_fwd_grad_enabled,
+    current_level,
+    eager_transforms,
+    is_tracing,
+    kind_of,
+    peek_interpreter_stack,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
+)
+
+try:
+    from torch._C._functorch import (  # type: ignore[attr-defined]
+        _unwrap_for_grad,
+        _wrap_for_grad,
+        get_unwrapped,
+        is_batchedtensor,
+        is_dead_tensor_wrapper,
+        is_functorch_wrapped_tensor,
+        is_legacy_batchedtensor,
+        maybe_get_bdim,
+        maybe_get_level,
+        set_inplace_requires_grad_allowed,
+        unwrap_if_dead,
+    )
+except ImportError as error:
+    raise unknown(error) from error
+
+
+def has_dual_level() -> bool:
+    """Whether a dual level of plain forward mode is open (`torch.autograd.forward_ad.dual_level`)."""
+    return forward_ad._current_level >= 0
+
+
+def in_dual_level() -> bool:
+    """Whether plain forward mode is active: a dual level is open, and looked at."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The primal and tangent of `x` at the level on top, without what public torch does for exports."""
+    primal, tangent = torch._VF._unpack_dual(x, level=0)  # type: ignore[attr-defined]
+    return primal, tangent
+
+
+def tangent_of(x: Tensor) -> Tensor | None:
+    """The tangent of `x` at the level on top; both dual levels of torch use number 0."""
+    if not (x.is_floating_point() or x.is_complex()) or is_legacy_batchedtensor(x):
+        return None
+    if x.is_inference() and not is_functorch_wrapped_tensor(x):
+        return None  # it has none, and some levels cannot even be asked
+    return unpack_dual(x)[1]
+
+
+def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
+    """In a dual level, the primal of a dual tensor is a view of it: a further view is dual again.
+
+    Without `record` nothing requires grad any more: forward mode switches grad mode on.
+    """
+    if not has_dual_level():
+        return inputs
+    return [
+        x if is_legacy_batchedtensor(x) else fresh(x).requires_grad_(record and x.requires_grad)
+        for x in inputs
+    ]
+
+
+def is_plain_dual(x: Tensor) -> bool:
+    """Whether a tensor of no functorch level has a tangent in plain forward mode."""
+    # Inside of a transform the question would be answered by its level: ask below all of them.
+    if not has_dual_level() or eager_transforms.JVP_NESTING > 0:
+        return False
+    if peek_interpreter_stack() is None:
+        return tangent_of(x) is not None
+    layer = pop_dynamic_layer_stack()
+    try:
+        return is_plain_dual(x)
+    finally:
+        push_dynamic_layer_stack(layer)
+
+
+def is_tracked(x: Tensor) -> bool:
+    """Whether some transform looks at `x`: it requires grad, belongs to a level, or is dual."""
+    x = alive(x)
+    if is_functorch_wrapped_tensor(x):
+        return not is_left_over(x)
+    return x.requires_grad or is_plain_dual(x)
+
+
+def is_left_over(x: Tensor) -> bool:
+    """Whether `x` was stored somewhere by a transform that is over: no operator could take it."""
+    level = maybe_get_level(alive(x))
+    return level is not None and level > current_level()
+
+
+def all_alive(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [*map(alive, inputs)] if any(map(is_dead_tensor_wrapper, inputs)) else [*inputs]
+
+
+def alive(x: Tensor) -> Tensor:
+    """`x` without the wrappers of grad and jvp levels that are over, as operators see it."""
+    while is_dead_tensor_wrapper(x):
+        x = unwrap_if_dead(x)
+    return x
+
+
+def unwrap_legacy(x: Tensor) -> tuple[Tensor, int | None]:
+    """What `torch.autograd.grad(is_grads_batched=True)` has batched, and its dimension.
+
+    It does so with a vmap of its own, older than functorch, whose level is the innermost.
+    """
+    if not is_legacy_batchedtensor(x):
+        return x, None
+    return torch._remove_batch_dim(x, _legacy_level(), 1, 0), 0  # type: ignore[attr-defined]
+
+
+def wrap_legacy(x: Tensor, dim: int | None) -> Tensor:
+    if dim is None:
+        return x
+    x = x.resolve_conj().resolve_neg()  # views that it has no rules for
+    batched: Tensor = torch._add_batch_dim(x, dim, _legacy_level())  # type: ignore[attr-defined]
+    return batched
+
+
+def _legacy_level() -> int:
+    level: int = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level - 1
+
+
+def fresh(x: Tensor) -> Tensor:
+    """Another tensor with the value of `x`, that no one else holds and no graph knows.
+
+    What the vmap of `is_grads_batched` has batched cannot be detached, and is nobody else's. make_fx
+    would record a `detach`, and cut the gradient of what it has recorded.
+    """
+    if is_legacy_batchedtensor(x):
+        return x
+    if is_tracing() and not (x.requires_grad and x.is_leaf):  # a parameter is recorded as a constant
+        with torch.no_grad():
+            view = x.view_as(x)
+        if not view.requires_grad:
+            return view
+    return x.detach()
+
+
+def wrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    return [*map(_wrap_for_grad, tensors, repeat(level))]
+
+
+def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    return [*map(_unwrap_for_grad, tensors, repeat(level))]
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaves to which the graph of some tensors leads."""
+    pending, seen = [y.grad_fn for y in outputs], set()
+    yield from [y for y in outputs if y.grad_fn is None]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Other nodes may have an attribute of this name.
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        else:
+            pending.extend([n for n, _ in node.next_functions])
+
+
+# Asked of many tensors at once, without a frame of Python's.
+require_grad = operator.attrgetter("requires_grad")
+
+
+def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
+    """`x.requires_grad_()` of some, which functorch otherwise forbids inside of a transform."""
+    chosen = []
+    set_inplace_requires_grad_allowed(True)
+    try:
+        for i in indices:
+            chosen.append(tensors[i].requires_grad_())
+    finally:
+        set_inplace_requires_grad_allowed(False)
+    return chosen
+
+
+def has_torch_function(x: Tensor) -> bool:
+    """Whether `x` is of a subclass that takes part in what operators do."""
+    return type(x) not in (Tensor, torch.nn.Parameter) and not (
+        getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+        or type(x).__torch_function__ is torch._C._disabled_torch_function_impl
+    )
+
+
+def with_memory_for_each(x: Tensor) -> Tensor:
+    """A tensor with memory of its own for each element: `x`, or a copy.
+
+    A tangent is stored as its primal is. One that comes from a second evaluation, or is zero, may have
+    another layout, and could not be written to where elements share memory, or have none (torch's
+    symbolic zeros).
+    """
+    value = below_wrappers(x)
+    if value.layout is not torch.strided or is_legacy_batchedtensor(value):
+        return x
+    shared = any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    return x.clone(memory_format=torch.contiguous_format) if shared or value._is_zerotensor() else x
+
+
+def below_wrappers(x: Tensor) -> Tensor:
+    """`x` below all wrappers of functorch."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def all_below_wrappers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [*map(below_wrappers, tensors)]
+
+
+def everything_below(x: Tensor) -> list[Tensor]:
+    """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels."""
+    if not has_dual_level() and not (eager_transforms.JVP_NESTING > 0):
+        return [below_wrappers(x)]
+    with _set_fwd_grad_enabled(True):
+        return _everything_below(x)
+
+
+def _everything_below(x: Tensor) -> list[Tensor]:
+    x = alive(x)
+    found = [x]
+    interpreter = peek_interpreter_stack()
+    if (interpreter is None or kind_of(interpreter) == "jvp") and (tangent := tangent_of(x)) is not None:
+        found.append(tangent)
+    if interpreter is None:
+        return found
+    level = interpreter.level()
+    found = [get_unwrapped(y) if maybe_get_level(y) == level else y for y in found]
+    layer = pop_dynamic_layer_stack()
+    try:
+        return [z for y in found for z in _everything_below(y)]
+    finally:
+        push_dynamic_layer_stack(layer)
+
+
+def constant_of(x: Tensor) -> Tensor | None:
+    """What is inside of a tensor that no active transform looks at; None if one does."""
+    with _set_fwd_grad_enabled(True):
+        return _constant_of(x)
+
+
+def _constant_of(x: Tensor) -> Tensor | None:
+    x = alive(x)
+    if x.requires_grad or is_batchedtensor(x) or is_legacy_batchedtensor(x):
+        return None
+    # Whether it has a tangent at a level shows only where that level is the innermost.
+    interpreter = peek_interpreter_stack()
+    if (interpreter is None or kind_of(interpreter) == "jvp") and tangent_of(x) is not None:
+        return None
+    if interpreter is None:
+        return x
+    if maybe_get_level(x) == interpreter.level():
+        x = get_unwrapped(x)
+    layer = pop_dynamic_layer_stack()
+    try:
+        return _constant_of(x)
+    finally:
+        push_dynamic_layer_stack(layer)
+
+
+def storage_of(x: Tensor) -> int | None:
+    """What tells the memory of `x` from that of others, where there is any."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    try:
+        cdata: int = x.untyped_storage()._cdata
+        return cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or opaque
+        return None
+
+
+def unwrapped_at(x: Tensor, levels: Sequence[int]) -> Tensor:
+    """`x` without the wrappers of some grad and jvp levels."""
+    for level in reversed(levels):
+        x = _unwrap_for_grad(x, level)
+    return x
+
+
+def physical(x: Tensor) -> tuple[Tensor, int]:
+    """`x` below all wrappers, batch dimensions moved to the front, and how many there are."""
+    batched = 0
+    while is_functorch_wrapped_tensor(x):
+        dim = maybe_get_bdim(x) if is_batchedtensor(x) else -1
+        x = get_unwrapped(x)
+        if dim >= 0:
+            x = x.movedim(dim, 0)
+            batched += 1
+    return x, batched
