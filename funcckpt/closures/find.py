@@ -105,11 +105,11 @@ class Found:
     """
 
     __slots__ = (
-        "_marked",
         "_places",
         "calls_backward",
         "draws_elsewhere",
         "gone",
+        "marked",
         "moves_streams",
         "nodes",
         "root",
@@ -129,7 +129,7 @@ class Found:
         # The ids of objects that have to be made anew, since what they hold was let go.
         self.gone: set[int] = set()
         # Those with a mark in the place of something.
-        self._marked: set[int] = set()
+        self.marked: set[int] = set()
         self._search(root, everything)
 
     def _search(self, root: Any, everything: bool) -> None:
@@ -250,7 +250,9 @@ class Found:
                 there[GLOBALS] = content[GLOBALS]
             same = len(there) == len(content) and all(map(there.__contains__, content))
             if not same or not all(map(operator.is_, map(there.get, content), content.values())):
-                if not same or not all(map(_is_it, map(there.get, content), content.values())):
+                if not same or [
+                    x for k, x in content.items() if there[k] is not x and not _is_it(there[k], x)
+                ]:
                     changed.add(number)
             if kind is Kind.OBJECT and isinstance(value, nn.Module):
                 filled += [(number, name, content[name]) for name in _OFTEN_EMPTY if content.get(name)]
@@ -268,7 +270,7 @@ class Found:
             size = len(reached)
             for number, node in backwards:
                 if number not in reached and node.kind not in _FIXED:
-                    of = number_of if number in self._marked else id
+                    of = number_of if number in self.marked else id
                     if not reached.isdisjoint(map(of, node.content.values())):
                         reached.add(number)
         return reached
@@ -286,11 +288,11 @@ class Found:
             if number in gone or node.kind in _FIXED:
                 for name, item in content.items():
                     if id(item) in owned:
-                        self._marked.add(number)
+                        self.marked.add(number)
                         content[name] = hole_of(item)
                     elif id(item) in gone and not _stays(self.nodes[id(item)]):
                         content[name] = Key(id(item))
-                        self._marked.add(number)
+                        self.marked.add(number)
         self.gone |= gone
         for number in gone:
             node = self.nodes[number]
@@ -309,7 +311,7 @@ class Found:
             for name, item in node.content.items():
                 if id(item) in holes:
                     node.content[name] = holes[id(item)]
-                    self._marked.add(number)
+                    self.marked.add(number)
 
     # -- in words -----------------------------------------------------------------------------------
 

@@ -95,6 +95,12 @@ class Rebuilt:
             self._make(number, self._nodes[number])
         return self._built[number]
 
+    def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
+        needed, marks = self._dirty, (Hole, Key)
+        return {
+            name: self._item(x) if id(x) in needed or type(x) in marks else x for name, x in content.items()
+        }
+
     def _make(self, number: int, node: Node) -> None:
         kind, value, content, item = node.kind, node.value, node.content, self._item
         like = node.like if value is None else value
@@ -105,15 +111,15 @@ class Rebuilt:
                 new.cell_contents = item(content[""])
         elif kind is Kind.GLOBALS:
             new = self._built[number] = dict(value)
-            new.update({name: item(x) for name, x in content.items()})
+            new.update(self._items(content))
         elif kind is Kind.DICT:
             new = self._built[number] = emptied(like)
             put = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
-            for name, x in content.items():
-                put(new, name, item(x))
+            for name, x in self._items(content).items():
+                put(new, name, x)
         elif kind is Kind.LIST:
             new = self._built[number] = emptied(like)
-            items = [item(x) for x in content.values()]
+            items = self._items(content).values()
             new.update(items) if isinstance(new, set) else new.extend(items)
         elif kind is Kind.OBJECT:
             new = self._built[number] = self._make_object(node)
@@ -129,7 +135,7 @@ class Rebuilt:
             )
             new.__dict__.update(item(content["attributes"]))
         elif kind is Kind.TUPLE:
-            cls, items = like if value is None else type(value), [item(x) for x in content.values()]
+            cls, items = like if value is None else type(value), self._items(content).values()
             # A named tuple may have a __new__ of its own, which was called when the original was made.
             new = frozenset(items) if cls is frozenset else tuple.__new__(cls, items)
         elif kind is Kind.MEMBER:
@@ -156,8 +162,7 @@ class Rebuilt:
                 del state[name]
         else:
             state.clear()
-        for name, x in content.items():
-            state[name] = self._item(x)
+        state.update(self._items(content))
         if issubclass(kind, nn.Module):
             parameters = state["_parameters"]
             if parameters is not content["_parameters"]:
