@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import world
 from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
-from ..core.tensors import MAX_BUFFER, Refusing, gradient_of
+from ..core.tensors import MAX_BUFFER, Refusing, gradient_of, may_be_buffer
 from ..errors import CheckpointError, MutationError, describe
 from . import patched
 
@@ -112,11 +112,14 @@ class Region:
         self._instead: dict[int, Tensor] = {}
         # Buffers of modules that are training, what `functional_call` may put in their places, and copies.
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        if buffers := found.buffers_in_training():
-            looks = {(x.shape, x.dtype) for x in buffers if x.numel() <= MAX_BUFFER}
+        if found.updates_statistics:
+            buffers = [x for x in found.buffers_in_training() if x.numel() <= MAX_BUFFER]
+            looks = {(x.shape, x.dtype) for x in buffers}
             tensors = {id(x): x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)}
             self._buffers = [
-                (x, _copy(x)) for x in tensors.values() if not x.requires_grad and (x.shape, x.dtype) in looks
+                (x, _copy(x))
+                for x in tensors.values()
+                if not x.requires_grad and ((x.shape, x.dtype) in looks or may_be_buffer(x))
             ]
         self._world = world.World()
         self._torch_function = functorch._get_torch_function_state()
