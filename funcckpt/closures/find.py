@@ -76,7 +76,10 @@ _STREAMS = (
 # Modules of libraries from whose own random streams code may draw, if it names "random" as well.
 _DRAWING = frozenset({"random", "numpy", "numpy.random", "statistics"})
 # Functions that update the running statistics that they are given.
-_STATISTICS = ("batch_norm", "instance_norm")
+_STATISTICS = (
+    *("batch_norm", "instance_norm", "native_batch_norm"),
+    *("_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm"),
+)
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 # What does not change, and what no copy can stand for.
 _CONSTANT = (Kind.METHOD, Kind.BUILTIN, Kind.PARTIAL, Kind.TUPLE, Kind.MEMBER, Kind.COMPILED)
@@ -151,6 +154,7 @@ class Found:
                 is_own = not is_library(module)
                 if not is_own:
                     libraries.add(module)
+                    names.add(value.__name__)
                 if is_own or value.__closure__ or value.__defaults__ or value.__kwdefaults__:
                     content = read(Kind.FUNCTION, value)
                     nodes[number] = Node(Kind.FUNCTION, value, content, parent, key)
@@ -193,6 +197,8 @@ class Found:
                         libraries.add(module)
                         if how is Kind.CLASS:
                             names_that_count = ()
+                elif how is Kind.BUILTIN:
+                    names.add(value.__name__)
                 content = read(how, value, names_that_count)
                 node = nodes[number] = Node(how, value, content, parent, key, names_that_count)
                 if names_that_count is names:
