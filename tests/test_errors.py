@@ -334,6 +334,22 @@ def stores_in_module():
     return module, lambda: module.hidden
 
 
+def stores_beside_its_parameter():
+    """By a name that a parameter's name begins with, as hooks that compute weights do."""
+
+    class Stores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale_raw = nn.Parameter(tensor(3))
+
+        def forward(self, x):
+            self.scale = self.scale_raw.exp() * x
+            return self.scale * x
+
+    module = Stores()
+    return module, lambda: module.scale
+
+
 def stores_in_table_of_class():
     class Registry:
         pass
@@ -361,7 +377,8 @@ STORES = {
     f.__name__: f
     for f in (
         stores_in_list, stores_in_dict, stores_in_nonlocal, stores_in_global, stores_in_attribute,
-        stores_in_argument, stores_in_module, stores_in_table_of_class, stores_its_input,
+        stores_in_argument, stores_in_module, stores_beside_its_parameter, stores_in_table_of_class,
+        stores_its_input,
     )
 }  # fmt: skip
 LOSSES = {

@@ -41,6 +41,12 @@ def module_backward():
     return lambda: f(X).sum().backward()
 
 
+def checkpoint_backward():
+    net, x = layers(), torch.randn(2, 4, requires_grad=True)
+    funcckpt.eager.checkpoint._use_transforms.clear()
+    return lambda: funcckpt.checkpoint(net, x).sum().backward()
+
+
 def functional_call_inside():
     net = layers()
     return per_sample(lambda p, x: remat(lambda p, x: functional_call(net, p, (x,)))(p, x), net)
@@ -57,6 +63,7 @@ def four_blocks():
         (block_backward, 228),
         (block_per_sample, 326),
         (module_backward, 309),
+        (checkpoint_backward, 100),
         (functional_call_inside, 433),
         (four_blocks, 2390),
     ],

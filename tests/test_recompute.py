@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from support import assert_same as same_tensors
+from support import assert_same
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -551,4 +551,4 @@ def test_complex_least_squares():
 
     solve = lambda a, b: torch.linalg.lstsq(a, b).solution
     for _ in range(2):
-        same_tensors(gradients(remat(solve)), gradients(solve))
+        assert_same(gradients(remat(solve)), gradients(solve))

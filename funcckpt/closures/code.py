@@ -12,6 +12,14 @@ from typing import Any
 # So is every installed package, but for those whose functions are given to remat.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
 _own_packages: set[str] = set()
+# What is remembered and depends on whose code it is.
+_by_package: list[Any] = []
+
+
+def remembered(f: Any) -> Any:
+    """A function that remembers its answers, until `count_as_own` says that other code is the user's."""
+    _by_package.append(functools.lru_cache(maxsize=4096)(f))
+    return _by_package[-1]
 
 
 def count_as_own(f: Any) -> None:
@@ -19,19 +27,18 @@ def count_as_own(f: Any) -> None:
     package = _package(getattr(f, "__module__", None) or type(f).__module__)
     if package not in _own_packages and package not in _LIBRARIES:
         _own_packages.add(package)
-        is_library.cache_clear()
-        is_installed.cache_clear()
-        own_classes.cache_clear()
+        for cached in _by_package:
+            cached.cache_clear()
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def is_library(module: Any) -> bool:
     """Whether a module, given by its name, is of torch, numpy, Python or an installed package."""
     package = _package(module)
     return package in _LIBRARIES or is_installed(module)
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def is_installed(module: Any) -> bool:
     """Whether a module is of an installed package, other than torch and numpy."""
     package = _package(module)
@@ -46,13 +53,13 @@ def _package(module: Any) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def own_classes(kind: Any) -> tuple[type, ...]:
     """A class and its bases, without those of libraries."""
     return tuple([base for base in kind.__mro__ if not is_library(base.__module__)])
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def libraries_of(kind: Any) -> frozenset[str]:
     """The modules of the libraries in which bases of a class are."""
     return frozenset([base.__module__ for base in kind.__mro__ if is_library(base.__module__)])

@@ -109,6 +109,7 @@ class Found:
 
     __slots__ = (
         "_places",
+        "_training",
         "calls_backward",
         "draws_elsewhere",
         "gone",
@@ -127,6 +128,7 @@ class Found:
         self.nodes: dict[int, Node] = {}
         self.tensors: dict[int, Tensor] = {}
         self._places: dict[int, tuple[int, Any]] = {}
+        self._training: list[int] = []  # the dicts of buffers of modules that are training
         self.streams: list[Any] = []
         self.draws_elsewhere = self.calls_backward = False
         # The ids of objects that have to be made anew, since what they hold was let go.
@@ -209,6 +211,8 @@ class Found:
                 if how is Kind.OBJECT:
                     pending.extend([(base, number, "__class__") for base in own_classes(kind)])
                     libraries |= libraries_of(kind)
+                    if content.get("_buffers") and isinstance(value, nn.Module) and value.training:
+                        self._training.append(id(value._buffers))
                 elif isinstance(value, type):
                     pending.extend([(base, number, "__class__") for base in own_classes(value)])
             if not pending and (known < len(names) or (everything and expanded < len(named))):
@@ -229,17 +233,14 @@ class Found:
             "random" in names and not libraries.isdisjoint(_DRAWING)
         )
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
-        self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self.buffers_in_training())
+        self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
 
     def buffers_in_training(self) -> list[Tensor]:
         """The buffers of the modules that are training."""
-        found = []
-        for node in self.nodes.values():
-            if node.key == "_buffers" and node.content and node.kind is Kind.DICT:
-                parent = self.nodes[node.parent]
-                if isinstance(parent.value, nn.Module) and parent.value.training:
-                    found += [x for x in node.content.values() if isinstance(x, Tensor)]
-        return found
+        buffers: list[Tensor] = []
+        for number in self._training:
+            buffers += [x for x in self.nodes[number].content.values() if isinstance(x, Tensor)]
+        return buffers
 
     # -- as it was ----------------------------------------------------------------------------------
 

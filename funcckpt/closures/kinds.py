@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .code import is_library, is_plain_python, slots_of
+from .code import is_library, is_plain_python, remembered, slots_of
 
 # Values that hold no tensor, told by their type alone.
 ATOMS = frozenset(
@@ -91,7 +91,7 @@ _MEMBERS = (staticmethod, classmethod, property)
 DEFAULTS, KWDEFAULTS, ATTRIBUTES, GLOBALS = "*defaults", "*kwdefaults", "*attributes", "*globals"
 
 
-@functools.lru_cache(maxsize=4096)
+@remembered
 def kind_of(kind: Any) -> Kind | None:
     """How instances of a class are followed, but for functions, tensors and random streams."""
     if any(str(base.__module__).startswith("torch.distributed.") for base in kind.__mro__):

@@ -122,7 +122,7 @@ class Rebuilt:
             items = self._items(content).values()
             new.update(items) if isinstance(new, set) else new.extend(items)
         elif kind is Kind.OBJECT:
-            new = self._built[number] = self._make_object(node)
+            new = self._make_object(number, node)
         elif kind is Kind.FUNCTION:
             new = self._make_function(number, like, content)
         elif kind is Kind.METHOD:
@@ -148,13 +148,12 @@ class Rebuilt:
         if kind in _WRITABLE:
             self._placed[number] = read(kind, new, node.names)
 
-    def _make_object(self, node: Node) -> Any:
+    def _make_object(self, number: int, node: Node) -> Any:
         value, content = node.value, node.content
         kind, original = (type(value), value) if value is not None else (node.like[0], node.like[1]())
         new: Any
         base = next(base for base in (types.SimpleNamespace, object) if issubclass(kind, base))
         new = base.__new__(kind)
-        number = id(value) if value is not None else next(n for n, x in self._nodes.items() if x is node)
         self._built[number] = new  # before what refers to it
         state = {} if original is None else read(Kind.OBJECT, original)
         if node.names is not None:
@@ -271,6 +270,9 @@ def _remove(node: Node, name: Any) -> None:
 def _is_made_anew(node: Node, name: Any) -> bool:
     """Whether an attribute is computed before each forward, as by `torch.nn.utils.spectral_norm`."""
     if node.kind is not Kind.OBJECT or not isinstance(node.value, nn.Module):
+        return False
+    # Without a hook it is f that stores it, and others may read it.
+    if not node.value._forward_pre_hooks:
         return False
     return any(key.startswith(f"{name}_") for key in node.value._parameters)
 

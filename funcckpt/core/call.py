@@ -32,6 +32,7 @@ from .tensors import (
     MAX_BUFFER,
     Refusing,
     attributes_of,
+    check_gradients,
     dress,
     gradient_of,
     is_close,
@@ -285,13 +286,8 @@ class Call(Leaf):
         else:
             self._states = None  # there is nothing to put back, and each is some kilobytes
         self._arguments.check_unchanged(self._name, content, args, kwargs)
-        for x, gradient in gradients:
-            if gradient_of(x) != gradient:
-                raise MutationError(
-                    f"remat({self._name}) calls backward(), which accumulates the gradient of "
-                    f"{found.where(id(x))} ({describe(x)}), and would do so again in the recomputation. Use "
-                    "torch.autograd.grad inside of it."
-                )
+        if gradients:
+            check_gradients(gradients, f"remat({self._name})", found.where)
         self._settle_updates(updates)
         for i in self._rebound:
             if inputs[i]._version or not is_same(inputs[i], wrappers.physical(before[i])[0]):
@@ -356,16 +352,17 @@ class Call(Leaf):
             return None
         return recording.Record(self, chooser)
 
-    def captured_at(self, edge: Edge, outputs: Sequence[Tensor]) -> Tensor | None:
+    def captured_at(self, edges: Sequence[Edge], outputs: Sequence[Tensor]) -> list[Tensor]:
+        tensors = [x for x in self._found.tensors.values() if x.requires_grad]
+        found = dict(zip(edges_of(tensors), tensors, strict=True))
+        captured = [found[edge] if edge in found else self._not_found(edge, outputs) for edge in edges]
+        return [x for x in captured if x is not None]
+
+    def _not_found(self, edge: Edge, outputs: Sequence[Tensor]) -> Tensor | None:
         if edge[1] == LEAF:
             leaf = next(x for x in wrappers.leaves_of(outputs) if id(x) == edge[0])
-            if edge[0] in self._found.tensors or sys.getrefcount(leaf) > references_of_private_leaf():
-                return leaf
-            return None  # made by f itself, for an inner optimisation: nobody can ask for its gradient
-        tensors = [x for x in self._found.tensors.values() if x.requires_grad]
-        for there, x in zip(edges_of(tensors), tensors, strict=True):
-            if there == edge:
-                return x
+            # Made by f itself, for an inner optimisation: nobody can ask for its gradient.
+            return leaf if sys.getrefcount(leaf) > references_of_private_leaf() else None
         node, number = edge
         described = node._input_metadata[number]
         dtype = str(described.dtype).removeprefix("torch.")

@@ -110,14 +110,15 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[functorch
         source.finish(record)
         return Run(outputs, active)
     source.check_versions(versions, inputs)
-    captured: list[Tensor] = []
     reached: set[int] = set()
+    others: list[Edge] = []
     for edge in entering(outputs, own, first_node):
         if edge in own:
             reached.add(own[edge])
-        elif (x := source.captured_at(edge, outputs)) is not None and id(x) not in map(id, captured):
-            captured.append(x)
-    del given
+        else:
+            others.append(edge)
+    captured = source.captured_at(others, outputs) if others else ()
+    del given, others
     own.clear()
     outputs = tuple([y.detach() for y in outputs])
     source.finish(record)

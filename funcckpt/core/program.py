@@ -90,9 +90,9 @@ class Leaf(Program):
     def take_layers(self) -> list[functorch.Layer] | None:
         """The levels that were active at the call, before the first run; None from then on."""
 
-    def captured_at(self, edge: Any, outputs: Sequence[Tensor]) -> Tensor | None:
-        """The captured tensor at an edge by which the graph of the outputs leaves f, if it is one."""
-        raise AssertionError(edge)
+    def captured_at(self, edges: Sequence[Any], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The captured tensors at the edges by which the graph of the outputs leaves f."""
+        raise AssertionError(edges)
 
     def where_is(self, captured: Sequence[tuple[int, Tensor]]) -> AbstractContextManager[None]:
         """For a recomputation, the captured tensors, with the ids that they had in the forward."""

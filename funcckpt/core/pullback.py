@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -109,8 +110,8 @@ class Vjp(Derived):
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
         as_func = bool(self.batches) or (functorch.current_level() > 1 and functorch.number_of_vmaps() > 1)
-        pull = self._pull if self.batches else self._pull_once
-        gradients = pull(outputs, leaves, originals, cotangents, nested or as_func)
+        pull = functools.partial(self.pull, outputs, leaves, originals, nested or as_func)
+        gradients = (self._batched(pull) if self.batches else pull)(*cotangents)
         if self.batches and not nested:
             gradients = tuple([wrappers.fresh(g) for g in gradients])
         return gradients
@@ -157,32 +158,22 @@ class Vjp(Derived):
         """The outputs that have cotangents."""
         return [*outputs] if len(self.of) == len(outputs) else [outputs[i] for i in self.of]
 
-    def _pull(
-        self,
-        outputs: list[Tensor],
-        leaves: list[Tensor],
-        originals: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-        create_graph: bool,
-    ) -> Tensors:
-        def pull(*cotangents: Tensor) -> Tensors:
-            return self._pull_once(outputs, leaves, originals, cotangents, create_graph)
-
+    def _batched(self, pull: Callable[..., Tensors]) -> Callable[..., Tensors]:
         # Each batch belongs to the program that it made, which wants to know its dimensions.
         owners = [self]
         while (unbatched := owners[-1]._unbatched) is not None:
             owners.append(unbatched)
         for batch, owner in zip(self.batches, reversed(owners[:-1]), strict=True):
             pull = batch.over(pull, owner)
-        return pull(*cotangents)
+        return pull
 
-    def _pull_once(
+    def pull(
         self,
         outputs: list[Tensor],
         leaves: list[Tensor],
         originals: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
         create_graph: bool,
+        *cotangents: Tensor,
     ) -> Tensors:
         if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
             _refuse_once_differentiable(outputs)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
+from ..errors import MutationError, describe
 
 # Elements up to which a buffer of a module that is training is copied before the forward.
 MAX_BUFFER = 1 << 20
@@ -95,6 +96,16 @@ def is_close(a: Tensor, b: Tensor) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Callable[[int], str]) -> None:
+    """Raise if f, by a name in words, has accumulated the gradient of a leaf, which was another `before`."""
+    for x, gradient in before:
+        if gradient_of(x) != gradient:
+            raise MutationError(
+                f"{name}: the function calls backward(), which accumulates the gradient of {where(id(x))} "
+                f"({describe(x)}), and would do so again in the recomputation. Use torch.autograd.grad there."
+            )
 
 
 class Refusing(world.Mode):

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import world
 from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
-from ..core.tensors import MAX_BUFFER, Refusing, gradient_of, may_be_buffer
+from ..core.tensors import MAX_BUFFER, Refusing, check_gradients, gradient_of, may_be_buffer
 from ..errors import CheckpointError, MutationError, describe
 from . import patched
 
@@ -148,13 +148,8 @@ class Region:
         self._complete = True
         # Others are not touched: another thread may be drawing from them.
         self._states = world.moved(self._states)
-        for x, gradient in gradients:
-            if gradient_of(x) != gradient:
-                raise MutationError(
-                    f"{self._name}: the function calls backward(), which accumulates the gradient of "
-                    f"{found.where(id(x))} ({describe(x)}), and would do so again in the "
-                    "recomputation. Use torch.autograd.grad inside of it."
-                )
+        if gradients:
+            check_gradients(gradients, self._name, found.where)
         # Of the buffers, those matter that f has updated.
         if self._buffers:
             updated = {id(x): before for x, before in self._buffers if not _is(x, before)}

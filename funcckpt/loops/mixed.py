@@ -164,7 +164,7 @@ class _Gradient(Vjp):
             outputs, leaves = self._record_at_level(primals)
         primals.clear()
         one = torch.ones_like(outputs[0])
-        gradients = self._pull_once(outputs, leaves, [], [one], nested)
+        gradients = self.pull(outputs, leaves, [], nested, one)
         if not self.with_zeros:
             return gradients
         found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)

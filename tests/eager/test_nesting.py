@@ -20,13 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcckpt import (
     CheckpointPolicy,
-    _torch,
     checkpoint,
     checkpoint_scope,
     create_selective_checkpoint_contexts,
     patched,
     remat,
 )
+from funcckpt._torch import functorch
 from funcckpt.eager import selective
 from funcckpt.errors import MutationError
 
@@ -231,7 +231,7 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def as_where_nothing_is_compiled(monkeypatch):
     """Other tests compile; remat then leaves out nothing."""
-    monkeypatch.setattr(_torch, "has_compiled", lambda: False)
+    monkeypatch.setattr(functorch, "has_compiled", lambda: False)
 
 
 def test_an_operator_that_saves_other_tensors_of_what_remat_puts_off():
