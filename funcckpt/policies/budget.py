@@ -131,18 +131,18 @@ def frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set],
 
     def of(places: Iterable[Place]) -> _Set:
         used, again = recomputed(calls, read, frozenset(places))
-        size = sum([calls[call].sizes[i] for call, i in used])
+        size = sum([calls[call].outputs[i].nbytes for call, i in used])
         flops = sum([calls[call].flops for call in again])
-        moved = sum([sum(calls[call].sizes.values()) for call in again])
+        moved = sum([calls[call].outputs[i].nbytes for call in again for i in calls[call].values])
         return _Set(size, (flops, moved), frozenset(used))
 
     nothing = of(())
-    everything = of([(call, i) for call, i in read if i in calls[call].sizes])
+    everything = of([(call, i) for call, i in read if i in calls[call].values])
     # What is computed again if nothing is kept, by call: its outputs that are asked for.
     asked: dict[int, set[Place]] = defaultdict(set)
     for place in read.union(*[calls[call].needs for call in recomputed(calls, read)[1]]):
         asked[place[0]].add(place)
-    values = {call: p for call, p in asked.items() if all(i in calls[call].sizes for _, i in p)}
+    values = {call: p for call, p in asked.items() if all(i in calls[call].values for _, i in p)}
 
     def worth(call: int) -> float:
         # What is saved for a byte. A byte that is written costs about as much as some FLOPs.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import dynamo
 from ..errors import CheckpointError
-from .operators import draws, kind_of_call, written
+from .operators import draws, written
 
 
 class Drawn(TorchDispatchMode):
@@ -47,7 +47,7 @@ class Drawn(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(func, kind_of_call(func, args, kwargs)):
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         targets = written(func, args, kwargs)
         if self._again is None:

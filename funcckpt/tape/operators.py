@@ -57,17 +57,19 @@ def kind_of(func: Any) -> str:
     return "pure"
 
 
+def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    if not name_of(func).startswith("_scaled_dot_product"):
+        return True
+    names = [a.name for a in func._schema.arguments]
+    return bool(dict(zip(names, args, strict=False), **kwargs).get("dropout_p"))
+
+
 def kind_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     kind = kind_of(func)
-    if kind == "random" and name_of(func).startswith("_scaled_dot_product"):
-        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False), **kwargs)
-        return kind if given.get("dropout_p") else "pure"
-    return kind
-
-
-def draws(func: Any, kind: str = "random") -> bool:
-    """Whether a call, of the kind `kind_of_call`, draws random numbers."""
-    return kind != "pure" and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return "pure" if kind == "random" and not draws(func, args, kwargs) else kind
 
 
 @functools.cache
@@ -99,9 +101,10 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     A tensor that is known to be zero has no memory, and is told by a key above that of modes. Some operators
     (`aten.mul.Scalar`) pass that key by, and count on it in what they call: without it they crash.
     """
-    if any([isinstance(x, Tensor) and x._is_zerotensor() for x in args]):
-        with functorch.zero_tensors_told():
-            return func(*args, **kwargs)
+    for x in args:
+        if isinstance(x, Tensor) and x._is_zerotensor():
+            with functorch.zero_tensors_told():
+                return func(*args, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -111,12 +114,6 @@ def results(out: Any) -> Sequence[Any]:
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return [x for a in (*args, *kwargs.values()) for x in results(a) if isinstance(x, Tensor)]
-
-
-def map_tensors(f: Callable[[Tensor], Any], a: Any) -> Any:
-    if isinstance(a, Tensor):
-        return f(a)
-    return [map_tensors(f, x) for x in a] if isinstance(a, (list, tuple)) else a
 
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -141,9 +138,7 @@ PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, functorch.FakeTensor}
 
 def is_subclass_first(types: Iterable[Any]) -> bool:
     """Whether a subclass among `types` acts on an operator itself, and its inner tensors come by later."""
-    return not PLAIN.issuperset(types) and any(
-        t not in PLAIN and t.__torch_dispatch__ is not functorch.no_torch_dispatch for t in types
-    )
+    return any([t not in PLAIN and t.__torch_dispatch__ is not functorch.no_torch_dispatch for t in types])
 
 
 # -- tensors and their memory ---------------------------------------------------------------------------

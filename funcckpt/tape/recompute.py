@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
@@ -35,14 +36,11 @@ from .operators import (
     READ_NO_VALUES,
     TensorMeta,
     kind_of,
-    map_tensors,
-    reshapes,
-    run_operator,
     signature,
     tensors_of,
 )
 from .recording import Entry, Kept
-from .tape import Watch, watches
+from .tape import Tape, Watch
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -84,19 +82,15 @@ class Placeholder(Tensor):
         """Views, and operators that read no values, need none."""
         kwargs = kwargs or {}
         kind, x = kind_of(func), args[0] if args else None
-        if not isinstance(x, Placeholder) or kind not in READ_NO_VALUES:
+        if not isinstance(x, Placeholder) or kind not in READ_NO_VALUES or func._schema.is_mutable:
             raise Redo(next(y for y in tensors_of(args, kwargs) if isinstance(y, Placeholder)).replay)
-        if reshapes(func):
-            with functorch.no_dispatch():
-                func(*args, **kwargs)
-        args = [map_tensors(lambda y: y.meta if isinstance(y, Placeholder) else y, a) for a in args]
+        args = pytree.tree_map_only(Placeholder, lambda y: y.meta, args)
         if kind == "like":
             return func(*args, **{**kwargs, "device": kwargs.get("device") or x.device})
-        out = func(*args, **kwargs)
-        if reshapes(func):
-            return x
-        return map_tensors(
-            lambda y: Placeholder(TensorMeta.of(y)._replace(device=x.device), x.replay, y), out
+        return pytree.tree_map_only(
+            Tensor,
+            lambda y: Placeholder(TensorMeta.of(y)._replace(device=x.device), x.replay, y),
+            func(*args, **kwargs),
         )
 
 
@@ -107,30 +101,23 @@ class Replay(Watch):
     """Hands out what was kept, or skips what is planned; and learns what to skip if there is neither."""
 
     def __init__(
-        self, source: Any, entries: Mapping[int, Entry], coming: Sequence[Returning], learns: bool
+        self, source: Any, entries: Mapping[int, Entry] | None, coming: Sequence[Returning] = ()
     ) -> None:
-        super().__init__(source)
-        self._entries = entries
+        super().__init__(source, Tape() if entries is None else None)
+        self.entries = entries or {}
         self._coming = coming
-        self._learns = learns
-        self._recordings = self._calls = self._found = 0
+        self._recordings = self._found = 0
         self._has_left = False
         self.placeholders: list[weakref.ref[Placeholder]] = []
         # Whether a placeholder was read, maybe by somebody who has caught the error, and whether anything
         # was handed out at all.
         self.was_read = self.has_interfered = False
 
-    def call(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if kind == "view":
-            return run_operator(func, args, kwargs)
-        self._calls += 1
-        entry = self._entries.get(self.number)
-        self._found += entry is not None
-        if entry is not None and entry.signature == signature(func, args, kwargs):
-            return self._hand_out(entry)
-        return super().call(func, kind, args, kwargs) if self._learns else run_operator(func, args, kwargs)
-
-    def _hand_out(self, entry: Entry) -> Any:
+    def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        entry = self.entries[self.number]
+        self._found += 1
+        if entry.signature != signature(func, args, kwargs):
+            return None
         self.has_interfered = True
         before, after = entry.streams
         if after and not world.have_moved(before):
@@ -152,7 +139,7 @@ class Replay(Watch):
         if self._recordings:
             return
         self.in_f = False
-        if not self._learns and functorch.dispatch_modes()[-1:] == [self]:
+        if self.tape is None and functorch.dispatch_modes()[-1:] == [self]:
             self.__exit__(None, None, None)  # a placeholder says itself that it is read
             self._has_left = True
 
@@ -167,11 +154,11 @@ class Replay(Watch):
 
     def learned(self) -> Mapping[int, Entry] | None:
         """What to skip the next time; None if that is to be learned anew."""
-        if not self._learns:
-            return self._entries if self._found == len(self._entries) else None
+        if self.tape is None:
+            return self.entries if self._found == len(self.entries) else None
         unread = self.tape.unread()
         # An operator that passes by costs some microseconds.
-        if sum([call.flops for call in unread]) <= FLOPS_WORTH_A_CALL * self._calls:
+        if sum([call.flops for call in unread]) <= FLOPS_WORTH_A_CALL * len(self.tape.calls):
             return {}
         return {call.number: Entry.of(call, {}) for call in unread}
 
@@ -225,7 +212,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     # What nobody reads is eliminated from a graph that is traced.
     if not program.is_pullback or source.is_compiled or functorch.is_tracing():
         return program.run(*inputs)
-    around = watches()
+    around = [mode for mode in functorch.dispatch_modes() if isinstance(mode, Watch)]
     for watch in around:
         watch.inside += 1
     try:
@@ -237,27 +224,20 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 def _recompute(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     of, kept, tensors = _current.given
-    if kept is None or of is not program.source:
-        # No product of some of the inputs takes more FLOPs than half of them times the other half.
-        elements = sum(map(Tensor.numel, inputs))
-        if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
-            return program.run(*inputs)
-        # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
-        if any(map(Tensor.is_complex, inputs)):
-            return program.run(*inputs)
-        kept = None
-    key = _key(program, inputs, kept)
-    entries = _plans.get(key)
-    coming: list[Returning] = []
-    if kept is not None:
+    key = None
+    if kept is not None and of is program.source:
         places = zip(tensors, kept.places, strict=True)
         coming = [Returning(x) if place is None else place.back(x) for x, place in places]
-        misses = entries is not None  # it has done so before
-        entries = {n: e for n, e in kept.entries.items() if not misses or e.is_complete()}
-    elif entries is not None and not entries:
+        replay = Replay(program.source, kept.entries, coming)
+        del coming
+    elif not _is_worth_a_watch(inputs):
         return program.run(*inputs)
-    replay = Replay(program.source, entries or {}, coming, learns=entries is None)
-    del coming
+    else:
+        key = _key(program, inputs)
+        entries = _plans.get(key)
+        if entries is not None and not entries:
+            return program.run(*inputs)
+        replay = Replay(program.source, entries)
     try:
         with replay, autograd.hooks_asleep():
             outputs = program.run(*inputs)
@@ -268,31 +248,40 @@ def _recompute(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             raise
         error = raised.with_traceback(None)  # whose frames hold what was computed
     else:
-        if kept is None:
+        if key is not None:
             _plans[key] = replay.learned()
         return outputs
-    _plans[key] = {}
+    if key is not None:
+        _plans[key] = {}
     outputs = program.run(*inputs)
     if not replay.was_read:
         _blame(error)
     return outputs
 
 
+def _is_worth_a_watch(inputs: Sequence[Tensor]) -> bool:
+    # No product of some of the inputs takes more FLOPs than half of them times the other half.
+    elements = sum(map(Tensor.numel, inputs))
+    if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
+        return False
+    # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
+    return not any(map(Tensor.is_complex, inputs))
+
+
 def _blame(error: Exception) -> None:
     """Is told why a recomputation has run again, in full, and without an error. For tests, which raise it."""
 
 
-def _key(program: Program, inputs: Sequence[Tensor], kept: Kept | None) -> Any:
+def _key(program: Program, inputs: Sequence[Tensor]) -> Any:
     """What tells recomputations apart: the function, what is computed of it, what its inputs look like."""
     source = program.source
-    steps: list[Any] = []
+    steps: list[Any] = [source.code]
     while program is not source:
-        steps.append((type(program), *[getattr(program, name, None) for name in _SHAPES]))
+        steps += (type(program), *[getattr(program, name, None) for name in _SHAPES])
         program = program.inner  # type: ignore[attr-defined]
     if len(_plans) >= 4096:
         _plans.clear()
-    looks = signature(None, wrappers.all_below_wrappers(inputs), {})
-    return source.code, *steps, *looks, kept is None
+    return *steps, signature(None, inputs, {})
 
 
 # What decides, beside its type, what a program computes of another.

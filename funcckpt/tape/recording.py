@@ -17,7 +17,7 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
-from .operators import TensorMeta, draws, written
+from .operators import TensorMeta, kind_of, written
 from .tape import Call, Tape, Watch, recomputed
 
 
@@ -61,31 +61,33 @@ def split(kept: Kept | None, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor],
 class Record(Watch):
     """Writes a tape of the forward, and holds what the policy says to keep."""
 
+    tape: Tape
+
     def __init__(self, source: Any, chooser: Chooser) -> None:
-        super().__init__(source)
+        super().__init__(source, Tape())
         self._chooser = chooser
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
-        looks = tuple([(wrappers.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs])
-        self._chooser = self._chooser.for_call((self.source.code, looks))
+        looks = [(wrappers.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs]
+        self._chooser = self._chooser.for_call((self.source.code, *looks))
 
-    def call(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        for index, i in self.tape.made(written(func, args, kwargs) if kind != "view" else ()):
-            self.tape.calls[index].values.pop(i, None)
+    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+        for index, i in tape.made(written(func, args, kwargs)) if kind_of(func) != "view" else ():
+            tape.calls[index].values.pop(i, None)
         before = world.states_drawn_from(func, args, kwargs)
-        out, call = self.run(func, kind, args, kwargs)
-        if call is not None and kind in ("pure", "custom", "random"):
+        out, call = super().call(tape, func, args, kwargs)
+        if call is not None and kind_of(func) in ("pure", "custom", "random"):
             decision = self._chooser.decides(func, args, kwargs, out)
             if self._chooser.wants(call) if decision is None else decision.keep:
                 self._hold(call, out)
             if decision is not None and decision.keep:
                 call.offloads = decision.offload
                 call.chosen.update(call.outputs)
-            call.streams = before, world.states_drawn_from(func, args, kwargs) if before else []
+            call.streams = before, world.states_drawn_from(func, args, kwargs)
         elif func is torch.ops.aten.alias.default and current_name() is not None:
             self._name_given(func, args, kwargs, out)
-        return out
+        return out, call
 
     def _hold(self, call: Call, out: Any) -> None:
         for i in call.outputs:
@@ -104,7 +106,7 @@ class Record(Watch):
         meta = call.outputs.get(i)
         if decision.forbid:
             call.chosen.discard(i)
-        elif decision.keep and meta is not None and meta.dtype == out.dtype and not draws(func):
+        elif decision.keep and meta is not None and meta.dtype == out.dtype:
             if i not in call.values:
                 call.values[i] = autograd.alias(out.as_strided(meta.size, meta.strides, meta.offset))
             call.chosen.add(i)
@@ -119,8 +121,6 @@ class Record(Watch):
     def finish(self) -> Kept | None:
         """What is kept: of what was chosen, that which the backward reads or computes from."""
         calls, read = self.tape.calls, frozenset(self.tape.read)
-        for call in calls:
-            call.sizes = {i: call.outputs[i].nbytes for i in call.values}
         chosen = {(index, i) for index, call in enumerate(calls) for i in call.chosen & call.values.keys()}
         used, again = recomputed(calls, read, chosen | self._chooser.choose(calls, read))
         kept = Kept()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import world
 from .._torch import functorch
 from . import operators
-from .operators import StorageTable, TensorMeta, address_of, results, tensors_of
+from .operators import PLAIN, StorageTable, TensorMeta, address_of, kind_of, results, tensors_of
 
 # A result of a call: (call index, output index). What a call has written to has numbers below 0.
 Place = tuple[int, int]
@@ -37,9 +37,9 @@ class Call:
         What was called before it, as a hash, and what decides what its results look like.
     flops : int
         What it costs to run it again.
-    values, sizes, chosen, offloads
-        For a policy: the results that are held, their bytes, which of them are to be kept, and whether in
-        the memory of the host.
+    values, chosen, offloads
+        For a policy: the results that are held, which of them are to be kept, and whether in the memory of
+        the host.
     streams
         The random streams from which it draws, before and after it.
     """
@@ -53,7 +53,6 @@ class Call:
     signature: tuple[Any, ...] = ()
     flops: int = 0
     values: dict[int, Any] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
     chosen: set[int] = field(default_factory=set)
     offloads: bool = False
     streams: tuple[world.States, world.States] = ([], [])
@@ -73,13 +72,14 @@ class Tape:
         """The results that are in the memory of some tensors."""
         return {place for x in tensors if (place := self.makers.get(x)) is not None}
 
-    def note_read(self, kind: str, args: Any, kwargs: dict[str, Any]) -> None:
+    def note_read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Something reads that is none of the calls."""
-        if kind not in operators.READ_NO_VALUES:
+        if kind_of(func) not in operators.READ_NO_VALUES:
             self.read |= self.made(tensors_of(args, kwargs))
 
-    def note(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
         """Note what an operator has done. None if what it returns is the memory that it was given."""
+        kind = operators.kind_of_call(func, args, kwargs)
         if kind == "view":
             return None
         given, index = tensors_of(args, kwargs), len(self.calls)
@@ -147,12 +147,15 @@ class Watch(TorchDispatchMode):
     # and how many recomputations are under way inside of f.
     in_f = False
     inside = 0
+    number = 0
+    # What of an earlier run is known, by the number of the call.
+    entries: Mapping[int, Any] = {}
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, tape: Tape | None) -> None:
         super().__init__()
         self.source = source
-        self.tape = Tape()
-        self.number = 0
+        # What is noted, if anything is.
+        self.tape = tape
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         """f begins."""
@@ -162,36 +165,43 @@ class Watch(TorchDispatchMode):
         """The outputs of f, where they are recorded."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Each operator of a recomputation comes by: this one frame is all that it costs, if it is run.
         kwargs = kwargs or {}
-        if operators.is_subclass_first(types):
+        if not PLAIN.issuperset(types) and operators.is_subclass_first(types):
             return NotImplemented
-        kind = operators.kind_of_call(func, args, kwargs)
-        if not self.in_f or self.inside:
-            self.tape.note_read(kind, args, kwargs)
-            return operators.run_operator(func, args, kwargs)
-        if kind != "view":
-            self.number = hash((self.number, func, *[x.shape for x in tensors_of(args, kwargs)]))
-        return self.call(func, kind, args, kwargs)
+        counts = self.in_f and not self.inside
+        shapes, has_zeros = [], False
+        for a in (*args, *kwargs.values()):
+            for x in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(x, Tensor):
+                    shapes.append(x.shape)
+                    has_zeros = has_zeros or x._is_zerotensor()
+        if counts and kind_of(func) != "view":
+            self.number = hash((self.number, func, *shapes))
+            if self.number in self.entries:
+                known = self.hand_out(func, args, kwargs)
+                if known is not None:
+                    return known
+        if self.tape is not None:
+            if counts:
+                return self.call(self.tape, func, args, kwargs)[0]
+            self.tape.note_read(func, args, kwargs)
+        return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
 
-    def call(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of f, or do something in its place."""
-        return self.run(func, kind, args, kwargs)[0]
+    def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of an operator of f that is known by its number, if they are at hand."""
 
-    def run(self, func: Any, kind: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
         """Run an operator of f, and note it."""
         out = operators.run_operator(func, args, kwargs)
-        call = self.tape.note(func, kind, args, kwargs, out)
+        call = tape.note(func, args, kwargs, out)
         if call is not None:
             call.number, call.signature = self.number, operators.signature(func, args, kwargs)
             call.flops = operators.flops_of(func, args, kwargs, out)
         return out, call
 
 
-def watches() -> list[Watch]:
-    return [mode for mode in functorch.dispatch_modes() if isinstance(mode, Watch)]
-
-
 def watch_of(source: Any) -> Watch | None:
     """The mode that watches a function, if any."""
-    active = watches()
+    active = [mode for mode in functorch.dispatch_modes() if isinstance(mode, Watch)]
     return active[-1] if active and active[-1].source is source else None
