@@ -1,23 +1,16 @@
 """Exact live bytes, FLOPs and op counts of any function of tensors.
 
-:func:`measure` runs a function once, :class:`Meter` is the context manager under it, and :func:`mark` notes
-the bytes that are alive at one line.
-
 A meter is a ``TorchDispatchMode``, below autograd and every ``torch.func`` transform, so it sees the ops that
 reach a backend: ``vmap(grad(f))`` is counted as the batched ops that it becomes, the backward's included.
 Unlike an allocator's statistics it sees one region alone and gives the same number each time, on every
 device; on ``meta`` and under ``FakeTensorMode`` it counts what the tensors stand for.
 
-What is counted
-    A storage is new when it first appears as the output of an op, and is alive until its last reference dies.
-    Views add nothing. A storage that existed before (an argument, a parameter) counts by what it grows.
-
-What is not counted
-    Memory that no op makes: workspace inside one op, ``torch.from_numpy``, ``torch.load``, opaque (MKL-DNN)
-    tensors. Threads that f starts itself. FLOPs other than those of products, convolutions and attention.
-
-Under any dispatch mode torch runs compiled functions eagerly and refuses higher-order ops (``torch.cond``).
-Tensors in reference cycles live until Python's collector runs.
+A storage is new when it first appears as the output of an op, and is alive until its last reference dies;
+tensors in reference cycles live until Python's collector runs. Views add nothing. A storage that existed
+before (an argument, a parameter) counts by what it grows. Not counted is memory that no op makes: workspace
+inside one op, ``torch.from_numpy``, tensors in opaque (MKL-DNN) and compressed sparse layouts; what threads
+do that f starts; and FLOPs other than those of products, convolutions and attention. Under any dispatch mode
+torch runs compiled functions eagerly and refuses higher-order ops (``torch.cond``).
 """
 
 from __future__ import annotations
@@ -28,34 +21,33 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import functorch
-from .tape.operators import flops_of
+from .tape.operators import flops_of, is_subclass_first
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Measurement(Generic[T]):
-    """What :func:`measure` found. The other attributes are those of a :class:`Meter`."""
+    """What :func:`measure` found."""
 
     result: T = field(repr=False)
-    peak_bytes: int
+    peak_bytes: int  # the most that were alive after any one op
     end_bytes: int  # alive at the end: the new storages of `result`, and all that it holds on to
-    flops: int
-    ops: Counter[str] = field(repr=False)
-    marks: dict[str, int]
+    flops: int  # floating-point operations; a multiply and an add are two
+    ops: Counter[str] = field(repr=False)  # how often each ran, by its name, such as "aten.mm.default"
+    marks: dict[str, int]  # the bytes that were alive at each :func:`mark`
 
 
-def measure(f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Measurement[T]:
+def measure(f: Callable[..., T], /, *args: Any, **kwargs: Any) -> Measurement[T]:
     """Run ``f(*args, **kwargs)`` once and measure its bytes and FLOPs.
 
     >>> import torch
@@ -75,14 +67,11 @@ def measure(f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Measurem
 def mark(name: str) -> None:
     """Note the bytes that are alive here, under `name`, in every meter that is running.
 
-    At the end of a loss function this tells what is held between the forward and the backward. Without a
-    meter it does nothing. A name that is marked again keeps the last value.
-
     >>> import torch
     >>> from funcckpt.meter import mark, measure
     >>> def loss(x):
     ...     y = x.exp().sum()   # exp keeps its result
-    ...     mark("saved")
+    ...     mark("saved")       # what is held between the forward and the backward
     ...     return y
     >>> measure(torch.func.grad(loss), torch.zeros(256)).marks     # 256 + 1 floats
     {'saved': 1028}
@@ -93,32 +82,11 @@ def mark(name: str) -> None:
 
 
 class Meter(TorchDispatchMode):
-    """Count live bytes, FLOPs and ops inside a ``with`` block.
+    """Counts live bytes, FLOPs and ops inside of a block: ``with Meter() as meter: ...``
 
-    >>> import torch
-    >>> from funcckpt.meter import Meter
-    >>> with Meter() as meter:
-    ...     x = torch.zeros(1000)
-    ...     meter.mark("one")
-    ...     y = x + 1
-    ...     del x
-    >>> meter.marks, meter.live_bytes, meter.peak_bytes
-    ({'one': 4000}, 4000, 8000)
-
-    Storages made in the block are followed after it, too. Meters nest, and continue when entered again.
-
-    Attributes
-    ----------
-    peak_bytes : int
-        The most bytes that were alive after any one op in the block.
-    live_bytes : int
-        The bytes alive now.
-    flops : int
-        Floating-point operations; a multiply and an add are two.
-    ops : Counter[str]
-        How often each op ran, by its name, such as ``"aten.mm.default"``.
-    marks : dict[str, int]
-        The bytes that were alive at each :meth:`mark`.
+    The attributes `peak_bytes`, `flops`, `ops` and `marks` are those of a :class:`Measurement`; `live_bytes`
+    are the bytes alive now. Storages made in the block are followed after it, too. Meters nest, and continue
+    when entered again.
     """
 
     def __init__(self) -> None:
@@ -135,12 +103,6 @@ class Meter(TorchDispatchMode):
         # The engine has a thread for each accelerator.
         self._lock = threading.RLock()
 
-    def __enter__(self) -> Meter:
-        if any(mode is self for mode in functorch.dispatch_modes()):
-            raise RuntimeError("this Meter is running already; nest a second Meter() instead")
-        super().__enter__()
-        return self
-
     @property
     def live_bytes(self) -> int:
         with self._lock:
@@ -156,8 +118,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # The subclass acts first; its inner tensors come by here.
+        if is_subclass_first(types):
+            return NotImplemented
         if torch.is_inference_mode_enabled():
             # Composite ops are taken apart at autograd's dispatch keys, which are off here.
             with self:
@@ -197,18 +159,9 @@ class Meter(TorchDispatchMode):
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     """The memory of all tensors in a pytree, once for each tensor."""
-    for leaf in pytree.tree_leaves(tree):
-        for part in _components(leaf) if isinstance(leaf, torch.Tensor) else ():
-            if not part._is_zerotensor():  # An absent tangent of forward mode: a size, no memory.
-                with suppress(NotImplementedError):  # An opaque tensor: MKL-DNN, Vulkan.
+    for x in pytree.tree_leaves(tree):
+        if isinstance(x, torch.Tensor) and not x._is_zerotensor():  # which has a size and no memory
+            # The public names refuse a sparse tensor that is not coalesced.
+            for part in (x._indices(), x._values()) if x.layout is torch.sparse_coo else (x,):
+                with suppress(NotImplementedError):  # It has a layout that tells no storage.
                     yield part.untyped_storage()
-
-
-def _components(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if x.layout is torch.sparse_coo:
-        return x._indices(), x._values()  # The public names refuse a tensor that is not coalesced.
-    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return x.crow_indices(), x.col_indices(), x.values()
-    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return x.ccol_indices(), x.row_indices(), x.values()
-    return (x,)

@@ -101,7 +101,7 @@ def test_the_last_part():
         return remat(lambda x: block(p, x).sum())(torch.cos(x).sin())
 
     (advice,) = explain(loss, PS[0], X).advice
-    assert "is the last part" in advice and "Call it without: that saves" in advice
+    assert "it is the last part" in advice and "Call it without: that saves" in advice
 
 
 def test_inputs_larger_than_residuals():

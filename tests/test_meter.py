@@ -155,15 +155,9 @@ def test_reused_addresses():
     assert meter.ops["aten.zeros.default"] == 1000
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSC tensor", "ignore:Sparse CSR tensor")
 def test_sparse_components():
-    for layout, indices in [
-        (torch.sparse_coo, 2 * 256),
-        (torch.sparse_csr, 257 + 256),
-        (torch.sparse_csc, 257 + 256),
-    ]:
-        x = torch.eye(256).to_sparse(layout=layout)
-        assert measure(x.clone).end_bytes == 256 * 4 + indices * 8
+    x = torch.eye(256).to_sparse()
+    assert measure(x.clone).end_bytes == 256 * 4 + 2 * 256 * 8
 
 
 def test_opaque_tensors_pass():
@@ -354,14 +348,6 @@ def test_a_meter_continues_when_entered_again():
     assert meter.live_bytes == meter.peak_bytes == 2 * KIB
     assert meter.ops.total() == 2
     del y
-
-
-def test_a_running_meter_is_not_entered_again():
-    with Meter() as meter:
-        with pytest.raises(RuntimeError, match="running already"), meter:
-            pass
-        torch.zeros(1)
-    assert meter.ops.total() == 1
 
 
 def test_exceptions_leave_no_meter_behind():

@@ -97,9 +97,9 @@ def test_front():
 
 
 def test_errors(pyplot):
-    with pytest.raises(InputError, match="a function or a dict of functions, not list"):
+    with pytest.raises(InputError, match="a function and its arguments, not list"):
         plot_memory([torch.sin], X)
-    with pytest.raises(InputError, match="no checkpoint in loss"):
+    with pytest.raises(InputError, match="no checkpoint in f"):
         plot_tradeoff(deep(lambda f: f), PS, X, policies=[None])
 
 

@@ -356,7 +356,7 @@ def test_names_of_arguments():
         "argument rest[0]",
         "argument rest[1]['k']",
         "argument b",
-        "argument c",
+        "argument more['c']",
     ]
     assert [r.source for r in saved_residuals(torch.sin, x)] == ["argument 0"]
 

@@ -1,26 +1,24 @@
 """What each checkpoint in a function saves and costs, measured.
 
 The function is run as it is, with nothing checkpointed, without each of its checkpointed functions, and,
-where the last call of one may be useless, without that call. Each run is measured by a `Meter`, forward and
-backward, so that nothing is an estimate. `remat` and `checkpoint` ask the context variable `instead` how to
-make a call, and `Calls` answers.
+where the last call of one may be useless, without that call. `remat` and `checkpoint` ask the context
+variable `instead` how to make a call, and `Calls` answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._torch import autograd
+from ..core.call import code_of
 from ..meter import Meter
 from ..remat import instead
 from .residuals import Residual, Subject
 
-__all__ = ["Cost", "Explanation", "Site", "explain"]
-
-# The title of a checkpointed function, and what tells it from another one of the same name.
-_Key = tuple[str, Any]
+_Key = tuple[str, Any]  # The title of a checkpointed function, and its code.
 
 
 @dataclass(frozen=True)
@@ -73,56 +71,35 @@ class Explanation:
         width = max(map(len, costs))
         lines = [f"{'':{width}}{'kept':>12}{'peak':>12}{'FLOPs':>9}{'recomputed':>12}"]
         for name, cost in costs.items():
-            kept, peak = _bytes(cost.kept_bytes), _bytes(cost.peak_bytes)
-            flops, again = _flops(cost.flops), _flops(cost.flops - self.without.flops)
+            kept, peak = in_units(cost.kept_bytes, BYTES), in_units(cost.peak_bytes, BYTES)
+            flops, again = in_units(cost.flops), in_units(cost.flops - self.without.flops)
             lines.append(f"{name:{width}}{kept:>12}{peak:>12}{flops:>9}{again:>12}")
         return "\n".join([*lines, *self.advice])
 
 
-BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-PREFIXES = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
+BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+PREFIXES = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3, "": 1}
 
 
-def unit_for(n: int, units: dict[str, int], times: int = 1) -> tuple[str, int]:
-    """The largest unit of which there are so many times one, and its size; "" and 1 if there is none."""
-    return next(((unit, size) for unit, size in units.items() if n >= times * size), ("", 1))
+def unit_for(n: int, units: dict[str, int]) -> tuple[str, int]:
+    """The largest unit that is not larger, and its size."""
+    return next((unit, size) for unit, size in units.items() if n >= size or size == 1)
 
 
-def _bytes(n: int) -> str:
-    unit, size = unit_for(n, BYTES)
-    return f"{n / size:.1f} {unit}" if unit else f"{n} B"
-
-
-def _flops(n: int) -> str:
-    unit, size = unit_for(n, PREFIXES)
-    return f"{n / size:.1f} {unit}" if unit else str(n)
+def in_units(n: int, units: dict[str, int] = PREFIXES) -> str:
+    unit, size = unit_for(n, units)
+    return f"{n / size:.{min(1, size - 1)}f} {unit}".rstrip()
 
 
 def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Measure what the checkpoints in a function save and cost, with and without each.
 
-    Parameters
-    ----------
-    f : callable
-        A function with checkpoints in it: `remat`, `checkpoint`, modules of :mod:`funcckpt.nn`. If it takes
-        no derivative itself, it is measured with its backward (:func:`~funcckpt.saved_residuals` says what
-        is differentiated then).
-    *args, **kwargs
-        What to call it with.
+    f is a function with checkpoints in it: `remat`, `checkpoint`, modules of :mod:`funcckpt.nn`. It is called
+    with `args` and `kwargs`, and with its backward if it takes no derivative itself
+    (:func:`~funcckpt.saved_residuals` says what is differentiated then). Print what is returned: a table,
+    and advice where a checkpoint cannot help, since it wraps the whole function or its last part, or keeps as
+    much as it frees.
 
-    Returns
-    -------
-    Explanation
-        Print it: a table, and advice where a checkpoint cannot help, since it wraps the whole function
-        or its last part, or keeps as much as it frees.
-
-    Raises
-    ------
-    InputError
-        f is not callable.
-
-    Examples
-    --------
     >>> import torch
     >>> from funcckpt import explain, remat
     >>> def loss(w, x):
@@ -134,10 +111,9 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     >>> found.advice[0].split(":")[0]
     'remat(loss) is the whole function'
     """
-    subject = Subject(f, args, kwargs)
-    as_is = Calls()
+    subject, as_is = Subject(f, args, kwargs), Calls()
     cost, residuals = measure(subject, as_is)
-    without = measure(subject, Calls(lambda key, i: True))[0] if as_is.of else cost
+    without, _ = measure(subject, Calls(lambda key, i: True))
 
     def costs(site: _Key, call: int | None = None) -> Cost:
         """What f takes if one function, or one of its calls, is not checkpointed."""
@@ -147,13 +123,12 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     for site, calls in as_is.of.items():
         alone = costs(site)
         advice = _advice(site[0], calls, len(as_is.of) == 1, cost, alone)
-        if not advice and calls > 1 and site == as_is.last:
+        if not advice and calls > 1 and site == [*as_is.of][-1]:
             other = costs(site, calls - 1)
             if other.peak_bytes <= cost.peak_bytes and other.flops < cost.flops:
                 advice = (
-                    f"The last of the {calls} calls of {site[0]} is recomputed as soon as the backward "
-                    "begins. Make that one without: the peak is no higher, and "
-                    f"{_flops(cost.flops - other.flops)} FLOPs are saved."
+                    f"The last of the {calls} calls of {site[0]} is recomputed at once in the backward. Make "
+                    f"that one without: {in_units(cost.flops - other.flops)} FLOPs are saved."
                 )
         sites.append(Site(site[0], calls, alone, cost.flops - alone.flops, advice))
     return Explanation(cost, without, tuple(sites), residuals)
@@ -169,21 +144,10 @@ def _advice(title: str, calls: int, is_only: bool, cost: Cost, alone: Cost) -> s
     if cost.peak_bytes < alone.peak_bytes:
         return ""
     saved = cost.flops - alone.flops
-    wasted = "Call it without" + (f": that saves {_flops(saved)} FLOPs." if saved else ".")
+    wasted = "Call it without" + (f": that saves {in_units(saved)} FLOPs." if saved else ".")
     if cost.kept_bytes >= alone.kept_bytes:
-        return (
-            f"{title} keeps no less than it would without: its inputs are as large as its residuals "
-            f"({_bytes(cost.kept_bytes)}, and {_bytes(alone.kept_bytes)} without). {wasted}"
-        )
-    if calls > 1:
-        return (
-            f"{title} keeps less, and the peak is no lower, since it is elsewhere or in the recomputation "
-            f"of one of the {calls} calls. Put remat around smaller parts."
-        )
-    return (
-        f"{title} is the last part: what it does not keep is recomputed as soon as the backward begins. "
-        f"{wasted}"
-    )
+        return f"{title} keeps no less than it would without: its inputs are as large. {wasted}"
+    return f"{title} keeps less, and the peak is no lower: it is the last part, or too large a one. {wasted}"
 
 
 class Calls:
@@ -195,28 +159,23 @@ class Calls:
 
     def __init__(self, is_off: Callable[[_Key, int], bool] = lambda key, i: False, **changes: Any) -> None:
         self.of: dict[_Key, int] = {}
-        self.last: _Key | None = None
         self._is_off = is_off
         self._changes = changes
 
     def __call__(self, f: Any, title: str, plain: Callable[[], Any], checkpointed: Callable[..., Any]) -> Any:
-        key = title, getattr(getattr(f, "__func__", f), "__code__", type(f))
+        key = title, code_of(f)
         i = -1
         if autograd.graph_task() == -1:
-            self.last = key
-            i = self.of.get(key, 0)
-            self.of[key] = i + 1
+            i = self.of.pop(key, 0)
+            self.of[key] = i + 1  # which makes it the last one
         return plain() if self._is_off(key, i) else checkpointed(**self._changes)
 
 
 def measure(subject: Subject, calls: Calls, meter: Meter | None = None) -> tuple[Cost, list[Residual]]:
     """What f takes, forward and backward, as `calls` decides."""
-    meter = meter or Meter()
-    token = instead.set(calls)
-    try:
-        with meter:
-            run = subject.run_all()
-    finally:
-        instead.reset(token)
-    kept = sum(r.bytes for r in run.residuals if r.kind == "output")
-    return Cost(kept, meter.peak_bytes, meter.flops), run.residuals
+    context = copy_context()
+    context.run(instead.set, calls)
+    with meter or Meter() as meter:
+        residuals = context.run(subject.run)
+    kept = sum(r.bytes for r in residuals if r.kind == "output")
+    return Cost(kept, meter.peak_bytes, meter.flops), residuals

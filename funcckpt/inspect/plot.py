@@ -1,8 +1,7 @@
 """Live bytes over time, and peak against recomputation, as pictures.
 
-Without matplotlib (``pip install "funcckpt[plot]"``) both raise an OptionError. Text and axes have the
-colours of the reader's style, light or dark. Those of the lines are seen on both, also by people who do not
-tell red from green.
+Text and axes have the colours of the reader's style, light or dark. Those of the lines are seen on both, also
+by people who do not tell red from green.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from .residuals import Subject
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found, unused-ignore]
 
-__all__ = ["plot_memory", "plot_tradeoff"]
-
 _BLUE = "#3d8fd9"
 _COLOURS = ("#e07b39", _BLUE, "#2ba58b", "#b06fd0", "#c9a227", "#8a939c")
 
@@ -36,23 +33,11 @@ def plot_memory(
 ) -> Axes:
     """Draw the bytes that are alive after each operator of forward and backward.
 
-    Parameters
-    ----------
-    f : callable, or mapping of str to callable
-        A function, or variants of it by name. One function that has checkpoints in it is drawn with them
-        and without.
-    *args, **kwargs
-        As for :func:`~funcckpt.explain`.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default axes of a new figure.
+    f is a function, or a mapping of names to variants of it; `args` and `kwargs` are as for
+    :func:`~funcckpt.explain`. One function that has checkpoints in it is drawn with them and without. The
+    axes, `ax` or those of a new figure, get a line for each variant, its peak marked, and a dot where its
+    backward begins.
 
-    Returns
-    -------
-    matplotlib.axes.Axes
-        With a line for each variant, its peak marked, and a dot where its backward begins.
-
-    Examples
-    --------
     >>> import torch
     >>> from funcckpt import plot_memory, remat
     >>> def loss(ws, x):
@@ -64,9 +49,7 @@ def plot_memory(
     ['loss, without remat: 576 KiB', 'loss: 400 KiB']
     """
     ax = ax or _new_axes("plot_memory")
-    variants = f if isinstance(f, Mapping) else {_name(f): f}
-    if not all(callable(g) for g in variants.values()):
-        raise InputError(f"plot_memory takes a function or a dict of functions, not {type(f).__name__}.")
+    variants = f if isinstance(f, Mapping) else {getattr(f, "__name__", type(f).__name__): f}
     lines = {}
     for name, g in variants.items():
         subject, calls = Subject(g, args, kwargs), Calls()
@@ -74,15 +57,14 @@ def plot_memory(
         if g is f and calls.of:
             lines[f"{name}, without remat"] = _Timeline(subject, Calls(lambda key, i: True))
         lines[name] = line
-    unit, size = unit_for(max(line.peak_bytes for line in lines.values()), BYTES, 2)
+    unit, size = unit_for(max(line.peak_bytes for line in lines.values()), BYTES)
     for (name, line), colour in zip(lines.items(), cycle(_COLOURS), strict=False):
         alive, peak = [n / size for n in line.alive], line.peak_bytes / size
-        ax.plot(alive, color=colour, linewidth=1.6, label=f"{name}: {peak:.3g} {unit or 'bytes'}")
-        if alive:
-            ax.plot(alive.index(peak), peak, "v", color=colour, markersize=6)
+        ax.plot(alive, color=colour, linewidth=1.6, label=f"{name}: {peak:.3g} {unit}")
+        ax.plot(alive.index(peak), peak, "v", color=colour, markersize=6)
         if line.begin:
             ax.plot(line.begin - 1, alive[line.begin - 1], "o", color=colour, markersize=5)
-    return _finished(ax, "operators, forward (up to the dot) and backward", f"live {unit or 'bytes'}")
+    return _finished(ax, "operators, forward (up to the dot) and backward", f"live {unit}")
 
 
 def plot_tradeoff(
@@ -95,28 +77,11 @@ def plot_tradeoff(
 ) -> Axes:
     """Draw what each policy recomputes against the most bytes that are alive, and the Pareto front.
 
-    Parameters
-    ----------
-    f, *args, **kwargs
-        As for :func:`~funcckpt.explain`. All checkpoints in f get each policy in turn.
-    policies : sequence, or mapping of names
-        What `policy` takes; None keeps the inputs alone.
-    ax : matplotlib.axes.Axes, optional
-        Where to draw; by default axes of a new figure.
+    f, `args` and `kwargs` are as for :func:`~funcckpt.explain`. All checkpoints in f get each of `policies`,
+    a sequence or a mapping of names; None keeps the inputs alone. The axes, `ax` or those of a new figure,
+    get a point for each, one for f with nothing checkpointed, and a line through those that no other beats
+    in both respects. Without a checkpoint in f it raises an InputError.
 
-    Returns
-    -------
-    matplotlib.axes.Axes
-        With a point for each policy, one for f with nothing checkpointed, and a line through those that
-        no other beats in both respects.
-
-    Raises
-    ------
-    InputError
-        There is no checkpoint in f.
-
-    Examples
-    --------
     >>> import torch
     >>> from funcckpt import checkpoint, plot_tradeoff
     >>> def loss(w, x):
@@ -133,38 +98,30 @@ def plot_tradeoff(
     plain = Calls(lambda key, i: True)
     without, _ = measure(subject, plain)
     if not plain.of:
-        raise InputError(
-            f"plot_tradeoff: there is no checkpoint in {_name(f)} to which a policy could be given. Put "
-            "remat around its parts."
-        )
+        raise InputError("plot_tradeoff: there is no checkpoint in f. Put remat around its parts.")
     if not isinstance(policies, Mapping):
         policies = {getattr(policy, "__name__", str(policy)): policy for policy in policies}
     costs = {"no remat": without}
     costs |= {name: measure(subject, Calls(policy=policy))[0] for name, policy in policies.items()}
-    unit, size = unit_for(max(cost.peak_bytes for cost in costs.values()), BYTES, 2)
+    unit, size = unit_for(max(cost.peak_bytes for cost in costs.values()), BYTES)
     again = {name: cost.flops - without.flops for name, cost in costs.items()}
-    prefix, count = unit_for(max(again.values()), PREFIXES, 2)
+    prefix, count = unit_for(max(again.values()), PREFIXES)
     points = {name: (again[name] / count, cost.peak_bytes / size) for name, cost in costs.items()}
     front = pareto_front(points)
-    ax.plot(*zip(*[points[name] for name in front], strict=True), color=_BLUE, linewidth=1.2, alpha=0.7)
+    best = zip(*[points[name] for name in front], strict=True)
+    ax.plot(*best, color=_BLUE, linewidth=1.2, alpha=0.7, label="Pareto front")
     # The labels of neighbours stand on different sides.
     left = sorted(points, key=lambda name: points[name][1])[-2::-2]
     for name, point in points.items():
         ax.plot(*point, "o", color=_BLUE, fillstyle="full" if name in front else "none")
         offset, side = ((-7, -3), "right") if name in left else ((7, 3), "left")
         ax.annotate(name, point, offset, textcoords="offset points", fontsize=9, ha=side)
-    ax.plot([], [], "o-", color=_BLUE, label="Pareto front")
     ax.margins(x=0.25, y=0.12)
-    return _finished(ax, f"recomputed {prefix}FLOPs", f"peak live {unit or 'bytes'}")
+    return _finished(ax, f"recomputed {prefix}FLOPs", f"peak live {unit}")
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names of those points that no other is better than in one respect and as good as in the other.
-
-    >>> from funcckpt.inspect.plot import pareto_front
-    >>> pareto_front({"a": (0, 3), "b": (1, 3), "c": (2, 1)})
-    ['a', 'c']
-    """
+    """The names of those points that no other is better than in one respect and as good as in the other."""
     front: list[str] = []
     for name, (_, y) in sorted(points.items(), key=lambda item: item[1]):
         if not front or y < points[front[-1]][1]:
@@ -188,11 +145,6 @@ class _Timeline(Meter):
         if out is not NotImplemented:
             self.alive.append(self._live_bytes)
         return out
-
-
-def _name(f: Any) -> str:
-    name: str = getattr(f, "__name__", type(f).__name__)
-    return name
 
 
 def _new_axes(name: str) -> Any:

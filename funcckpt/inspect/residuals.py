@@ -2,116 +2,76 @@
 
 A residual is a tensor that autograd keeps from the forward until the backward has used it. A backward begins
 at the call of `torch.autograd.grad` or `backward` that f makes itself, as every reverse-mode transform of
-`torch.func` does; or, of a function that makes none, at its end. During one run of f
+`torch.func` does; or, of a function that makes none, at its end. During one run of f a dispatch mode, below
+all transforms, notes which operator, for which line of the user, made each storage. A function mode sees a
+backward begin, while all functorch levels are active. Then a walk goes from the outputs to all that their
+graphs keep, at every level.
 
-* a dispatch mode, below all transforms, notes which operator, for which line of the user, made each storage;
-* a function mode sees a backward begin, while all functorch levels are active;
-* then `graph.Walk` goes from the outputs to all that the graph keeps, at every level.
-
-So storages are counted, each once, with their size below all levels. A backward inside of a backward (a
-recomputation) is not counted; of several, one after the other, the largest is. What autograd nodes that are
-written in C++ keep without saying so is not seen.
+A backward inside of a backward (a recomputation) is not counted; of several, one after the other, the largest
+is. What autograd nodes that are written in C++ keep without saying so is not seen.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
+import math
 import os
 import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found
+from ..core.program import Program, is_differentiable
 from ..errors import InputError
 from ..meter import storages
 from ..policies.policies import current_name
-from ..tape.operators import StorageTable, run_operator
-from .graph import Walk
-
-__all__ = ["Residual", "print_saved_residuals", "saved_residuals"]
+from ..tape.operators import StorageTable, is_subclass_first, run_operator
 
 
 @dataclass(frozen=True)
 class Residual:
-    """A tensor that is kept for a backward. Its `str` is a line of :func:`print_saved_residuals`.
-
-    Attributes
-    ----------
-    dtype : torch.dtype
-        Of the tensor that is saved.
-    shape : tuple of int
-        Its shape with the batch dimensions of all vmaps, wherever those are in memory.
-    bytes : int
-        The size of its storage, which may be more than the tensor needs if it is a part of another.
-    kind : {"argument", "closure", "output"}
-        Whether f was given it, has captured it, or has made it.
-    source : str
-        Where it comes from: ``"argument params['w1']"``, ``"closure variable 'scale'"``, or
-        ``"output of aten.mm at model.py:42 (block)"``.
-    name : str or None
-        What :func:`~funcckpt.checkpoint_name` has called it.
-    kept_by : str
-        The first graph node found to keep it, such as ``"MmBackward0"`` or ``"remat(block)"``.
-    """
+    """A tensor that is kept for a backward. Its `str` is a line of :func:`print_saved_residuals`."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    bytes: int
-    kind: str
-    source: str
-    name: str | None = None
+    shape: tuple[int, ...]  # with the batch dimensions of all vmaps, wherever those are in memory
+    bytes: int  # of its storage, which may be more than the tensor needs if it is a part of another
+    kind: str  # "argument", "closure" or "output": f was given it, has captured it, or has made it
+    source: str  # such as "argument params['w1']", or "output of aten.mm at model.py:42 (block)"
+    name: str | None = None  # what :func:`~funcckpt.checkpoint_name` has called it
+    # The first graph node found to keep it, such as "MmBackward0" or "remat(block)".
     kept_by: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return "  ".join(self._words())
-
-    def _words(self) -> tuple[str, str, str]:
-        look = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        dtype = str(self.dtype).removeprefix("torch.")
         named = f"named {self.name!r}, " if self.name else ""
-        return look, f"{self.bytes:,} bytes", named + self.source
+        return f"{dtype}{list(self.shape)}  {self.bytes:,} bytes  {named}{self.source}"
 
 
 def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Residual]:
     """Run ``f(*args, **kwargs)`` and tell what it keeps for the backward, and where that comes from.
 
-    Parameters
-    ----------
-    f : callable
-        Any differentiable function. If it takes derivatives itself (``vmap(grad(loss))``, a training step),
-        what is kept is told for the moment when its (largest) backward begins. If it takes none, for its
-        end: with respect to the arguments, parameters and captured tensors that require grad, or, if none
-        does and no transform is active, to all floating-point arguments.
-    *args, **kwargs
-        What to call it with.
+    If f takes derivatives itself (``vmap(grad(loss))``, a training step), what is kept is told for the moment
+    when its (largest) backward begins. If it takes none, for its end: with respect to the arguments,
+    parameters and captured tensors that require grad, or, if none does and no transform is active, to all
+    floating-point arguments, in a second run. Random streams are left as they were.
 
-    Returns
-    -------
-    list of Residual
-        One for each storage: first arguments, then what f has captured, then what it has computed. Only
-        those of kind ``"output"`` are what the derivative costs. Numbers (the 2 of ``x * 2``) are left out.
+    There is one residual for each storage: first arguments, then what f has captured, then what it has
+    computed. Only those of kind ``"output"`` are what the derivative costs. Numbers (the 2 of ``x * 2``) are
+    left out.
 
-    Raises
-    ------
-    InputError
-        f is not callable.
-
-    Notes
-    -----
-    The counterpart of JAX's `saved_residuals`; torch has none. f may be run twice: to see whether it takes
-    a derivative, and again with arguments that require grad. Random streams are left as they were.
-
-    Examples
-    --------
     >>> import torch
     >>> from torch.func import grad, vmap
     >>> from funcckpt import saved_residuals
@@ -123,18 +83,14 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list
     >>> saved_residuals(vmap(grad(loss), (None, 0)), w, x)[-1].source.split(" at ")[0]
     'output of aten.tanh'
     """
-    return Subject(f, args, kwargs).first.residuals
+    return Subject(f, args, kwargs).residuals
 
 
 def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Print what ``f(*args, **kwargs)`` keeps for the backward, one line each.
+    """Print what ``f(*args, **kwargs)`` keeps for the backward, one line each, as `saved_residuals` finds it.
 
-    The parameters are those of :func:`saved_residuals`.
-
-    Examples
-    --------
     >>> import torch
-    >>> from funcckpt import print_saved_residuals, remat
+    >>> from funcckpt import print_saved_residuals
     >>> def block(p, x):
     ...     return torch.tanh(x @ p["w"])
     >>> p, x = {"w": torch.ones(32, 8)}, torch.ones(16, 32)
@@ -142,11 +98,8 @@ def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -
     float32[32, 8]   1,024 bytes  argument p['w']
     float32[16, 32]  2,048 bytes  argument x
     float32[16, 8]     512 bytes  output of aten.tanh at ... (block)
-    >>> print_saved_residuals(remat(block), p, x)
-    float32[32, 8]   1,024 bytes  argument p['w']
-    float32[16, 32]  2,048 bytes  argument x
     """
-    rows = [r._words() for r in saved_residuals(f, *args, **kwargs)]
+    rows = [str(r).split("  ", 2) for r in saved_residuals(f, *args, **kwargs)]
     widths = [max([len(row[i]) for row in rows], default=0) for i in (0, 1)]
     for what, size, where in rows:
         print(f"{what:{widths[0]}}  {size:>{widths[1]}}  {where}")
@@ -156,130 +109,100 @@ def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 
 
 class _Source(NamedTuple):
-    """Where a storage comes from; sources are told in this order."""
+    """Where a storage comes from. Sources are told in the order of their numbers."""
 
-    kind: int
-    order: int
+    number: int
+    kind: str
     words: str
+    name: str | None = None
 
 
-_KINDS = ("argument", "closure", "output")
-_ARGUMENT, _CLOSURE, _OUTPUT = range(3)
-
-
-class Run(TorchDispatchMode):
-    """One run of f: what it has returned, what it kept, and which operator has made or written to that."""
+class Subject(TorchDispatchMode):
+    """A function and its arguments, to be run several times under the same conditions."""
 
     sees_names = True
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self._count = 0
-        self._sources: StorageTable[_Source] = StorageTable()
-        self._names: StorageTable[str] = StorageTable()
-        self._learn(_ARGUMENT, _arguments(f, args, kwargs))
-        self._learn(_CLOSURE, _captured(f))
-        # What there was to keep when each backward began.
-        self._kept: list[list[Residual]] = []
-        with self, _Backwards(self._take):
-            result = f(*args, **kwargs)
-        # Whether f has taken a derivative itself.
-        self.is_complete = bool(self._kept)
-        self.outputs = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
-        if self.outputs:
-            self._take(self.outputs)
-
-    @property
-    def residuals(self) -> list[Residual]:
-        return max(self._kept, key=lambda kept: sum(r.bytes for r in kept), default=[])
-
-    def _learn(self, kind: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for words, x in tensors:
-            self._count += 1
-            for storage in storages(wrappers.below_wrappers(x)):
-                if self._sources.get(storage) is None:
-                    self._sources.set(storage, _Source(kind, self._count, words))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # The subclass acts first; its inner tensors come by here.
-        out = run_operator(func, args, kwargs or {})
-        self._count += 1
-        name = current_name()
-        for storage in storages(out):
-            if name is not None:
-                self._names.set(storage, name)
-            known = self._sources.get(storage)
-            if known is None or (func._schema.is_mutable and known.kind == _OUTPUT):
-                self._sources.set(storage, _Source(_OUTPUT, self._count, _made_by(func)))
-        return out
-
-    def _take(self, outputs: Iterable[Tensor]) -> None:
-        """Note what there is to keep for a backward of some outputs."""
-        with autograd.without_dispatch_modes():
-            walk = Walk(outputs)
-            found: dict[int, tuple[Tensor, torch.UntypedStorage, str]] = {}
-            for i, (x, by) in enumerate([*walk.saved, *walk.held]):
-                for storage in storages(x):
-                    source = self._sources.get(storage)
-                    # An object may know the parameters of a whole module, which live anyway.
-                    if i >= len(walk.saved) and (source is None or source.kind == _CLOSURE):
-                        continue
-                    before = found.get(storage._cdata)
-                    # Of several views, the one that shows the most.
-                    if before is None or before[0].numel() < x.numel():
-                        found[storage._cdata] = x, storage, by if before is None else before[2]
-            residuals = []
-            for x, storage, by in found.values():
-                source = self._sources.get(storage)
-                # A number in Python stands in the graph as a tensor without dimensions that nothing has made.
-                if storage.nbytes() == 0 or (source is None and x.dim() == 0):
-                    continue
-                source = source or _Source(_CLOSURE, 0, "a captured tensor")
-                what = x.dtype, tuple(x.shape), storage.nbytes(), _KINDS[source.kind], source.words
-                residuals.append((source, Residual(*what, self._names.get(storage), by)))
-        self._kept.append([residual for _, residual in sorted(residuals, key=lambda item: item[0][:2])])
-
-
-class Subject:
-    """A function and its arguments, to be run several times under the same conditions.
-
-    Random streams are where they were after each run. If f neither takes a derivative nor returns anything
-    that could be differentiated, its arguments of floating point are made to require grad.
-    """
-
-    def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not callable(f):
             raise InputError(f"give a function and its arguments, not {type(f).__name__}: f, *args.")
         self._f, self._args, self._kwargs = f, args, kwargs
         self._streams = world.states(world.random_streams(()))
-        self.first = self.run()
-        known = self.first.is_complete or self.first.outputs
+        self.residuals = self.run(with_backward=False)
         # Under a transform that one decides what is differentiated.
-        if not known and torch.is_grad_enabled() and functorch.peek_interpreter_stack() is None:
-            self._args, self._kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs))
-            self.first = self.run()
+        if not self._kept and torch.is_grad_enabled() and functorch.peek_interpreter_stack() is None:
+            self._args, self._kwargs = pytree.tree_map_only(
+                Tensor, lambda x: x.detach().requires_grad_(is_differentiable(x)), (args, kwargs)
+            )
+            self.residuals = self.run(with_backward=False)
 
-    def run(self) -> Run:
+    def run(self, with_backward: bool = True) -> list[Residual]:
+        """Run f, and its backward with it if it has none of its own, and tell what it has kept."""
+        self._count = 0
+        self._sources: StorageTable[_Source] = StorageTable()
+        self._learn("argument", _arguments(self._f, self._args, self._kwargs))
+        # What a decorator or a transform has wrapped has better names than the wrapper.
+        for g in dict.fromkeys((inspect.unwrap(self._f), self._f)):
+            found = Found(g)
+            self._learn("closure", [(found.where(id(x)), x) for x in found.tensors.values()])
+        self._count += 1
+        self._unknown = _Source(self._count, "closure", "a captured tensor")
+        # What there was to keep when each backward began.
+        self._kept: list[list[Residual]] = []
         with world.streams_at(self._streams):
-            return Run(self._f, self._args, self._kwargs)
+            with self, _Backwards(self._take):
+                out = self._f(*self._args, **self._kwargs)
+                outputs = [y for y in pytree.tree_leaves(out) if isinstance(y, Tensor) and y.requires_grad]
+            has_backward, out = bool(self._kept), None
+            if outputs:
+                self._take(outputs)
+            if outputs and with_backward and not has_backward:
+                tensors = Found((self._f, self._args, self._kwargs)).tensors.values()
+                inputs, ones = [x for x in tensors if x.requires_grad], [*map(torch.ones_like, outputs)]
+                torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
+        return max(self._kept, key=lambda kept: sum(r.bytes for r in kept), default=[])
 
-    def run_all(self) -> Run:
-        """Run f, and its backward with it if it has none of its own."""
-        run = self.run()
-        if not run.is_complete and run.outputs:
-            tensors = [*pytree.tree_leaves((self._args, self._kwargs)), *Found(self._f).tensors.values()]
-            inputs = {id(x): x for x in tensors if isinstance(x, Tensor) and x.requires_grad}
-            outputs, run.outputs = run.outputs, []
-            ones = [torch.ones_like(y) for y in outputs]
-            torch.autograd.grad(outputs, [*inputs.values()], ones, allow_unused=True)
-        return run
+    def _learn(self, kind: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for words, x in tensors:
+            self._count += 1
+            for storage in storages(wrappers.below_wrappers(x)):
+                if self._sources.get(storage) is None:
+                    self._sources.set(storage, _Source(self._count, kind, words))
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_subclass_first(types):
+            return NotImplemented
+        out = run_operator(func, args, kwargs or {})
+        self._count += 1
+        for storage in storages(out):
+            source = self._sources.get(storage)
+            name = current_name() or (source and source.name)
+            if source is None or (func._schema.is_mutable and source.kind == "output"):
+                source = _Source(self._count, "output", _made_by(func))
+            self._sources.set(storage, source._replace(name=name))
+        return out
 
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x
+    def _take(self, outputs: Iterable[Tensor]) -> None:
+        """Note what there is to keep for a backward of some outputs."""
+        found: dict[int, tuple[int, Residual]] = {}
+        with autograd.without_dispatch_modes():
+            # What autograd has saved comes first: it names the node.
+            for x, by, is_saved in sorted(_kept_for(outputs), key=lambda kept: not kept[2]):
+                for storage in storages(x):
+                    source = self._sources.get(storage) or self._unknown
+                    # An object may know the parameters of a whole module, which live anyway.
+                    is_known_anyway = not is_saved and source.kind == "closure"
+                    # A number in Python is a tensor without dimensions in the graph, which nothing has made.
+                    is_number = source is self._unknown and x.dim() == 0
+                    if is_known_anyway or is_number or storage.nbytes() == 0:
+                        continue
+                    _, before = found.get(storage._cdata, (0, None))
+                    # Of several views, the one that shows the most.
+                    if before is None or math.prod(before.shape) < x.numel():
+                        first = by if before is None else before.kept_by
+                        residual = Residual(x.dtype, tuple(x.shape), storage.nbytes(), *source[1:], first)
+                        found[storage._cdata] = source.number, residual
+        self._kept.append([residual for _, residual in sorted(found.values(), key=itemgetter(0))])
 
 
 class _Backwards(world.Mode):
@@ -303,16 +226,11 @@ _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 # -- where tensors come from ----------------------------------------------------------------------------
 
 
-def _arguments(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
+def _arguments(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors among the arguments, and how f calls them."""
     try:
         signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
-        arguments = signature.bind(*args, **kwargs).arguments
-        for name in [*arguments]:
-            if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments.update(arguments.pop(name))
+        arguments: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # a builtin, or a wrapper that tells nothing
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     for name, tree in arguments.items():
@@ -321,37 +239,98 @@ def _arguments(
                 yield f"argument {name}{pytree.keystr(path)}", leaf
 
 
-def _captured(f: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that f refers to, in words."""
-    # What a decorator or a transform has wrapped has better names than the wrapper.
-    for g in dict.fromkeys((inspect.unwrap(f), f)):
-        found = Found(g)
-        for x in found.tensors.values():
-            yield found.where(id(x)), x
-
-
-_HERE = str(Path(__file__).parent.parent) + os.sep
-_DEMO = _HERE + "demo" + os.sep
-_NOT_THE_USERS = (_HERE, str(Path(torch.__file__).parent) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
+_FOLDERS = Path(__file__).parents[1], Path(torch.__file__).parent, Path(os.__file__).parent
+_NOT_THE_USERS = (*[str(folder) + os.sep for folder in _FOLDERS], "<frozen", "<string>")
 
 
 def _made_by(func: Any) -> str:
-    """An operator that runs, and the user's line for which it does, in words."""
-    name = str(getattr(func, "overloadpacket", func))
-    backward = " in a backward" if autograd.graph_task() != -1 else ""
-    return f"output of {name}{backward}{_place()}"
-
-
-def _place() -> str:
-    """The line of the innermost frame that belongs to the user, if f has one."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not Run.__init__.__code__:
-        code = frame.f_code
-        file = code.co_filename
-        if file.startswith(_DEMO) or not file.startswith((*_NOT_THE_USERS, "<frozen", "<string>")):
-            function = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]
+    """An operator that runs, and the user's line for which it does, if f has one, in words."""
+    words = f"output of {getattr(func, 'overloadpacket', func)}"
+    if autograd.graph_task() != -1:
+        words += " in a backward"
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not Subject.run.__code__:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS):
             folder, name = os.path.split(file)
             name = "<cell>" if os.path.basename(folder).startswith("ipykernel_") else name
-            return f" at {name}:{frame.f_lineno} ({function})"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+            return f"{words} at {name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return words
+
+
+# -- what graphs keep -------------------------------------------------------------------------------------
+
+
+def _kept_for(outputs: Iterable[Tensor]) -> list[tuple[Tensor, str, bool]]:
+    """What the graphs of some outputs keep: plain tensors, which node keeps each, and whether it saved it.
+
+    Others are held by Python objects on which the graph has a hold: the context of a custom function, a
+    saved-tensor hook, what that has put in the place of a tensor.
+    """
+    found: list[tuple[Tensor, str, bool]] = []
+    with functorch._set_fwd_grad_enabled(True):
+        pending = [(part, "", False) for y in outputs for part in _below(y) if not isinstance(part, Tensor)]
+        seen: dict[int, Any] = {}  # by id, with the object, so that no other one takes its id
+        while pending:
+            item, by, is_saved = pending.pop()
+            if isinstance(item, Tensor):
+                for part in _below(item):
+                    (found if isinstance(part, Tensor) else pending).append((part, by, is_saved))
+            elif not isinstance(item, _LEAVES) and id(item) not in seen:
+                seen[id(item)] = item
+                pending += _parts_of(item, by)
+    return found
+
+
+# What holds no tensors, or those of the whole program.
+_ATOMS = str, bytes, int, float, type(None), torch.dtype, torch.device
+_LEAVES = (*_ATOMS, type, ModuleType, CodeType, FrameType)
+
+
+def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
+    """What an object holds, in the same form."""
+    if isinstance(item, Node):
+        by = item.name()
+        yield from [(node, "", False) for node, _ in item.next_functions]
+        if isinstance(program := getattr(item, "program", None), Program):
+            by = f"remat({program.source.name})"
+            yield from [(x, by, True) for x in program.source.held()]
+        if isinstance(item, torch.autograd.function.BackwardCFunction):
+            yield vars(item), by, False
+        names = [name for name in dir(type(item)) if name.startswith("_raw_saved_")]
+        yield from [(getattr(item, name), by, False) for name in names]
+    elif isinstance(item, functorch.SavedTensor):
+        saved: Any = item  # which to unpack might be to recompute
+        if saved.unpack_hook is None:
+            yield saved.data, by, True
+        else:
+            owner = getattr(saved.unpack_hook, "__self__", None)
+            yield (saved.data, saved.unpack_hook), getattr(owner, "title", by), False
+    elif isinstance(item, FunctionType):  # and not its globals
+        yield (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__), by, False
+    else:
+        yield from [(x, by, False) for x in gc.get_referents(item)]
+
+
+def _below(x: Tensor) -> list[Any]:
+    """The graph nodes on which `x` and its tangents hang at all levels, and the plain tensors below."""
+    found = [x.grad_fn]
+    # A pullback is called when its level is over, and its graph is still that of the wrapper.
+    while wrappers.is_dead_tensor_wrapper(x):
+        x = wrappers.unwrap_if_dead(x)
+        found.append(x.grad_fn)
+    interpreter = functorch.peek_interpreter_stack()
+    # A tangent shows only where its level is the innermost.
+    if wrappers.has_dual_level() and (interpreter is None or functorch.kind_of(interpreter) == "jvp"):
+        if (tangent := wrappers.tangent_of(x)) is not None:
+            found += _below(tangent)
+    if interpreter is None:
+        return [*found, x]
+    if wrappers.maybe_get_level(x) == interpreter.level():
+        x = wrappers.get_unwrapped(x)
+    layer = functorch.pop_dynamic_layer_stack()
+    try:
+        return found + _below(x)
+    finally:
+        functorch.push_dynamic_layer_stack(layer)
