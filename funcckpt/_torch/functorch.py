@@ -166,8 +166,6 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 # A subclass whose operators only `__torch_dispatch__` sees.
 no_torch_function = torch._C._disabled_torch_function_impl
-# What a subclass has that leaves operators as they are.
-no_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 
 
 def without_memory(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .._torch import functorch
@@ -133,12 +133,13 @@ def address_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata if x.layout is torch.strided else 0
 
 
-PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer, functorch.FakeTensor}
+# What acts on no operator before a mode does.
+PLAIN: set[type] = {Tensor, functorch.FakeTensor}
 
 
 def is_subclass_first(types: Iterable[Any]) -> bool:
     """Whether a subclass among `types` acts on an operator itself, and its inner tensors come by later."""
-    return any([t not in PLAIN and t.__torch_dispatch__ is not functorch.no_torch_dispatch for t in types])
+    return any([t not in PLAIN and t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types])
 
 
 # -- tensors and their memory ---------------------------------------------------------------------------

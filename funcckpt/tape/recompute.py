@@ -7,10 +7,6 @@ has read them, the pullback did not, and their memory is gone at the end. The ne
 them. A skipped operator returns a `Placeholder`, which has a shape, a dtype and a device, and no memory.
 Whoever reads it has the recomputation run again, in full: what was learned may be wrong, and no gradient is.
 
-Only operators that make new memory are skipped. One always runs if something else shares its memory in a
-way that no schema declares (`aten.unsafe_split`), or if something is written to it, or if it draws random
-numbers.
-
 Where a policy has seen the forward (`recording`), that has shown what nobody reads, and what was kept is
 handed out. From the first operator on that is not the one of the forward (a matmul folds otherwise where
 gradients are required), all is run.
@@ -31,16 +27,9 @@ from torch.utils import _pytree as pytree
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Returning
-from .operators import (
-    PLAIN,
-    READ_NO_VALUES,
-    TensorMeta,
-    kind_of,
-    signature,
-    tensors_of,
-)
-from .recording import Entry, Kept
-from .tape import Tape, Watch
+from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, signature, tensors_of
+from .recording import Kept
+from .tape import Call, Tape, Watch
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -66,10 +55,9 @@ class Placeholder(Tensor):
     @staticmethod
     def __new__(cls, like: TensorMeta, replay: Replay, meta: Tensor | None = None) -> Placeholder:
         x: Placeholder = functorch.without_memory(cls, *like)
-        x.replay = replay
         if meta is None:
             meta = torch.empty_strided(like.size, like.strides, dtype=like.dtype, device="meta")
-        x.meta = meta
+        x.meta, x.replay = meta, replay
         replay.placeholders.append(weakref.ref(x))
         return x
 
@@ -87,46 +75,53 @@ class Placeholder(Tensor):
         args = pytree.tree_map_only(Placeholder, lambda y: y.meta, args)
         if kind == "like":
             return func(*args, **{**kwargs, "device": kwargs.get("device") or x.device})
-        return pytree.tree_map_only(
-            Tensor,
-            lambda y: Placeholder(TensorMeta.of(y)._replace(device=x.device), x.replay, y),
-            func(*args, **kwargs),
-        )
+
+        def placeholder(y: Tensor) -> Placeholder:
+            return Placeholder(TensorMeta.of(y)._replace(device=x.device), x.replay, y)
+
+        return pytree.tree_map_only(Tensor, placeholder, func(*args, **kwargs))
 
 
 PLAIN.add(Placeholder)
 
 
 class Replay(Watch):
-    """Hands out what was kept, or skips what is planned; and learns what to skip if there is neither."""
+    """Hands out what is known of an earlier run; or learns, from a tape, what to skip the next time."""
 
     def __init__(
-        self, source: Any, entries: Mapping[int, Entry] | None, coming: Sequence[Returning] = ()
+        self,
+        source: Any,
+        known: Mapping[int, Call] | None,
+        coming: Sequence[Returning] = (),
+        key: Any = None,
     ) -> None:
-        super().__init__(source, Tape() if entries is None else None)
-        self.entries = entries or {}
+        super().__init__(source, Tape() if known is None else None)
+        self.known = known or {}
         self._coming = coming
-        self._recordings = self._found = 0
+        # By which what is learned will be found.
+        self.key = key
+        self._recordings = 0
         self._has_left = False
+        # How many known calls were met.
+        self.met = 0
         self.placeholders: list[weakref.ref[Placeholder]] = []
-        # Whether a placeholder was read, maybe by somebody who has caught the error, and whether anything
-        # was handed out at all.
-        self.was_read = self.has_interfered = False
+        # Whether a placeholder was read, maybe by somebody who has caught the error.
+        self.was_read = False
 
     def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        entry = self.entries[self.number]
-        self._found += 1
-        if entry.signature != signature(func, args, kwargs):
+        call = self.known[self.number]
+        self.met += 1
+        if call.signature != signature(func, args, kwargs):
             return None
-        self.has_interfered = True
-        before, after = entry.streams
+        before, after = call.streams
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
-        found: list[Tensor | None] = []
-        for slot in entry.slots:
+        found = []
+        for i in range(1 if call.count is None else call.count):
+            slot = call.outputs.get(i)
             x = self._coming[slot].get().detach() if isinstance(slot, int) else None
             found.append(Placeholder(slot, self) if isinstance(slot, TensorMeta) else x)
-        return found[0] if entry.is_alone else tuple(found)
+        return found[0] if call.count is None else tuple(found)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -147,26 +142,20 @@ class Replay(Watch):
         if not self._has_left:
             super().__exit__(*exception)
 
-    def finish(self) -> None:
-        """Raise if a placeholder was read, or is where others may find it."""
-        if self.was_read or any([x() is not None for x in self.placeholders]):
-            raise Redo(self)
-
-    def learned(self) -> Mapping[int, Entry] | None:
+    def learned(self) -> Mapping[int, Call] | None:
         """What to skip the next time; None if that is to be learned anew."""
         if self.tape is None:
-            return self.entries if self._found == len(self.entries) else None
+            return self.known if self.met == len(self.known) else None
         unread = self.tape.unread()
         # An operator that passes by costs some microseconds.
-        if sum([call.flops for call in unread]) <= FLOPS_WORTH_A_CALL * len(self.tape.calls):
-            return {}
-        return {call.number: Entry.of(call, {}) for call in unread}
+        worth_it = sum([call.flops for call in unread]) > FLOPS_WORTH_A_CALL * len(self.tape.calls)
+        return {call.number: call for call in unread} if worth_it else {}
 
 
 # In the time that it takes to watch an operator, more than this could be computed.
 FLOPS_WORTH_A_CALL = 10_000
 # What recomputations skip, by their number. Nothing, if something was read that had seemed not to be.
-_plans: dict[Any, Mapping[int, Entry] | None] = {}
+_plans: dict[Any, Mapping[int, Call] | None] = {}
 
 
 # -- around the run of a program --------------------------------------------------------------------------
@@ -212,60 +201,46 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     # What nobody reads is eliminated from a graph that is traced.
     if not program.is_pullback or source.is_compiled or functorch.is_tracing():
         return program.run(*inputs)
-    around = [mode for mode in functorch.dispatch_modes() if isinstance(mode, Watch)]
-    for watch in around:
-        watch.inside += 1
-    try:
-        return _recompute(program, inputs)
-    finally:
-        for watch in around:
-            watch.inside -= 1
-
-
-def _recompute(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    of, kept, tensors = _current.given
-    key = None
-    if kept is not None and of is program.source:
-        places = zip(tensors, kept.places, strict=True)
-        coming = [Returning(x) if place is None else place.back(x) for x, place in places]
-        replay = Replay(program.source, kept.entries, coming)
-        del coming
-    elif not _is_worth_a_watch(inputs):
+    replay = _replay_of(program, inputs)
+    if replay is None:
         return program.run(*inputs)
-    else:
-        key = _key(program, inputs)
-        entries = _plans.get(key)
-        if entries is not None and not entries:
-            return program.run(*inputs)
-        replay = Replay(program.source, entries)
     try:
         with replay, autograd.hooks_asleep():
             outputs = program.run(*inputs)
-        replay.finish()
+        if replay.was_read or any([x() is not None for x in replay.placeholders]):
+            raise Redo(replay)
+        if replay.key is not None:
+            _plans[replay.key] = replay.learned()
+        return outputs
     except Exception as raised:
         # Ours to blame, or f's: without us it will show.
-        if not replay.has_interfered or (isinstance(raised, Redo) and raised.replay is not replay):
+        if not replay.met or (isinstance(raised, Redo) and raised.replay is not replay):
             raise
         error = raised.with_traceback(None)  # whose frames hold what was computed
-    else:
-        if key is not None:
-            _plans[key] = replay.learned()
-        return outputs
-    if key is not None:
-        _plans[key] = {}
+    if replay.key is not None:
+        _plans[replay.key] = {}
     outputs = program.run(*inputs)
     if not replay.was_read:
         _blame(error)
     return outputs
 
 
-def _is_worth_a_watch(inputs: Sequence[Tensor]) -> bool:
+def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
+    """What a recomputation is run under, if there is anything to hand out, to skip or to learn."""
+    source, kept, tensors = _current.given
+    if kept is not None and source is program.source:
+        places = zip(tensors, kept.places, strict=True)
+        return Replay(source, kept.calls, [Returning(x) if p is None else p.back(x) for x, p in places])
     # No product of some of the inputs takes more FLOPs than half of them times the other half.
     elements = sum(map(Tensor.numel, inputs))
     if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
-        return False
+        return None
     # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
-    return not any(map(Tensor.is_complex, inputs))
+    if any(map(Tensor.is_complex, inputs)):
+        return None
+    key = _key(program, inputs)
+    plan = _plans.get(key)
+    return Replay(program.source, plan, key=key) if plan is None or plan else None
 
 
 def _blame(error: Exception) -> None:
@@ -277,6 +252,7 @@ def _key(program: Program, inputs: Sequence[Tensor]) -> Any:
     source = program.source
     steps: list[Any] = [source.code]
     while program is not source:
+        # What decides what it computes of the one inside.
         steps += (type(program), *[getattr(program, name, None) for name in _SHAPES])
         program = program.inner  # type: ignore[attr-defined]
     if len(_plans) >= 4096:
@@ -284,5 +260,4 @@ def _key(program: Program, inputs: Sequence[Tensor]) -> Any:
     return *steps, signature(None, inputs, {})
 
 
-# What decides, beside its type, what a program computes of another.
 _SHAPES = ("wrt", "of", "along", "in_dims", "at_level")

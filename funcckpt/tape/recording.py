@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,36 +17,16 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
-from .operators import TensorMeta, kind_of, written
+from .operators import kind_of, written
 from .tape import Call, Tape, Watch, recomputed
-
-
-class Entry(NamedTuple):
-    """The results of a call that is not run again."""
-
-    # For each of them its index among the tensors that are kept; or what it looks like, if nobody reads it.
-    slots: tuple[int | TensorMeta | None, ...]
-    is_alone: bool
-    signature: tuple[Any, ...]
-    streams: tuple[world.States, world.States]
-
-    @classmethod
-    def of(cls, call: Call, kept: dict[int, int]) -> Entry:
-        count = 1 if call.count is None else call.count
-        slots = tuple([kept.get(i, call.outputs.get(i)) for i in range(count)])
-        return cls(slots, call.count is None, call.signature, call.streams)
-
-    def is_complete(self) -> bool:
-        """Whether nothing is missing, should it be read."""
-        return not any([isinstance(slot, TensorMeta) for slot in self.slots])
 
 
 class Kept:
     """What a policy keeps of one run of f: the tensors belong to the graph, this says which is which."""
 
     def __init__(self) -> None:
-        # By the number of the call.
-        self.entries: dict[int, Entry] = {}
+        # The calls that are not run again, by their numbers.
+        self.calls: dict[int, Call] = {}
         self.tensors: list[Tensor] = []
         # For each of them where it was, if it was moved elsewhere.
         self.places: list[Offloaded | None] = []
@@ -125,16 +105,16 @@ class Record(Watch):
         used, again = recomputed(calls, read, chosen | self._chooser.choose(calls, read))
         kept = Kept()
         for index, call in enumerate(calls):
-            of_use = [i for i in call.values if (index, i) in used]
+            of_use = {i: x for i, x in call.values.items() if (index, i) in used}
             if index in again or not (of_use or call.may_skip):
                 continue
-            numbers = {i: len(kept.tensors) + n for n, i in enumerate(of_use)}
-            kept.entries[call.number] = Entry.of(call, numbers)
-            for i in of_use:
-                x = call.values[i]
+            call.values = {}
+            for i, x in of_use.items():
                 away = Offloaded(x) if call.offloads and is_far(x) else None
+                call.outputs[i] = len(kept.tensors)
                 kept.tensors.append(x if away is None else away.host)
                 kept.places.append(away)
+            kept.calls[call.number] = call
         self.tape = Tape()
         for away in kept.places:
             if away is not None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import world
 from .._torch import functorch
 from . import operators
-from .operators import PLAIN, StorageTable, TensorMeta, address_of, kind_of, results, tensors_of
+from .operators import StorageTable, TensorMeta, address_of, kind_of, results, tensors_of
 
 # A result of a call: (call index, output index). What a call has written to has numbers below 0.
 Place = tuple[int, int]
@@ -29,8 +29,9 @@ class Call:
         The results that it reads.
     count : int or None
         How many results it returns; None for one tensor alone.
-    outputs : dict[int, TensorMeta]
-        Of its results those in memory of its own.
+    outputs : dict[int, TensorMeta or int]
+        Of its results those in memory of its own: what they look like; of what is kept after the run, its
+        index.
     may_skip : bool
         Whether it does nothing but to make its results, and nobody shares their memory unseen.
     number, signature
@@ -47,7 +48,7 @@ class Call:
     func: Any
     needs: Set[Place] = frozenset()
     count: int | None = None
-    outputs: dict[int, TensorMeta] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
     may_skip: bool = False
     number: int = 0
     signature: tuple[Any, ...] = ()
@@ -143,13 +144,11 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
     sees_names = True
-    # Whether it is f that runs, and not what is done before it, nor the pullback of what was recorded of it;
-    # and how many recomputations are under way inside of f.
+    # Whether it is f that runs, and not what is done before it, nor the pullback of what was recorded of it.
     in_f = False
-    inside = 0
     number = 0
-    # What of an earlier run is known, by the number of the call.
-    entries: Mapping[int, Any] = {}
+    # Calls of an earlier run, by their numbers.
+    known: Mapping[int, Call] = {}
 
     def __init__(self, source: Any, tape: Tape | None) -> None:
         super().__init__()
@@ -167,23 +166,22 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Each operator of a recomputation comes by: this one frame is all that it costs, if it is run.
         kwargs = kwargs or {}
-        if not PLAIN.issuperset(types) and operators.is_subclass_first(types):
+        if types and operators.is_subclass_first(types):
             return NotImplemented
-        counts = self.in_f and not self.inside
         shapes, has_zeros = [], False
         for a in (*args, *kwargs.values()):
             for x in a if isinstance(a, (list, tuple)) else (a,):
                 if isinstance(x, Tensor):
                     shapes.append(x.shape)
                     has_zeros = has_zeros or x._is_zerotensor()
-        if counts and kind_of(func) != "view":
+        if self.in_f and kind_of(func) != "view":
             self.number = hash((self.number, func, *shapes))
-            if self.number in self.entries:
-                known = self.hand_out(func, args, kwargs)
-                if known is not None:
-                    return known
+            if self.number in self.known:
+                found = self.hand_out(func, args, kwargs)
+                if found is not None:
+                    return found
         if self.tape is not None:
-            if counts:
+            if self.in_f:
                 return self.call(self.tape, func, args, kwargs)[0]
             self.tape.note_read(func, args, kwargs)
         return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
