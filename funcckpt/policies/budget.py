@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +18,8 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     """Keep the values that save the most recomputation for their bytes.
 
     The first call of a function, for what its inputs look like, measures the FLOPs and the bytes of every
-    operator whose result the backward reads, or needs to compute what it reads. The set that is kept is
-    then the best that fits. The call keeps all of them while it runs; those that follow only what was
-    chosen.
+    operator whose result the backward reads or computes from, and chooses the best set that fits. That call
+    keeps all of them while it runs; those that follow only what was chosen.
 
     Parameters
     ----------
@@ -35,11 +35,8 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
 
     Examples
     --------
-    >>> import torch
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin().sum(), policy=policies.budget(fraction=0.5))
-    >>> torch.func.grad(f)(torch.zeros(2, 2)).shape
-    torch.Size([2, 2])
     """
     if (bytes is None) == (fraction is None):
         raise OptionError("budget takes bytes=... or fraction=..., one of the two.")
@@ -53,11 +50,15 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
 class Budget(Chooser):
     """A policy that chooses among all values; see :func:`budget`."""
 
+    # What was chosen for the call that runs: the outputs, by the number of the call.
+    _plan: dict[int, list[int]] | None = None
+    _signature: Any = None
+
     def __init__(self, limit: int | None, fraction: float | None) -> None:
         self._limit = limit
         self._fraction = fraction
-        # By function and looks of its inputs: the outputs that were chosen, by the number of the call.
-        self.plans: dict[Any, dict[int, list[int]]] = {}
+        # By function and looks of its inputs.
+        self._plans: dict[Any, dict[int, list[int]]] = {}
 
     def __repr__(self) -> str:
         given = f"bytes={self._limit}" if self._fraction is None else f"fraction={self._fraction}"
@@ -69,17 +70,9 @@ class Budget(Chooser):
         )
 
     def for_call(self, signature: Any) -> Chooser:
-        return _BudgetOfCall(self, signature)
-
-    def limit(self, everything: int) -> int:
-        return int((self._fraction or 0) * everything) if self._limit is None else self._limit
-
-
-class _BudgetOfCall(Chooser):
-    def __init__(self, budget: Budget, signature: Any) -> None:
-        self._budget = budget
-        self._signature = signature
-        self._plan = budget.plans.get(signature)
+        chooser = copy.copy(self)
+        chooser._signature, chooser._plan = signature, self._plans.get(signature)
+        return chooser
 
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
         return None
@@ -88,19 +81,19 @@ class _BudgetOfCall(Chooser):
         return self._plan is None or call.number in self._plan
 
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
-        plans, plan = self._budget.plans, self._plan
+        plan = self._plan
         if plan is not None:
             found = {index: call.number for index, call in enumerate(calls) if call.number in plan}
             if len(found) < len(plan):
                 # Something else decides what f does (an argument that is no tensor): measure again next time.
-                plans.pop(self._signature, None)
+                self._plans.pop(self._signature, None)
             return frozenset([(index, i) for index, number in found.items() for i in plan[number]])
-        sets, everything = frontier(calls, read)
-        limit = self._budget.limit(everything)
-        chosen = min([s for s in sets if s.bytes <= limit], key=lambda s: (s.cost, s.bytes)).places
-        if len(plans) >= _MANY:
-            plans.clear()
-        plan = plans[self._signature] = {}
+        sets, everything = _frontier(calls, read)
+        limit = int((self._fraction or 0) * everything) if self._limit is None else self._limit
+        chosen = [s for s in sets if s.bytes <= limit][-1].places
+        if len(self._plans) >= _MANY:
+            self._plans.clear()
+        plan = self._plans[self._signature] = {}
         for index, i in chosen:
             plan.setdefault(calls[index].number, []).append(i)
         return chosen
@@ -120,7 +113,7 @@ class _Set(NamedTuple):
     places: frozenset[Place]
 
 
-def frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set], int]:
+def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set], int]:
     """The sets of values of which none is better both in bytes and in recomputation, and the bytes of all.
 
     Found value by value, after Nemhauser and Ullmann, "Discrete dynamic programming and capital
@@ -159,7 +152,7 @@ def frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set],
 
 def _pareto(sets: Iterable[_Set]) -> list[_Set]:
     front: list[_Set] = []
-    for s in sorted(sets, key=lambda s: (s.bytes, s.cost)):
+    for s in sorted(sets):
         if not front or s.cost < front[-1].cost:
             front.append(s)
     return front

@@ -32,19 +32,14 @@ aten = torch.ops.aten
 # -- names ----------------------------------------------------------------------------------------------
 
 
-class _Current(threading.local):
-    name: str | None = None
-
-
-_current = _Current()
+_current = threading.local()
 
 
 def checkpoint_name(x: T, name: str) -> T:
     """Label a value, so that policies and reports can speak of it. The identity for everyone else.
 
-    The counterpart of `jax.ad_checkpoint.checkpoint_name`. `x` is a pytree of tensors of any shapes, and so
-    is the result. Several values may have the same name. Under `torch.func.vmap` the batched value is
-    labelled; in forward mode the primal, and not its tangent. It costs nothing where no policy looks.
+    `x` is a pytree, and so is the result. Several values may have the same name. Under `torch.func.vmap` the
+    batched value is labelled; in forward mode the primal, and not its tangent.
 
     >>> import torch
     >>> from funcckpt import checkpoint_name
@@ -59,7 +54,7 @@ def checkpoint_name(x: T, name: str) -> T:
     looked_at = any([getattr(mode, "sees_names", False) for mode in functorch.dispatch_modes()])
     if torch.compiler.is_compiling() or not looked_at:
         return x
-    before, _current.name = _current.name, name
+    before, _current.name = current_name(), name
     try:
         named: T = pytree.tree_map_only(Tensor, aten.alias.default, x)
     finally:
@@ -70,10 +65,10 @@ def checkpoint_name(x: T, name: str) -> T:
 def current_name() -> str | None:
     """The name that is being given, asked by a dispatch mode as it is handed an operator.
 
-    A name arrives as `aten.alias` of the labelled tensor, below autograd and all transforms, in modes that
-    have an attribute `sees_names = True`: only while one of them is active is there such an operator.
+    A name arrives as `aten.alias` of the labelled tensor, in modes that have `sees_names = True`: only while
+    one of them is active is there such an operator.
     """
-    return _current.name
+    return getattr(_current, "name", None)
 
 
 # -- how a policy is asked ---------------------------------------------------------------------------------
@@ -109,22 +104,14 @@ class Chooser:
         # Of torch's versions some give a context the result, and some do not know it.
         ctx: Any = SelectiveCheckpointContext.__new__(SelectiveCheckpointContext)
         ctx.is_recompute, ctx.op_output, ctx.name = False, out, current_name()
-        try:
-            answer = self.policy(ctx, func, *args, **kwargs)
-        except TypeError as error:  # which Python takes for "unsupported operand" where it asks for `a * b`
-            raise FuncckptError(
-                f"{self._title}: the policy raised {error!r} for {func}. It is called as "
-                "policy(ctx, op, *args, **kwargs). Call what makes a policy, such as save_only_these_names."
-            ) from error
-        if answer in _KEEPS:
-            return Decision(keep=True)
-        if answer in _OFFLOADS:
-            return Decision(keep=True, offload=True)
+        answer = self.policy(ctx, func, *args, **kwargs)
+        if answer in _KEEPS or answer in _OFFLOADS:
+            return Decision(True, answer in _OFFLOADS)
         if not isinstance(answer, (bool, CheckpointPolicy, type(None))):
             raise FuncckptError(
                 f"{self._title}: the policy returned {answer!r} for {func}, no CheckpointPolicy."
             )
-        return Decision(keep=False, forbid=answer is _FORBID)
+        return Decision(False, forbid=answer is _FORBID)
 
     def wants(self, call: Call) -> bool:
         """Whether the results of a call may be chosen in the end."""
@@ -146,13 +133,12 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
         )
     for op in policy:
         if not isinstance(op, autograd.OPERATORS):
+            more = f", such as {op}.default" if hasattr(op, "default") else ""
             # In torch's words, by which programs tell this error.
-            words = f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}."
-            if hasattr(op, "default"):
-                words += (
-                    f" Please update the OpOverloadPacket to a specific OpOverload, such as {op}.default."
-                )
-            raise OptionError(words)
+            raise OptionError(
+                f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}. Please update the "
+                f"OpOverloadPacket to a specific OpOverload{more}."
+            )
     saved = frozenset(policy)
     return lambda ctx, op, *args, **kwargs: op in saved
 
@@ -222,8 +208,7 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     `offload_src` and `offload_dst` are JAX's names of the memories; others than the defaults there are not.
 
     >>> from funcckpt import policies, remat
-    >>> policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    >>> f = remat(lambda x: (x @ x).sin(), policy=policy)
+    >>> f = remat(lambda x: (x @ x).sin(), policy=policies.offload_dot_with_no_batch_dims())
     """
     _check_places(offload_src, offload_dst)
     return lambda ctx, op, *args, **kwargs: _OFFLOAD if is_product(op) else _LEAVE
@@ -232,35 +217,22 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
 def save_only_these_names(*names: str) -> _Made:
     """Make a policy that keeps the values with these names, given by :func:`checkpoint_name`, and no others.
 
-    >>> import torch
     >>> from funcckpt import checkpoint_name, policies, remat
-    >>> def f(x):
-    ...     return checkpoint_name(x @ x, "product").sin().sum()
-    >>> g = remat(f, policy=policies.save_only_these_names("product"))
-    >>> torch.func.grad(g)(torch.zeros(2, 2))
-    tensor([[0., 0.],
-            [0., 0.]])
+    >>> policy = policies.save_only_these_names("product")
+    >>> f = remat(lambda x: checkpoint_name(x @ x, "product").sin(), policy=policy)
     """
     known = _names(names)
     return _by_name(lambda name: _KEEP if name in known else _LEAVE)
 
 
 def save_any_names_but_these(*names: str) -> _Made:
-    """Make a policy that keeps the values that have a name, unless it is one of these.
-
-    >>> from funcckpt import policies, remat
-    >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_any_names_but_these("attention"))
-    """
+    """Make a policy that keeps the values that have a name, unless it is one of these `names`."""
     known = _names(names)
     return _by_name(lambda name: _FORBID if name in known else _KEEP)
 
 
 def save_anything_except_these_names(*names: str) -> _Made:
-    """Make a policy that keeps all that the backward reads, but for the values with these names.
-
-    >>> from funcckpt import policies, remat
-    >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_anything_except_these_names("scores"))
-    """
+    """Make a policy that keeps all that the backward reads, but for the values with these `names`."""
     known = _names(names)
     return _by_name(lambda name: _FORBID if name in known else _KEEP, _KEEP)
 
@@ -276,11 +248,10 @@ def save_and_offload_only_these_names(
 
     No name may be in both. `offload_src` and `offload_dst` are JAX's; others than the defaults there are not.
 
-    >>> from funcckpt import policies, remat
+    >>> from funcckpt import policies
     >>> policy = policies.save_and_offload_only_these_names(
     ...     names_which_can_be_saved=["scores"], names_which_can_be_offloaded=["hidden"]
     ... )
-    >>> f = remat(lambda x: (x @ x).sin(), policy=policy)
     """
     _check_places(offload_src, offload_dst)
     saved, offloaded = _names(names_which_can_be_saved), _names(names_which_can_be_offloaded)
@@ -294,11 +265,9 @@ def save_and_offload_only_these_names(
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
     """Make a policy that keeps what either of two keeps. What one saves and the other offloads is saved.
 
-    >>> from funcckpt import policies, remat
-    >>> policy = policies.save_from_both_policies(
-    ...     policies.dots_saveable, policies.save_only_these_names("mask")
-    ... )
-    >>> f = remat(lambda x: (x @ x).sin(), policy=policy)
+    >>> from funcckpt import policies
+    >>> names = policies.save_only_these_names("mask")
+    >>> policy = policies.save_from_both_policies(policies.dots_saveable, names)
     """
     both = [as_function(policy, "save_from_both_policies") for policy in (policy_1, policy_2)]
     if any(isinstance(policy, Chooser) for policy in both):

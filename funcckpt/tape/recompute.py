@@ -114,7 +114,7 @@ class Replay(Watch):
         if call.signature != signature(func, args, kwargs):
             return None
         before, after = call.streams
-        if after and not world.have_moved(before):
+        if after and not world.moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
         found = []
         for i in range(1 if call.count is None else call.count):
@@ -257,7 +257,9 @@ def _key(program: Program, inputs: Sequence[Tensor]) -> Any:
         program = program.inner  # type: ignore[attr-defined]
     if len(_plans) >= 4096:
         _plans.clear()
-    return *steps, signature(None, inputs, {})
+    for x in inputs:
+        steps += (x.shape, x.stride() if x.layout is torch.strided else x.layout, x.dtype, x.device)
+    return tuple(steps)
 
 
 _SHAPES = ("wrt", "of", "along", "in_dims", "at_level")

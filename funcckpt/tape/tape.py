@@ -201,5 +201,7 @@ class Watch(TorchDispatchMode):
 
 def watch_of(source: Any) -> Watch | None:
     """The mode that watches a function, if any."""
-    active = [mode for mode in functorch.dispatch_modes() if isinstance(mode, Watch)]
-    return active[-1] if active and active[-1].source is source else None
+    watch = None
+    for mode in functorch.dispatch_modes():
+        watch = mode if isinstance(mode, Watch) else watch
+    return watch if watch is not None and watch.source is source else None
