@@ -139,10 +139,7 @@ PLAIN: set[type] = {Tensor, functorch.FakeTensor}
 
 def is_subclass_first(types: Iterable[Any]) -> bool:
     """Whether a subclass among `types` acts on an operator itself, and its inner tensors come by later."""
-    for t in types:
-        if t not in PLAIN and t.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return True
-    return False
+    return any([t not in PLAIN and t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types])
 
 
 # -- tensors and their memory ---------------------------------------------------------------------------
