@@ -31,7 +31,6 @@ aten = torch.ops.aten
 
 # -- names ----------------------------------------------------------------------------------------------
 
-
 _current = threading.local()
 
 
@@ -206,9 +205,6 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     """Make a policy that keeps the same results in the memory of the host.
 
     `offload_src` and `offload_dst` are JAX's names of the memories; others than the defaults there are not.
-
-    >>> from funcckpt import policies, remat
-    >>> f = remat(lambda x: (x @ x).sin(), policy=policies.offload_dot_with_no_batch_dims())
     """
     _check_places(offload_src, offload_dst)
     return lambda ctx, op, *args, **kwargs: _OFFLOAD if is_product(op) else _LEAVE
@@ -247,11 +243,6 @@ def save_and_offload_only_these_names(
     """Make a policy that keeps the values with some names where they are, and those with others on the host.
 
     No name may be in both. `offload_src` and `offload_dst` are JAX's; others than the defaults there are not.
-
-    >>> from funcckpt import policies
-    >>> policy = policies.save_and_offload_only_these_names(
-    ...     names_which_can_be_saved=["scores"], names_which_can_be_offloaded=["hidden"]
-    ... )
     """
     _check_places(offload_src, offload_dst)
     saved, offloaded = _names(names_which_can_be_saved), _names(names_which_can_be_offloaded)
@@ -263,12 +254,7 @@ def save_and_offload_only_these_names(
 
 
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
-    """Make a policy that keeps what either of two keeps. What one saves and the other offloads is saved.
-
-    >>> from funcckpt import policies
-    >>> names = policies.save_only_these_names("mask")
-    >>> policy = policies.save_from_both_policies(policies.dots_saveable, names)
-    """
+    """Make a policy that keeps what either of two keeps. What one saves and the other offloads is saved."""
     both = [as_function(policy, "save_from_both_policies") for policy in (policy_1, policy_2)]
     if any(isinstance(policy, Chooser) for policy in both):
         raise OptionError("save_from_both_policies: a budget chooses among everything. Give it alone.")

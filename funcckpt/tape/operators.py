@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from .._torch import functorch
 
@@ -35,26 +35,26 @@ def name_of(func: Any) -> str:
 @functools.cache
 def kind_of(func: Any) -> str:
     """ "pure", "custom" (pure, as its schema says), "random", "view", "writes", "like" or "other"."""
-    name, schema = name_of(func), getattr(func, "_schema", None)
-    if schema is None or name in _UNTOLD:
+    name = name_of(func)
+    if not name or name in _UNTOLD:
         return "other"
     if name in _VIEWS:
         return "view"
     random = torch.Tag.nondeterministic_seeded in func.tags
     if name.startswith(("empty", "new_")) or (name.endswith("_like") and not random):
         return "like"
-    if schema.is_mutable:
-        return "view" if reshapes(func) else "writes"
-    if any(returned.alias_info is not None for returned in schema.returns):
+    if func._schema.is_mutable:
+        # Some change what a tensor looks like, and not what is in its memory.
+        reshapes = torch.Tag.inplace_view in func.tags and name not in ("resize_", "resize_as_", "set_")
+        return "view" if reshapes else "writes"
+    returned = func._schema.returns
+    if any(x.alias_info is not None for x in returned):
         return "view"
-    returns_tensors = any("Tensor" in str(returned.type) for returned in schema.returns)
-    if torch.Tag.data_dependent_output in func.tags or not returns_tensors:
+    if torch.Tag.data_dependent_output in func.tags or not any("Tensor" in str(x.type) for x in returned):
         return "other"
     if random:
         return "random"
-    if torch.Tag.dynamic_output_shape in func.tags or func.namespace != "aten":
-        return "custom"
-    return "pure"
+    return "custom" if torch.Tag.dynamic_output_shape in func.tags or func.namespace != "aten" else "pure"
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -74,25 +74,18 @@ def kind_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
 
 @functools.cache
 def _written_places(func: Any) -> list[tuple[int, str]]:
-    schema = getattr(func, "_schema", None)
-    untold = _STATISTICS if name_of(func) in _UNTOLD else frozenset()
+    untold = _STATISTICS if name_of(func) in _UNTOLD else ()
     return [
         (i, a.name)
-        for i, a in enumerate(() if schema is None else schema.arguments)
+        for i, a in enumerate(func._schema.arguments if name_of(func) else ())
         if (a.alias_info is not None and a.alias_info.is_write) or a.name in untold
     ]
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """What an operator writes to."""
-    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_places(func)]
-    return tensors_of(values, {})
-
-
-@functools.cache
-def reshapes(func: Any) -> bool:
-    """Whether an in-place operator changes what a tensor looks like, and not what is in its memory."""
-    return torch.Tag.inplace_view in func.tags and name_of(func) not in ("resize_", "resize_as_", "set_")
+    places = _written_places(func)
+    return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in places], {})
 
 
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -207,12 +200,8 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     aten.vdot: lambda x, y, out_val=None: 2 * x.numel(),
     aten.mv: lambda a, x, out_val=None: 2 * a.numel(),
     aten.addmv: lambda y, a, x, out_val=None, **_: 2 * a.numel(),
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop_count(
-            grad.shape, q.shape, k.shape, v.shape
-        )
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
 }

@@ -8,8 +8,7 @@ them. A skipped operator returns a `Placeholder`, which has a shape, a dtype and
 Whoever reads it has the recomputation run again, in full: what was learned may be wrong, and no gradient is.
 
 Where a policy has seen the forward (`recording`), that has shown what nobody reads, and what was kept is
-handed out. From the first operator on that is not the one of the forward (a matmul folds otherwise where
-gradients are required), all is run.
+handed out: up to the first operator that is not the one of the forward.
 """
 
 from __future__ import annotations
@@ -196,11 +195,7 @@ def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before."""
-    source = program.source
-    inputs = source.received(inputs)
-    # What nobody reads is eliminated from a graph that is traced.
-    if not program.is_pullback or source.is_compiled or functorch.is_tracing():
-        return program.run(*inputs)
+    inputs = program.source.received(inputs)
     replay = _replay_of(program, inputs)
     if replay is None:
         return program.run(*inputs)
@@ -227,16 +222,18 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     """What a recomputation is run under, if there is anything to hand out, to skip or to learn."""
+    # What nobody reads is eliminated from a graph that is traced.
+    if not program.is_pullback or program.source.is_compiled or functorch.is_tracing():
+        return None
     source, kept, tensors = _current.given
     if kept is not None and source is program.source:
         places = zip(tensors, kept.places, strict=True)
         return Replay(source, kept.calls, [Returning(x) if p is None else p.back(x) for x, p in places])
     # No product of some of the inputs takes more FLOPs than half of them times the other half.
     elements = sum(map(Tensor.numel, inputs))
-    if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
-        return None
     # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
-    if any(map(Tensor.is_complex, inputs)):
+    refused = functorch.has_compiled() or any(map(Tensor.is_complex, inputs))
+    if refused or elements * elements < 2 * FLOPS_WORTH_A_CALL:
         return None
     key = _key(program, inputs)
     plan = _plans.get(key)

@@ -17,7 +17,7 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
-from .operators import kind_of, written
+from .operators import kind_of, results, written
 from .tape import Call, Tape, Watch, recomputed
 
 
@@ -95,31 +95,34 @@ class Record(Watch):
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
         """See which values the graph of the outputs has saved."""
         with functorch.no_dispatch():
-            for x in _saved([y.grad_fn for y in outputs if y.grad_fn is not None], first_node):
+            for x in _saved([y.grad_fn for y in outputs], first_node):
                 self.tape.read |= self.tape.made(wrappers.everything_below(x))
 
     def finish(self) -> Kept | None:
-        """What is kept: of what was chosen, that which the backward reads or computes from."""
+        """What is kept of the run, if anything."""
+        kept = self._of_use()
+        self.tape = Tape()
+        for away in filter(None, kept.places):
+            away.is_about_to_be_written()  # by the caller, if it is an output
+        return kept if kept.tensors else None
+
+    def _of_use(self) -> Kept:
+        """Of what was chosen, that which the backward reads or computes from."""
         calls, read = self.tape.calls, frozenset(self.tape.read)
         chosen = {(index, i) for index, call in enumerate(calls) for i in call.chosen & call.values.keys()}
         used, again = recomputed(calls, read, chosen | self._chooser.choose(calls, read))
         kept = Kept()
         for index, call in enumerate(calls):
-            of_use = {i: x for i, x in call.values.items() if (index, i) in used}
-            if index in again or not (of_use or call.may_skip):
+            values, call.values = {i: x for i, x in call.values.items() if (index, i) in used}, {}
+            if index in again or not (values or call.may_skip):
                 continue
-            call.values = {}
-            for i, x in of_use.items():
+            kept.calls[call.number] = call
+            for i, x in values.items():
                 away = Offloaded(x) if call.offloads and is_far(x) else None
                 call.outputs[i] = len(kept.tensors)
                 kept.tensors.append(x if away is None else away.host)
                 kept.places.append(away)
-            kept.calls[call.number] = call
-        self.tape = Tape()
-        for away in kept.places:
-            if away is not None:
-                away.is_about_to_be_written()  # by the caller, if it is an output
-        return kept if kept.tensors else None
+        return kept
 
 
 @functools.cache
@@ -129,16 +132,15 @@ def _fields(kind: Any) -> list[str]:
 
 def _saved(roots: Sequence[Any], first_node: int) -> Iterator[Tensor]:
     """The tensors that a graph has saved."""
-    pending, seen = list(roots), set()
+    pending, seen = list(roots), {None}
     while pending:
         node = pending.pop()
-        if node is None or node in seen or node._sequence_nr() < first_node:
+        if node in seen or node._sequence_nr() < first_node:
             continue
         seen.add(node)
         pending.extend([n for n, _ in node.next_functions])
         kind: Any = type(node)
         for name in _fields(kind):
-            raw = getattr(node, name)
-            for saved in raw if isinstance(raw, (list, tuple)) else (raw,):
+            for saved in results(getattr(node, name)):
                 if isinstance(saved.data, Tensor):
                     yield saved.data

@@ -21,38 +21,22 @@ Place = tuple[int, int]
 
 @dataclass(eq=False)
 class Call:
-    """A call of an operator.
-
-    Attributes
-    ----------
-    needs : set of Place
-        The results that it reads.
-    count : int or None
-        How many results it returns; None for one tensor alone.
-    outputs : dict[int, TensorMeta or int]
-        Of its results those in memory of its own: what they look like; of what is kept after the run, its
-        index.
-    may_skip : bool
-        Whether it does nothing but to make its results, and nobody shares their memory unseen.
-    number, signature
-        What was called before it, as a hash, and what decides what its results look like.
-    flops : int
-        What it costs to run it again.
-    values, chosen, offloads
-        For a policy: the results that are held, which of them are to be kept, and whether in the memory of
-        the host.
-    streams
-        The random streams from which it draws, before and after it.
-    """
+    """A call of an operator."""
 
     func: Any
+    # The results that it reads, and how many it returns; None for one tensor alone.
     needs: Set[Place] = frozenset()
     count: int | None = None
+    # Of its results those in memory of its own: a `TensorMeta`; of what is kept after the run, its index.
     outputs: dict[int, Any] = field(default_factory=dict)
+    # Whether it does nothing but to make its results, and nobody shares their memory unseen.
     may_skip: bool = False
+    # What was called before it, as a hash; what decides what its results look like; what it costs.
     number: int = 0
     signature: tuple[Any, ...] = ()
     flops: int = 0
+    # For a policy: the results that are held, which of them are to be kept, and whether in the memory of the
+    # host; the random streams from which it draws, before and after it.
     values: dict[int, Any] = field(default_factory=dict)
     chosen: set[int] = field(default_factory=set)
     offloads: bool = False
