@@ -20,7 +20,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from .eager.checkpoint import Options, call
+from .eager.checkpoint import call
+from .eager.region import Options
 from .eager.sequential import chain
 from .errors import InputError, OptionError
 

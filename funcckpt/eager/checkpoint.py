@@ -9,12 +9,11 @@ which they know.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -23,27 +22,16 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import compiled
 from .._torch import autograd, functorch, wrappers
-from ..errors import InputError, OptionError
+from ..errors import OptionError
 from ..remat import call_compiled, instead, remat
 from . import patched
-from .region import Contexts, Log, Region, title
+from .region import Contexts, Options, Region, title
 from .selective import Forward, create_selective_checkpoint_contexts
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _CHECKS = ("default", "none")
-
-
-class Options(NamedTuple):
-    """Those of :func:`checkpoint`, which says what they mean."""
-
-    use_reentrant: bool | None = False
-    preserve_rng_state: bool = True
-    context_fn: Callable[[], Contexts] = noop_context_fn
-    determinism_check: str = "default"
-    debug: bool = False
-    early_stop: bool = True
 
 
 @overload
@@ -75,8 +63,7 @@ def checkpoint(
     ----------
     function : callable
         What to call. Without it, a decorator of functions and methods is returned:
-        ``checkpoint(**options)(f)``. A function alone that cannot be called without arguments is
-        decorated as well: ``@checkpoint``.
+        ``checkpoint(**options)(f)``.
     *args, **kwargs
         What to call it with; tensors of any shape, anything else, and any nesting of them.
     use_reentrant : bool or None
@@ -146,31 +133,15 @@ def checkpoint(
                 "checkpoint(f, *args, **kwargs), or checkpoint(**options)(f)(*args, **kwargs)."
             )
         return lambda f: _decorated(f, options)
-    if not args and not kwargs and not _can_be_called(function):
-        return _decorated(function, options)
     return call(function, args, kwargs, options)
 
 
 def _decorated(f: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    if not callable(f):
-        raise InputError(f"checkpoint(**options) decorates a callable, not {type(f).__name__}.")
-
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return call(f, args, kwargs, options)
 
     # A module's __dict__ is its state, not an annotation.
     return functools.update_wrapper(checkpointed, f.forward if isinstance(f, nn.Module) else f, updated=())
-
-
-def _can_be_called(f: Any) -> bool:
-    """Whether f takes no arguments, as far as its signature tells."""
-    try:
-        inspect.signature(f.forward if isinstance(f, nn.Module) else f).bind()
-    except TypeError:
-        return False
-    except ValueError:  # a builtin
-        pass
-    return True
 
 
 @functools.cache
@@ -196,17 +167,15 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
                 compiled.refuse("checkpoint: under torch.func transforms, context_fn")
             # (Dynamo cannot ask each f for its name.)
             return call_compiled(f, "f", args, kwargs, options.preserve_rng_state, options.determinism_check)
-        given: dict[str, Any] = {}
-        if options.context_fn is not noop_context_fn:
-            given["context_fn"] = options.context_fn
+        given: dict[str, Any] = (
+            {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
+        )
         return (torch_checkpoint.checkpoint if dynamo else autograd.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
             *args,
             use_reentrant=False,
             preserve_rng_state=options.preserve_rng_state,
             determinism_check=options.determinism_check,
-            debug=options.debug,
-            early_stop=options.early_stop,
             **given,
         )
     if not torch.is_grad_enabled():
@@ -243,23 +212,7 @@ def _contexts(**changes: Any) -> dict[str, Any]:
 
 
 def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    stop = autograd.checkpoint_early_stop()
-    contexts: Any = None
-    if options.debug:
-        contexts = Log(), Log()
-    elif options.context_fn is not noop_context_fn:
-        contexts = options.context_fn()
-        if hasattr(contexts[0], "respect_saved_tensors_hooks"):
-            contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn of ours
-    region = Region(
-        f,
-        args,
-        kwargs,
-        preserve_rng_state=options.preserve_rng_state,
-        check=options.determinism_check != "none",
-        early_stop=options.early_stop if stop is None else stop,
-        contexts=contexts,
-    )
+    region = Region(f, args, kwargs, options)
     if region.is_lazy:
         return f(*args, **kwargs)
     try:

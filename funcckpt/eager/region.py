@@ -11,12 +11,11 @@ outer one. So what is read from an inner region runs the outer region first, onc
 
 It is written anew for what torch's cannot be made to do from outside:
 
-* What f refers to (`closures`) is in the recomputation what it was at the call.
-* Captured tensors that were changed in place between the two runs, and saved tensors that the recomputation
-  itself has overwritten, are noticed. Torch gives a wrong gradient without an error.
-* Buffers that a module updates while it trains are read as they were, and updated once.
+* What f refers to (`closures`), buffers that it updates and all random streams are in the recomputation what
+  they were at the call.
+* What was changed in place between the two runs, or by the recomputation itself, is noticed. Torch gives a
+  wrong gradient without an error.
 * Tensors inside of containers and in keyword arguments are inputs like all others.
-* The random streams of all devices are replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +32,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
 from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
-from ..core.tensors import MAX_BUFFER, Refusing, check_gradients, gradient_of, may_be_buffer
+from ..core import tensors
 from ..errors import CheckpointError, MutationError, describe
 from . import patched
 
@@ -47,13 +47,36 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
 
 
-class Slot(dict[Any, tuple[Tensor, int] | None]):
-    """What the graph keeps in place of a tensor: a place for it, for each backward that needs it.
+class Options(NamedTuple):
+    """Those of `checkpoint`, which says what they mean."""
 
-    By backward: the tensor and its version, or None once it was read.
-    """
+    use_reentrant: bool | None = False
+    preserve_rng_state: bool = True
+    context_fn: Callable[[], Contexts] = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+
+
+class Slot(dict[Any, tuple[Tensor, int]]):
+    """What the graph keeps in place of a tensor: by backward, the tensor and its version."""
 
     __slots__ = ("__weakref__",)
+
+
+class Versioned:
+    """A tensor that is kept as it is."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self._version = autograd.alias(x), tensors.version_of(x)
+
+    def get(self, allow_mutation: bool = False) -> Tensor:
+        if tensors.version_of(self._x) != self._version and not allow_mutation:
+            raise MutationError(
+                f"a tensor that is kept for the backward ({describe(self._x)}) has been modified by an "
+                "inplace operation. Change a copy (x.clone())."
+            )
+        return self._x
 
 
 class Log(TorchDispatchMode):
@@ -81,19 +104,14 @@ class Region:
     """A call of f, from its forward to its last recomputation."""
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        preserve_rng_state: bool,
-        check: bool,
-        early_stop: bool,
-        contexts: Contexts | None,
+        self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> None:
-        self._check = check
-        self._early_stop = early_stop
-        self._contexts = contexts
+        stop = autograd.checkpoint_early_stop()
+        self._early_stop = options.early_stop if stop is None else stop
+        self._check = options.determinism_check != "none"
+        self._contexts = (Log(), Log()) if options.debug else options.context_fn()
+        if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
+            self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn of ours
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._inputs = [autograd.save(x) if isinstance(x, Tensor) else x for x in leaves]
         # Arguments that refer to something, by their positions.
@@ -113,19 +131,18 @@ class Region:
         # Buffers of modules that are training, what `functional_call` may put in their places, and copies.
         self._buffers: list[tuple[Tensor, Tensor]] = []
         if found.updates_statistics:
-            buffers = [x for x in found.buffers_in_training() if x.numel() <= MAX_BUFFER]
-            looks = {(x.shape, x.dtype) for x in buffers}
-            tensors = {id(x): x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)}
+            reached = [x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)]
+            buffers = [*found.buffers_in_training(), *filter(tensors.may_be_buffer, reached)]
             self._buffers = [
                 (x, _copy(x))
-                for x in tensors.values()
-                if not x.requires_grad and ((x.shape, x.dtype) in looks or may_be_buffer(x))
+                for x in {id(x): x for x in buffers}.values()
+                if not x.requires_grad and x.numel() <= tensors.MAX_BUFFER
             ]
         self._world = world.World()
         self._torch_function = functorch._get_torch_function_state()
         self._patched = patched.is_active()
-        streams = world.random_streams(found.streams, found.draws_elsewhere) if preserve_rng_state else []
-        self._states = world.states(streams)
+        streams = world.random_streams(found.streams, found.draws_elsewhere)
+        self._states = world.states(streams if options.preserve_rng_state else [])
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._complete = False
@@ -139,20 +156,17 @@ class Region:
         first_node = functorch.next_sequence_number()
         found = self._found
         reached = (*found.tensors.values(), *self._given) if found.calls_backward else ()
-        gradients = [(x, gradient_of(x)) for x in reached if isinstance(x, Tensor) and x.is_leaf]
-        with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(self._pack, self.unpack))
-            if self._contexts is not None:
-                stack.enter_context(self._contexts[0])
+        gradients = [(x, tensors.gradient_of(x)) for x in reached if isinstance(x, Tensor) and x.is_leaf]
+        with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0]:
             out = f(*args, **kwargs)
         self._complete = True
         # Others are not touched: another thread may be drawing from them.
         self._states = world.moved(self._states)
         if gradients:
-            check_gradients(gradients, self._name, found.where)
+            tensors.check_gradients(gradients, self._name, found.where)
         # Of the buffers, those matter that f has updated.
         if self._buffers:
-            updated = {id(x): before for x, before in self._buffers if not _is(x, before)}
+            updated = {id(x): before for x, before in self._buffers if not tensors.is_same(x, before)}
             self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
             self._instead.update(updated)
             self._buffers = []
@@ -166,14 +180,13 @@ class Region:
         for x, before in self._buffers:
             with torch.no_grad(), autograd.version_kept(x):
                 x.copy_(before)
-        buffers = {id(x) for x, _ in self._buffers}
+            self._constants.pop(id(x), None)
         for x in self._changed():
-            if id(x) not in buffers:
-                raise MutationError(
-                    f"{self._name}: the function uses a torch.func transform, so that its forward has to be "
-                    f"started anew, and has changed {self._found.where(id(x))} ({describe(x)}) in place "
-                    "before. Use funcckpt.remat, or change it outside of the function."
-                )
+            raise MutationError(
+                f"{self._name}: the function uses a torch.func transform, so that its forward has to be "
+                f"started anew, and has changed {self._found.where(id(x))} ({describe(x)}) in place "
+                "before. Use funcckpt.remat, or change it outside of the function."
+            )
 
     def _pack(self, x: Tensor) -> Slot:
         slot = Slot()
@@ -208,23 +221,21 @@ class Region:
 
     def unpack(self, slot: Slot) -> Tensor:
         key = autograd.backward_id()
-        if key not in self._done:
-            with self._lock:
-                if key not in self._done:
-                    self._fill(key, slot)
+        with self._lock:
+            if key not in self._done:
+                self._recompute(key)
+                self._done.add(key)
+                if isinstance(key, int):
+                    forget = weakref.WeakMethod(self._forget)
+                    autograd.at_end_of_backward(lambda: (method := forget()) and method(key))
         if key not in slot:
-            raise self._differ("fewer")
-        value = slot[key]
-        if value is None:
             raise CheckpointError(
                 f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. Read "
                 "ctx.saved_tensors once in a backward; under one GraphExecGroup, let no backwards overlap."
             )
-        if key in self._done:
-            slot[key] = None
-        else:  # it was looked at, outside of a backward
-            del slot[key]
-        x, version = value
+        x, version = slot.pop(key)
+        if type(key) is object:  # it was looked at, outside of a backward
+            self._forget(key)
         if x._version != version:
             raise MutationError(
                 f"{self._name}: the function saves a tensor ({describe(x)}) for the backward, and changes "
@@ -232,18 +243,7 @@ class Region:
             )
         return x
 
-    def _fill(self, key: Any, slot: Slot) -> None:
-        """Run f again for a backward; or outside of one for one slot that is looked at."""
-        if type(key) is object:
-            self._recompute(key, only=slot)
-            return
-        self._recompute(key)
-        self._done.add(key)
-        if isinstance(key, int):
-            forget = weakref.WeakMethod(self._forget)
-            autograd.at_end_of_backward(lambda: (method := forget()) and method(key))
-
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: Any) -> None:
         """A backward is over: drop what it has recomputed and not read."""
         with self._lock:
             self._done.discard(key)
@@ -251,7 +251,7 @@ class Region:
                 if (slot := ref()) is not None:
                     slot.pop(key, None)
 
-    def _recompute(self, key: Any, only: Slot | None = None) -> None:
+    def _recompute(self, key: Any) -> None:
         found = self._found
         changed = found.changed()
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
@@ -286,7 +286,7 @@ class Region:
                     return kept  # the forward asks for a gradient of its own part, and goes on
                 slot = self._slots[i]()
                 # None if someone has run a backward that needs it no more.
-                if slot is not None and (only is None or only is slot):
+                if slot is not None:
                     if self._check and (here := (x.shape, x.dtype, x.device)) != self._looks[i]:
                         different.append(f"position {i}: {self._looks[i]} saved, {here} recomputed")
                     slot[key] = kept, kept._version
@@ -294,12 +294,13 @@ class Region:
                     raise _Stop
                 return kept
 
-            with suppress(_Stop), saved_tensors_hooks(pack, _itself):
-                if self._contexts is not None:
-                    stack.enter_context(self._contexts[1])
+            with suppress(_Stop), saved_tensors_hooks(pack, _itself), self._contexts[1]:
                 autograd.without_dynamo(f)(*args, **kwargs)
         if self._complete and count != len(self._slots):
-            raise self._differ(str(count))
+            raise self._error(
+                "A different number of tensors was saved during the original forward and recomputation: "
+                f"{len(self._slots)}, and {count}."
+            )
         if different:
             raise self._error(
                 "Recomputed values for the following tensors have different metadata than during the forward "
@@ -309,7 +310,7 @@ class Region:
     def _enter_world(self, stack: ExitStack) -> None:
         """The world of the forward, where it is not here."""
         if self._check and (changed := self._changed()):
-            stack.enter_context(Refusing(changed, self._was_changed))
+            stack.enter_context(tensors.Refusing(changed, self._was_changed))
         if not self._world.is_here():
             stack.enter_context(self._world.replayed())
         if self._torch_function != functorch._get_torch_function_state():
@@ -335,17 +336,12 @@ class Region:
             'determinism_check="none" lets it pass.'
         )
 
-    def _differ(self, here: str) -> CheckpointError:
-        return self._error(
-            "A different number of tensors was saved during the original forward and recomputation: "
-            f"{len(self._slots)}, and {here}."
-        )
-
     def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function has to do the same each time"
-        if self._contexts is None or not isinstance(self._contexts[0], Log):
+        logs = [log for log in self._contexts if isinstance(log, Log)]
+        if not logs:
             return CheckpointError(f"{text}; pass debug=True to see the operators of both runs.")
-        forward, recompute = ["\n".join(log.operators) for log in self._contexts]  # type: ignore[attr-defined]
+        forward, recompute = ["\n".join(log.operators) for log in logs]
         return CheckpointError(
             f"{text}.\n\nOperations executed during the original forward:\n\n{forward}\n\n"
             f"Operations executed during recomputation:\n\n{recompute}"
@@ -358,11 +354,6 @@ def is_of_checkpoint(hooks: autograd.Hooks | None) -> bool:
     return ours or autograd.is_torch_checkpoint(hooks)
 
 
-def in_checkpoint() -> bool:
-    """Whether a checkpoint is running f, in the forward or again."""
-    return any(map(is_of_checkpoint, autograd.saved_tensors_hooks()))
-
-
 def _itself(x: Tensor) -> Tensor:
     return x
 
@@ -371,12 +362,6 @@ def _copy(x: Tensor) -> Tensor:
     """A copy, which no mode and no graph sees."""
     with autograd.without_dispatch_modes(), autograd.plain():
         return x.detach().clone()
-
-
-def _is(x: Tensor, before: Tensor) -> bool:
-    """Whether a buffer is what it was; no, where to look would be to wait for a device."""
-    with autograd.without_dispatch_modes(), autograd.plain():
-        return x.device.type == "cpu" and torch.equal(x, before)
 
 
 def _edges(out: Any, first: int) -> tuple[Sequence[Tensor], set[Any]]:

@@ -4,18 +4,16 @@
 and then ``y = x * c`` it is the product that wants x, after the block and out of reach of any hook that was
 active in it. (RETURNN's `gradient_checkpoint_scope` had the idea first, and another answer.) Four parts:
 
-* **What was made.** In the block a dispatch mode sees every operator below autograd and autocast. It records
-  those that make a new storage or write to one that the block has made, with the random state before those
-  that draw, and tells the storage so.
+* **What was made.** In the block a dispatch mode records the operators that make a new storage or write to
+  one that the block has made, with the random state before those that draw, and tells the storage so.
 * **What is saved.** A saved-tensor hook looks up the storage of what autograd wants to save. If a block has
-  made it, the graph gets a slot that says which part of which storage: views and the insides of composite
-  operators are recognised as well as results. Anything else is kept.
+  made it, the graph gets a slot that says which part of which storage. Anything else is kept.
 * **Who saves it.** The hook is active in the block. Behind it, torch.func would refuse to run under it. So at
   the end of the block the class of its tensors becomes `ScopedTensor`, whose `__torch_function__` runs any
-  operator that is given one of them under the hook. It works in every thread, and ends with the tensors.
+  operator that is given one of them under the hook.
 * **The recomputation.** The first slot that is read replays, in order, the operators that any slot still
-  waits for, and no others; each storage is dropped after its last use there, and each slot gives its
-  tensor away when it is read. What a backward did not ask for is there for the next.
+  waits for; each storage is dropped after its last use there, and each slot gives its tensor away when it is
+  read. What a backward did not ask for is there for the next.
 
 What the block reads from outside is kept, once each. That includes what an earlier scope has made, so that a
 scope around each layer of a chain keeps the results of the layers, as `checkpoint` does.
@@ -26,7 +24,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -34,15 +32,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import world
 from .._torch import autograd, functorch
-from ..errors import MutationError, TransformError, describe
-from ..tape.operators import TensorMeta, is_plain, run_operator, written
-from .region import in_checkpoint, is_of_checkpoint
+from ..core.tensors import version_of
+from ..errors import TransformError
+from ..tape.operators import TensorMeta, is_plain, is_subclass_first, results, run_operator, written
+from .region import Versioned, is_of_checkpoint
 
-_REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse{}. Use \
+_REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse. Use \
 remat there, with the block as a function: instead of
     with checkpoint_scope():
         x = a + b
@@ -54,9 +53,9 @@ write
 def checkpoint_scope() -> Iterator[None]:
     """Do not keep for the backward what is made in this block; recompute it when it is needed.
 
-    Tensors that are made in the block, of any shape, are not stored by the graph, wherever they are used
-    later, also after the block. They are recomputed once, in order, when the first of them is needed in
-    a backward, and freed as they are used. What the block reads from outside is kept.
+    The graph does not store tensors that are made in the block, wherever they are used later. They are
+    recomputed once, in order, when the first of them is needed in a backward, and freed as they are used.
+    What the block reads from outside is kept.
 
     Scopes may be nested and alive side by side, and a `checkpoint` may stand inside of a scope or around it.
 
@@ -89,10 +88,8 @@ def checkpoint_scope() -> Iterator[None]:
     >>> torch.allclose(x.grad[0], noisy.sum(1))
     True
     """
-
     if functorch.maybe_current_level() is not None:
-        kinds = ", ".join(layer.kind for layer in functorch.active_layers())
-        raise TransformError(_REFUSED.format(f" ({kinds} is active)"))
+        raise TransformError(_REFUSED)
     around, top = _current(), autograd.top_saved_tensors_hooks()
     # A scope belongs to the one around it; not so under hooks that came between, a checkpoint's perhaps,
     # whose recomputation is not in that one and has to save the same.
@@ -106,7 +103,7 @@ def checkpoint_scope() -> Iterator[None]:
             yield
     except RuntimeError as error:
         if autograd.REFUSES_HOOKS in str(error):
-            raise TransformError(_REFUSED.format(" to run inside of")) from error
+            raise TransformError(_REFUSED) from error
         raise
     finally:
         _here.block = before
@@ -154,71 +151,61 @@ def _find(x: Tensor) -> tuple[_Block, _Made] | None:
     return None if found is None or found[0].is_over else found
 
 
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+class _Kept:
+    """A tensor that is kept: by the hooks that were active below ours, or as it is."""
+
+    def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
+        self.unpack: Callable[[], Tensor] = (
+            Versioned(x).get if below is None else functools.partial(below[1], below[0](x))
+        )
+
+
+_Source = _Made | _Kept
 
 
 class _View(NamedTuple):
-    """A part of a storage that a block has made."""
+    """A part of a storage that a block has made, or all of what is kept."""
 
-    made: _Made
-    meta: TensorMeta
+    source: _Source
+    meta: TensorMeta | None = None
 
-    def on(self, base: Tensor) -> Tensor:
+    def on(self, values: dict[_Source, Tensor]) -> Tensor:
+        base = values[self.source]
+        if self.meta is None:
+            return base
         size, strides, offset, dtype, device = self.meta
         if base.dtype == dtype:
             return base.as_strided(size, strides, offset)
         return torch.empty(0, dtype=dtype, device=device).set_(base.untyped_storage(), offset, size, strides)
 
 
-class _Kept:
-    """A tensor that is kept: by the hooks that were active below ours, or as it is."""
-
-    def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
-        self._unpack = None if below is None else below[1]
-        self._packed = autograd.alias(x) if below is None else below[0](x)
-        self._version = _version(x)
-
-    def unpack(self) -> Tensor:
-        if self._unpack is not None:
-            return self._unpack(self._packed)
-        x: Tensor = self._packed
-        if _version(x) != self._version:
-            raise MutationError(
-                f"one of the variables needed for gradient computation ({describe(x)}), which "
-                "checkpoint_scope keeps, has been modified by an inplace operation. Change a copy "
-                "(x.clone())."
-            )
-        return x
-
-
 class _Operation(NamedTuple):
     """An operator of the block, as it can be run again."""
 
     func: Any
-    # Flat arguments: views of what the block has made, tensors that are kept, and other things.
+    # Flat arguments: views, and what is no tensor.
     leaves: list[Any]
     structure: pytree.TreeSpec
     # Positions of kept tensors to which it writes.
     copied: list[int]
     # What it makes, by the position among the flat results, and what it writes to.
     makes: dict[int, _Made]
-    writes: set[_Made]
+    writes: set[_Source]
     streams: world.States
 
-    def run(self, bases: dict[_Made, Tensor], kept: dict[_Kept, Tensor]) -> None:
-        leaves = list(self.leaves)
-        for i, x in enumerate(leaves):
-            if isinstance(x, _View):
-                leaves[i] = x.on(bases[x.made])
-            elif isinstance(x, _Kept):
-                leaves[i] = kept[x].clone() if i in self.copied else kept[x]
+    def sources(self) -> list[_Source]:
+        return [x.source for x in self.leaves if isinstance(x, _View)]
+
+    def run(self, values: dict[_Source, Tensor]) -> None:
+        leaves = [x.on(values) if isinstance(x, _View) else x for x in self.leaves]
+        for i in self.copied:
+            leaves[i] = leaves[i].clone()
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         # A vmap of the backward has no say in the random numbers.
         with world.streams_at(self.streams), functorch.without_vmap_mode():
             out = pytree.tree_leaves(self.func(*args, **kwargs))
         for position, made in self.makes.items():
-            bases[made] = out[position]
+            values[made] = out[position]
 
 
 class _Block(TorchDispatchMode):
@@ -229,50 +216,45 @@ class _Block(TorchDispatchMode):
     def __init__(self, below: autograd.Hooks | None) -> None:
         super().__init__()
         self.task = autograd.graph_task()
-        self.pack = functools.partial(_pack, below)
+        self.pack: Any = functools.partial(_pack, below)
         # Whether all graphs that used it are gone.
         self.is_over = False
         self._below = below
         self._operations: list[_Operation] = []
         # What was read from outside, by id and version.
-        self._kept: dict[tuple[int, int], tuple[Tensor, _Kept]] = {}
+        self._kept: dict[tuple[int, int | None], tuple[Tensor, _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
-        self._is_open = True
-        self._slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
-        self._waiting = 0
+        self._slots: set[weakref.ref[_Slot]] = set()
         self._lock = threading.RLock()
         # The last backward that has replayed.
         self._replayed = -1
 
     def close(self) -> None:
-        self._is_open = False
         # Hooks of others lead to what they keep, and that perhaps to this block.
-        self.pack = self._below = None  # type: ignore[assignment]
+        self.pack = self._below = None
         for ref in self._tensors:
             x = ref()
-            if x is not None and type(x) is Tensor and (view := self._view(x)) is not None:
-                view.made.version = _version(x)
+            if x is not None and type(x) is Tensor and (made := self._made(x)) is not None:
+                made.version = version_of(x)
                 x.__class__ = ScopedTensor  # type: ignore[assignment]
         self._tensors.clear()
         self._kept.clear()
 
-    def _view(self, x: Tensor) -> _View | None:
-        """What `x` is of the storages that this block has made."""
+    def _made(self, x: Tensor) -> _Made | None:
+        """The storage of `x`, if this block has made it."""
         found = _find(x)
-        return _View(found[1], TensorMeta.of(x)) if found is not None and found[0] is self else None
+        return found[1] if found is not None and found[0] is self else None
 
-    def _keep(self, x: Tensor) -> _Kept:
-        key = id(x), _version(x)
+    def _keep(self, x: Tensor) -> _View:
+        key = id(x), version_of(x)
         if key not in self._kept:
             self._kept[key] = x, _Kept(x, self._below)
-        return self._kept[key][1]
+        return _View(self._kept[key][1])
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # the subclass acts first; its inner tensors come by here
+        if is_subclass_first(types):
+            return NotImplemented  # its inner tensors come by here
         # What an operator makes that takes functions is kept.
         if _current() is not self or isinstance(func, autograd.HigherOrderOperator):
             return func(*args, **kwargs)
@@ -280,7 +262,11 @@ class _Block(TorchDispatchMode):
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
         # As they are before it: it may exchange or resize their storage.
-        views = {i: view for i, x in tensors.items() if (view := self._view(x)) is not None}
+        views = {
+            i: _View(made, TensorMeta.of(x))
+            for i, x in tensors.items()
+            if (made := self._made(x)) is not None
+        }
         targets = {id(x) for x in written(func, args, kwargs)}
         changed = [i for i, x in tensors.items() if id(x) in targets]
         streams = world.states_drawn_from(func, args, kwargs)
@@ -291,10 +277,10 @@ class _Block(TorchDispatchMode):
                 self._tensors.append(weakref.ref(y))
                 storage = _storage(y)
                 # (It may be known: a selective checkpoint hands out results of the forward.)
-                if storage is not None and storage._cdata not in given and self._view(y) is None:
+                if storage is not None and storage._cdata not in given and self._made(y) is None:
                     makes[position] = _Made()
                     storage._funcckpt_made = self, makes[position]  # type: ignore[attr-defined]
-        writes = {views[i].made for i in changed if i in views}
+        writes = {views[i].source for i in changed if i in views}
         if makes or writes:
             for i, x in tensors.items():
                 leaves[i] = views[i] if i in views else self._keep(x)
@@ -304,18 +290,17 @@ class _Block(TorchDispatchMode):
 
     # -- the recomputation -------------------------------------------------------------------------
 
-    def slot(self, view: _View) -> _Slot:
-        slot = _Slot(self, view, len(self._operations))
-        self._slots.add(slot)
-        self._waiting += 1
+    def slot(self, made: _Made, x: Tensor) -> _Slot:
+        slot = _Slot(self, _View(made, TensorMeta.of(x)), len(self._operations))
+        self._slots.add(weakref.ref(slot, self._forget))
         return slot
 
-    def forget(self) -> None:
+    def _forget(self, slot: weakref.ref[_Slot]) -> None:
         """A graph was used and is gone. A tensor of the block may be alive: it shall not keep alive what the
         block has read, which an earlier block may have made, and so on.
         """
-        self._waiting -= 1
-        if not self._is_open and self._waiting == 0:
+        self._slots.discard(slot)
+        if not self._slots and self.pack is None:
             self.is_over = True
             self._operations.clear()
 
@@ -325,60 +310,54 @@ class _Block(TorchDispatchMode):
                 # Outside of a backward one is looked at, and the others are not asked for.
                 task = autograd.graph_task()
                 again = task in (-1, self._replayed)
-                self._replay([slot] if again else [s for s in self._slots if s.value is None])
+                waiting = [slot] if again else [ref() for ref in [*self._slots]]
+                self._replay([s for s in waiting if s is not None and s.value is None])
                 self._replayed = task
             x, slot.value = slot.value, None
         assert x is not None
         return x
 
     def _replay(self, slots: Sequence[_Slot]) -> None:
-        wanted = {slot.view.made for slot in slots}
-        needed: set[_Made | _Kept] = set(wanted)
+        needed = {slot.view.source for slot in slots}
         # Operators, last first, and what is not used after each.
-        steps: list[tuple[int, list[_Made | _Kept]]] = []
+        steps: list[tuple[int, _Operation, set[_Source]]] = []
         for i, operation in reversed([*enumerate(self._operations)]):
-            changes = {*operation.makes.values(), *operation.writes}
-            if needed.isdisjoint(changes):
-                continue
-            uses: set[_Made | _Kept] = {x for x in operation.leaves if isinstance(x, _Kept)}
-            uses.update(changes, [x.made for x in operation.leaves if isinstance(x, _View)])
-            steps.append((i, [x for x in uses - wanted if x not in needed]))
-            needed |= uses
-        bases: dict[_Made, Tensor] = {}
-        kept: dict[_Kept, Tensor] = {}
-        for i, last in reversed(steps):
-            operation = self._operations[i]
-            for x in operation.leaves:
-                if isinstance(x, _Kept) and x not in kept:
-                    kept[x] = x.unpack()  # others may have to recompute it, in a world of their own
+            uses = {*operation.makes.values(), *operation.writes}
+            if not needed.isdisjoint(uses):
+                uses.update(operation.sources())
+                steps.append((i, operation, uses - needed))
+                needed |= uses
+        values: dict[_Source, Tensor] = {}
+        for i, operation, last in reversed(steps):
+            for source in operation.sources():
+                if isinstance(source, _Kept) and source not in values:
+                    values[source] = source.unpack()  # others may recompute it, in a world of their own
             # Casts were recorded as operators.
             with torch.no_grad(), autograd.plain(), autograd.without_autocast():
                 for slot in slots:
-                    if slot.before <= i and slot.value is None and slot.view.made in operation.writes:
-                        slot.value = slot.view.on(bases[slot.view.made]).clone()
-                operation.run(bases, kept)
-            for used in last:
-                del (kept if isinstance(used, _Kept) else bases)[used]  # type: ignore[arg-type]
+                    if slot.before <= i and slot.value is None and slot.view.source in operation.writes:
+                        slot.value = slot.view.on(values).clone()
+                operation.run(values)
+            for source in last:
+                del values[source]
         with torch.no_grad(), autograd.plain():
             for slot in slots:
                 if slot.value is None:
-                    slot.value = slot.view.on(bases[slot.view.made])
+                    slot.value = slot.view.on(values)
 
 
 class _Slot:
     """What the graph keeps in place of a tensor that a block has made."""
 
+    value: Tensor | None = None
+
     def __init__(self, block: _Block, view: _View, before: int) -> None:
         self._block, self.view = block, view
         # The number of the first operator after it.
         self.before = before
-        self.value: Tensor | None = None
 
     def unpack(self) -> Tensor:
         return self._block.unpack(self)
-
-    def __del__(self) -> None:
-        self._block.forget()
 
 
 # -- what is saved, and who saves it ------------------------------------------------------------------
@@ -391,9 +370,9 @@ def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
     # in the recomputation, whichever tensors of other blocks are alive then.
     if found is None or (found[0] is not block and (block is not None or is_of_checkpoint(below))):
         return _Kept(x, below)
-    if found[1].version not in (None, _version(x)):
+    if found[1].version not in (None, version_of(x)):
         return _Kept(x, below)  # written to after the block: no recomputation gives that value
-    return found[0].slot(_View(found[1], TensorMeta.of(x)))
+    return found[0].slot(found[1], x)
 
 
 def _unpack(packed: _Slot | _Kept) -> Tensor:
@@ -404,26 +383,25 @@ class ScopedTensor(Tensor):
     """A tensor that was made in a `checkpoint_scope`, after the end of the block."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_PLAIN_TENSORS or not all(t in _KNOWN for t in types):
-            with _unscoped((args, kwargs)):  # for code of others
+        if func in _OF_PLAIN_TENSORS or not _KNOWN.issuperset(types):  # code of others
+            scoped = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is cls]
+            for x in scoped:
+                x.__class__ = Tensor  # type: ignore[assignment]
+            try:
                 return func(*args, **kwargs)
-        with autograd.subclasses_asleep():
-            hooks: AbstractContextManager[Any] = nullcontext()
-            # A checkpoint keeps nothing, and counts what is saved, and what hooks inside of it do: in its
-            # recomputation what it was given is a plain tensor.
-            may_save = torch.is_grad_enabled() and _current() is None
-            if may_save and autograd.may_push_hooks() and not in_checkpoint():
-                pack = functools.partial(_pack, autograd.top_saved_tensors_hooks())
-                hooks = saved_tensors_hooks(pack, _unpack)
-            with hooks:
-                out = func(*args, **kwargs)
-            for y in out if isinstance(out, (tuple, list)) else (out,):
-                if type(y) is Tensor and _find(y) is not None:
-                    y.__class__ = cls
+            finally:
+                for x in scoped:
+                    x.__class__ = cls
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if torch.is_grad_enabled() and _current() is None and autograd.may_push_hooks():
+            hooks = saved_tensors_hooks(functools.partial(_pack, autograd.top_saved_tensors_hooks()), _unpack)
+        with autograd.subclasses_asleep(), hooks:
+            out = func(*args, **kwargs)
+        for y in results(out):
+            if type(y) is Tensor and _find(y) is not None:
+                y.__class__ = cls
         return out
 
 
@@ -433,15 +411,3 @@ _OF_PLAIN_TENSORS = {
 }
 _PLAIN = {Tensor, torch.nn.Parameter, ScopedTensor}
 _KNOWN = {*_PLAIN, torch.nn.Buffer}
-
-
-@contextmanager
-def _unscoped(tree: Any) -> Iterator[None]:
-    scoped = [x for x in pytree.tree_leaves(tree) if type(x) is ScopedTensor]
-    for x in scoped:
-        x.__class__ = Tensor  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for x in scoped:
-            x.__class__ = ScopedTensor
