@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -62,8 +60,7 @@ def checkpoint(
     Parameters
     ----------
     function : callable
-        What to call. Without it, a decorator of functions and methods is returned:
-        ``checkpoint(**options)(f)``.
+        What to call. Without it, a decorator is returned: ``checkpoint(**options)(f)``.
     *args, **kwargs
         What to call it with; tensors of any shape, anything else, and any nesting of them.
     use_reentrant : bool or None
@@ -79,15 +76,9 @@ def checkpoint(
     debug : bool
         Errors about a recomputation by hooks list the operators of both runs.
     early_stop : bool
-        Stop the recomputation when all that is needed is there. The functional path skips what is
-        not needed in any case.
+        Stop the recomputation by hooks when all that is needed is there.
     respect_saved_tensors_hooks : bool or None
         Accepted, and False: what a selective checkpoint saves does not go through hooks around the call.
-
-    Returns
-    -------
-    Any
-        What the function returned; or a decorator.
 
     Raises
     ------
@@ -95,14 +86,13 @@ def checkpoint(
         An option has a value that it cannot have, or that cannot be honoured here.
     MutationError
         A tensor that the function uses was changed in place before the recomputation.
-    torch.utils.checkpoint.CheckpointError
-        The recomputation saved other tensors than the forward. `funcckpt.CheckpointError` is one.
+    CheckpointError
+        The recomputation saved other tensors than the forward.
 
     Notes
     -----
-    When f uses a transform that refuses hooks, that shows when f is run: it is then started anew, with
-    the random streams put back, and goes by `remat`. What it has changed by then is put back if it was
-    found (`MutationError` if it cannot be).
+    Where f uses a transform, which refuses hooks, it is started anew in each call, and goes by `remat`. Call
+    `remat` yourself to spare that.
 
     Examples
     --------
@@ -127,21 +117,19 @@ def checkpoint(
         )
     options = Options(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     if function is None:
-        if args or kwargs:
-            raise OptionError(
-                f"checkpoint: {', '.join(kwargs) or 'arguments'} without a function to call. Write "
-                "checkpoint(f, *args, **kwargs), or checkpoint(**options)(f)(*args, **kwargs)."
-            )
+        if kwargs:
+            raise OptionError(f"checkpoint: no option {', '.join(kwargs)}, or no function to call.")
         return lambda f: _decorated(f, options)
     return call(function, args, kwargs, options)
 
 
 def _decorated(f: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return call(f, args, kwargs, options)
-
     # A module's __dict__ is its state, not an annotation.
-    return functools.update_wrapper(checkpointed, f.forward if isinstance(f, nn.Module) else f, updated=())
+    return functools.update_wrapper(
+        lambda *args, **kwargs: call(f, args, kwargs, options),
+        f.forward if isinstance(f, nn.Module) else f,
+        updated=(),
+    )
 
 
 @functools.cache
@@ -159,35 +147,28 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if options.use_reentrant and not torch.compiler.is_compiling():
         _warn_of_reentrant()
     if torch.compiler.is_compiling() or autograd.is_tracing_plain():
-        # Dynamo knows the function, and AOTAutograd what it does. Dynamo takes no option that it cannot
-        # read, not even at its default.
+        # Dynamo takes no option that it cannot read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
         if dynamo and compiled.differentiates():  # which torch's does without recomputation, or refuses
             if options.context_fn is not noop_context_fn:
                 compiled.refuse("checkpoint: under torch.func transforms, context_fn")
             # (Dynamo cannot ask each f for its name.)
             return call_compiled(f, "f", args, kwargs, options.preserve_rng_state, options.determinism_check)
-        given: dict[str, Any] = (
-            {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
-        )
+        contexts = {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
         return (torch_checkpoint.checkpoint if dynamo else autograd.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
             *args,
             use_reentrant=False,
             preserve_rng_state=options.preserve_rng_state,
             determinism_check=options.determinism_check,
-            **given,
+            **contexts,  # type: ignore[arg-type]
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
     enabled = autograd.checkpoint_debug_enabled()
     if enabled is not None:
         options = options._replace(debug=enabled)
-    if options.debug and options.context_fn is not noop_context_fn:
-        raise OptionError(f"{title(f)}: debug=True is incompatible with non-default context_fn.")
-    is_transformed = functorch.maybe_current_level() is not None or wrappers.in_dual_level()
-    is_known = options.context_fn is noop_context_fn and _use_transforms.get(id(f)) is f
-    if is_transformed or is_known:
+    if functorch.maybe_current_level() is not None or wrappers.in_dual_level():
         return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
         return ask(
@@ -197,9 +178,6 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             lambda **changes: _by_hooks(f, args, kwargs, options._replace(**_contexts(**changes))),
         )
     return _by_hooks(f, args, kwargs, options)
-
-
-# -- the hook path ------------------------------------------------------------------------------
 
 
 def _contexts(**changes: Any) -> dict[str, Any]:
@@ -222,16 +200,7 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if autograd.REFUSES_HOOKS not in str(error) or autograd.top_saved_tensors_hooks() is not None:
             raise
         region.undo()
-    if not any(map(callable, args)):  # a helper may do quite different things with what it is given
-        with suppress(TypeError):  # there is no weak reference to some objects
-            _use_transforms[id(f)] = f
     return _functional(f, args, kwargs, options)
-
-
-# -- the functional path ------------------------------------------------------------------------
-
-# What was seen to use a transform, which refuses hooks, by id.
-_use_transforms: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _functional(
@@ -252,6 +221,3 @@ def _functional(
         determinism_check=options.determinism_check,
         policy=policy,
     )(*args, **kwargs)
-
-
-patched.serve(checkpoint)

@@ -1,13 +1,12 @@
 """`patched`, `install` and `uninstall`: models whose checkpoint calls are not ours to change.
 
 Libraries hold torch's checkpoint in many ways: by an imported name, in a `functools.partial` on each module
-(transformers), inside of a function of their own (timm). So the function stays what and where it is, and one
-thing is touched: the attribute `__dynamo_disable` of the original function, in which torch's checkpoint looks
-up what does the work. From the first patch on, that is a function that asks whether a patch holds in the
-thread that is calling. Dynamo, which knows checkpoint by itself and does not run it, sees no difference.
+(transformers), inside of a function of their own (timm). So one thing is touched: the attribute
+`__dynamo_disable` of the function, in which torch's checkpoint looks up what does the work. From the first
+patch on, that is a function that asks whether a patch holds in the thread that is calling.
 
-A recomputation has to know it as well: the checkpoints inside of a region have to be of the same make in
-the forward and in the recomputation, which may be long after the block, and in another thread.
+The checkpoints inside of a region have to be of the same make in the forward and in the recomputation, which
+may be long after the block, and in another thread.
 """
 
 from __future__ import annotations
@@ -24,17 +23,14 @@ from .._torch import autograd
 _installed = False
 # What holds in this context, whatever is installed.
 _here: ContextVar[bool | None] = ContextVar("funcckpt_patched", default=None)
-# Our checkpoint.
-_ours: Callable[..., Any]
 
 
 def patched() -> AbstractContextManager[None]:
     """Let every call of `torch.utils.checkpoint.checkpoint` be one of ours, for the time of a block.
 
-    All references to the function are meant, whoever holds them and since when; and so is
-    `torch.utils.checkpoint.checkpoint_sequential`, which calls it. It holds in the thread that runs the
-    block, and in the recomputation of what was checkpointed in it, also after the block and in another
-    thread. :func:`install` does the same for the whole process.
+    It holds in the thread that runs the block, whoever holds the function, and in the recomputation of what
+    was checkpointed in it, also after the block and in another thread. :func:`install` does the same for the
+    whole process.
 
     Examples
     --------
@@ -95,13 +91,9 @@ def always(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def serve(checkpoint: Callable[..., Any]) -> None:
-    """Call this one. (It is defined in a module that imports this.)"""
-    global _ours
-    _ours = checkpoint
-
-
 def _call(*args: Any, **kwargs: Any) -> Any:
+    from .checkpoint import checkpoint  # which imports this module
+
     # Inside of one of torch's, which may have run its forward before the patch, all are torch's.
     is_ours = is_active() and not autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks())
-    return (_ours if is_ours else autograd.original_checkpoint)(*args, **kwargs)
+    return (checkpoint if is_ours else autograd.original_checkpoint)(*args, **kwargs)

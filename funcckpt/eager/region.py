@@ -3,11 +3,8 @@
 The algorithm is that of torch's non-reentrant checkpoint: while f runs in the forward, a saved-tensor
 hook puts a *slot* into the graph in place of each tensor that autograd saves. The first slot that is
 read in a backward runs f again, and the n-th tensor saved then goes to the n-th slot; the run stops
-when the last slot has its tensor. A tensor is given away when its slot is read, and dies with its slot
-otherwise.
-
-Regions nest: the slots of an inner region are its own affair, and its inputs are tensors saved in the
-outer one. So what is read from an inner region runs the outer region first, once.
+when the last slot has its tensor. A tensor is given away when its slot is read. The inputs of a region inside
+of another are tensors saved in the outer one.
 
 It is written anew for what torch's cannot be made to do from outside:
 
@@ -22,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -35,16 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
-from .._torch import autograd, functorch
+from .._torch import autograd, functorch, wrappers
 from ..closures import Found, Rebuilt
-from ..core import tensors
+from ..core import net, tensors
 from ..errors import CheckpointError, MutationError, describe
 from . import patched
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-# Arguments that refer to nothing.
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
 
 
 class Options(NamedTuple):
@@ -109,13 +103,13 @@ class Region:
         stop = autograd.checkpoint_early_stop()
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"
-        self._contexts = (Log(), Log()) if options.debug else options.context_fn()
+        self._logs = (Log(), Log()) if options.debug else noop_context_fn()
+        self._contexts = options.context_fn()
         if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
             self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn of ours
         leaves, self._structure = pytree.tree_flatten((args, kwargs))
         self._inputs = [autograd.save(x) if isinstance(x, Tensor) else x for x in leaves]
-        # Arguments that refer to something, by their positions.
-        others = {i: x for i, x in enumerate(leaves) if type(x) not in _PLAIN and not isinstance(x, Tensor)}
+        others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}  # by their positions
         self._found = found = Found((f, others))
         # Whether there are modules that get their tensors in their first call.
         self.is_lazy = any(map(is_lazy, found.tensors.values()))
@@ -155,9 +149,11 @@ class Region:
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = functorch.next_sequence_number()
         found = self._found
-        reached = (*found.tensors.values(), *self._given) if found.calls_backward else ()
-        gradients = [(x, tensors.gradient_of(x)) for x in reached if isinstance(x, Tensor) and x.is_leaf]
-        with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0]:
+        gradients = []
+        if found.calls_backward:
+            reached = [x for x in (*found.tensors.values(), *self._given) if isinstance(x, Tensor)]
+            gradients = [(x, tensors.gradient_of(x)) for x in reached if x.is_leaf]
+        with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0]:
             out = f(*args, **kwargs)
         self._complete = True
         # Others are not touched: another thread may be drawing from them.
@@ -183,9 +179,8 @@ class Region:
             self._constants.pop(id(x), None)
         for x in self._changed():
             raise MutationError(
-                f"{self._name}: the function uses a torch.func transform, so that its forward has to be "
-                f"started anew, and has changed {self._found.where(id(x))} ({describe(x)}) in place "
-                "before. Use funcckpt.remat, or change it outside of the function."
+                f"{self._name}: the function changes {self._found.where(id(x))} ({describe(x)}) in place, "
+                "and uses a torch.func transform then. Use funcckpt.remat, or change it outside of it."
             )
 
     def _pack(self, x: Tensor) -> Slot:
@@ -201,12 +196,15 @@ class Region:
         To hold those would keep another graph alive.
         """
         found = self._found
-        leaves, sources = _edges(out, first_node)
-        given = {*map(id, self._given)}
-        for x in leaves:
-            if id(x) not in found.tensors and id(x) not in given:
+        is_one = isinstance(out, Tensor)
+        outputs = (out,) if is_one else [y for y in pytree.tree_leaves(out) if isinstance(y, Tensor)]
+        edges = dict(net.entering(outputs, (), first_node))
+        known = {*found.tensors, *map(id, self._given)}
+        hidden = [key for key, number in edges.items() if number == net.LEAF and key not in known]
+        for x in wrappers.leaves_of(outputs) if hidden else ():
+            if id(x) in hidden:
                 self._constants[id(x)] = x, x._version
-        unused = [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in sources]
+        unused = [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in edges]
         if unused:
             self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
             found.weaken(unused)
@@ -214,7 +212,6 @@ class Region:
             self._constants.pop(number, None)
 
     def _changed(self) -> list[Tensor]:
-        """The constants that were changed in place since."""
         return [x for x, version in self._constants.values() if x._version != version]
 
     # -- the backward -------------------------------------------------------------------------------
@@ -269,8 +266,21 @@ class Region:
                 leaves[i] = x
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
             del leaves, instead
-            self._enter_world(stack)
-            count, different = 0, []
+            # The world of the forward, where it is not here.
+            if self._check and (written := self._changed()):
+                stack.enter_context(tensors.Refusing(written, self._was_changed))
+            if not self._world.is_here():
+                stack.enter_context(self._world.replayed())
+            if self._torch_function != functorch._get_torch_function_state():
+                stack.enter_context(functorch.torch_function_as(self._torch_function))
+            if self._patched != patched.is_active():
+                stack.enter_context(patched.active(self._patched))
+            if self._states:
+                stack.enter_context(world.streams_at(self._states))
+            # Random numbers are those of the forward, of which a vmap of the backward has no say.
+            stack.enter_context(functorch.without_vmap_mode())
+            stack.enter_context(torch.enable_grad())
+            count = 0
 
             def pack(x: Tensor) -> Tensor:
                 nonlocal count
@@ -288,40 +298,22 @@ class Region:
                 # None if someone has run a backward that needs it no more.
                 if slot is not None:
                     if self._check and (here := (x.shape, x.dtype, x.device)) != self._looks[i]:
-                        different.append(f"position {i}: {self._looks[i]} saved, {here} recomputed")
+                        raise self._error(
+                            "Recomputed values for the following tensors have different metadata than during "
+                            f"the forward pass: position {i}: {self._looks[i]} saved, {here} recomputed."
+                        )
                     slot[key] = kept, kept._version
                 if self._early_stop and count == len(self._slots):
                     raise _Stop
                 return kept
 
-            with suppress(_Stop), saved_tensors_hooks(pack, _itself), self._contexts[1]:
+            with suppress(_Stop), saved_tensors_hooks(pack, _itself), self._contexts[1], self._logs[1]:
                 autograd.without_dynamo(f)(*args, **kwargs)
         if self._complete and count != len(self._slots):
             raise self._error(
                 "A different number of tensors was saved during the original forward and recomputation: "
                 f"{len(self._slots)}, and {count}."
             )
-        if different:
-            raise self._error(
-                "Recomputed values for the following tensors have different metadata than during the forward "
-                f"pass:\n{chr(10).join(different)}\n"
-            )
-
-    def _enter_world(self, stack: ExitStack) -> None:
-        """The world of the forward, where it is not here."""
-        if self._check and (changed := self._changed()):
-            stack.enter_context(tensors.Refusing(changed, self._was_changed))
-        if not self._world.is_here():
-            stack.enter_context(self._world.replayed())
-        if self._torch_function != functorch._get_torch_function_state():
-            stack.enter_context(functorch.torch_function_as(self._torch_function))
-        if self._patched != patched.is_active():
-            stack.enter_context(patched.active(self._patched))
-        if self._states:
-            stack.enter_context(world.streams_at(self._states))
-        # Random numbers are those of the forward, of which a vmap of the backward has no say.
-        stack.enter_context(functorch.without_vmap_mode())
-        stack.enter_context(torch.enable_grad())
 
     # -- errors -------------------------------------------------------------------------------------
 
@@ -338,10 +330,9 @@ class Region:
 
     def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function has to do the same each time"
-        logs = [log for log in self._contexts if isinstance(log, Log)]
-        if not logs:
+        if not isinstance(self._logs[0], Log):
             return CheckpointError(f"{text}; pass debug=True to see the operators of both runs.")
-        forward, recompute = ["\n".join(log.operators) for log in logs]
+        forward, recompute = ["\n".join(log.operators) for log in self._logs]
         return CheckpointError(
             f"{text}.\n\nOperations executed during the original forward:\n\n{forward}\n\n"
             f"Operations executed during recomputation:\n\n{recompute}"
@@ -362,24 +353,3 @@ def _copy(x: Tensor) -> Tensor:
     """A copy, which no mode and no graph sees."""
     with autograd.without_dispatch_modes(), autograd.plain():
         return x.detach().clone()
-
-
-def _edges(out: Any, first: int) -> tuple[Sequence[Tensor], set[Any]]:
-    """The leaves that are used by what was recorded since node number `first`, and the nodes of before."""
-    outputs = (out,) if isinstance(out, Tensor) else pytree.tree_leaves(out)
-    nodes: list[Any] = [*{y.grad_fn for y in outputs if isinstance(y, Tensor)} - {None}]
-    seen: set[Any] = {None, *nodes}
-    leaves, sources = [], set()
-    for node in nodes:
-        following = node.next_functions
-        if not following:
-            if (x := getattr(node, "variable", None)) is not None:
-                leaves.append(x)
-        elif node._sequence_nr() >= first:
-            for other, _ in following:
-                if other not in seen:
-                    seen.add(other)
-                    nodes.append(other)
-        else:
-            sources.add(node)
-    return leaves, sources

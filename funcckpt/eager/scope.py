@@ -1,22 +1,16 @@
 """`checkpoint_scope`: what is made in a block of code is not kept for the backward, wherever it is used.
 
-`checkpoint` says what to run again; a scope says what not to keep. In ``with checkpoint_scope(): x = a + b``
-and then ``y = x * c`` it is the product that wants x, after the block and out of reach of any hook that was
-active in it. (RETURNN's `gradient_checkpoint_scope` had the idea first, and another answer.) Four parts:
+In the block a dispatch mode records the operators that make a storage, or write to one that the block has
+made. A saved-tensor hook gives the graph a slot in place of what lies in such a storage; anything else is
+kept. The first slot that is read replays, in order, the operators that any slot still waits for. What a
+backward did not ask for is there for the next.
 
-* **What was made.** In the block a dispatch mode records the operators that make a new storage or write to
-  one that the block has made, with the random state before those that draw, and tells the storage so.
-* **What is saved.** A saved-tensor hook looks up the storage of what autograd wants to save. If a block has
-  made it, the graph gets a slot that says which part of which storage. Anything else is kept.
-* **Who saves it.** The hook is active in the block. Behind it, torch.func would refuse to run under it. So at
-  the end of the block the class of its tensors becomes `ScopedTensor`, whose `__torch_function__` runs any
-  operator that is given one of them under the hook.
-* **The recomputation.** The first slot that is read replays, in order, the operators that any slot still
-  waits for; each storage is dropped after its last use there, and each slot gives its tensor away when it is
-  read. What a backward did not ask for is there for the next.
+Behind the block torch.func would refuse to run under the hook. So there the class of its tensors is
+`ScopedTensor`, whose `__torch_function__` runs any operator that is given one of them under the hook.
 
 What the block reads from outside is kept, once each. That includes what an earlier scope has made, so that a
-scope around each layer of a chain keeps the results of the layers, as `checkpoint` does.
+scope around each layer of a chain keeps the results of the layers, as `checkpoint` does. (RETURNN's
+`gradient_checkpoint_scope` had the idea first, and another answer.)
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +52,7 @@ def checkpoint_scope() -> Iterator[None]:
     recomputed once, in order, when the first of them is needed in a backward, and freed as they are used.
     What the block reads from outside is kept.
 
-    Scopes may be nested and alive side by side, and a `checkpoint` may stand inside of a scope or around it.
+    Scopes may be nested, and a `checkpoint` may stand inside of a scope or around it.
 
     Raises
     ------
@@ -69,15 +64,13 @@ def checkpoint_scope() -> Iterator[None]:
     Notes
     -----
     Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor` that is
-    saved and copied as a `torch.Tensor`. Until a graph that uses it is gone, a tensor of the block that is
-    alive keeps alive what the block has read; from then on it is a tensor like others. What an
-    `autograd.Function` is given directly, after the block, it keeps: no operator is called that could tell.
-    Where grad mode is off when the scope is entered, nothing is recorded. A dispatch mode of others that
-    changes results has to be inside of the block: one around it is not there when the block is replayed.
+    saved and copied as a `torch.Tensor`. What an `autograd.Function` is given directly, after the block, it
+    keeps. Where grad mode is off when the scope is entered, nothing is recorded. A dispatch mode of others
+    that changes results has to be inside of the block.
 
     Examples
     --------
-    Weight noise: neither the noise nor the noisy weight is kept.
+    Neither the noise nor the noisy weight is kept.
 
     >>> import torch
     >>> from funcckpt import checkpoint_scope
@@ -96,7 +89,7 @@ def checkpoint_scope() -> Iterator[None]:
     if not torch.is_grad_enabled() or (around is not None and top is not None and top[0] is around.pack):
         yield
         return
-    block, before = _Block(top), _here.block
+    block, before = _Block(top), getattr(_here, "block", None)
     _here.block = block
     try:
         with saved_tensors_hooks(block.pack, _unpack), block:
@@ -110,18 +103,12 @@ def checkpoint_scope() -> Iterator[None]:
         block.close()
 
 
-class _Here(threading.local):
-    """The innermost block that this thread is in."""
-
-    block: _Block | None = None
-
-
-_here = _Here()
+_here = threading.local()
 
 
 def _current() -> _Block | None:
     """The block that records; a backward that runs in the middle of it is no part of it."""
-    block = _here.block
+    block: _Block | None = getattr(_here, "block", None)
     return None if block is None or block.task != autograd.graph_task() else block
 
 
@@ -346,18 +333,18 @@ class _Block(TorchDispatchMode):
                     slot.value = slot.view.on(values)
 
 
+@dataclass(eq=False)
 class _Slot:
     """What the graph keeps in place of a tensor that a block has made."""
 
+    block: _Block
+    view: _View
+    # The number of the first operator after it.
+    before: int
     value: Tensor | None = None
 
-    def __init__(self, block: _Block, view: _View, before: int) -> None:
-        self._block, self.view = block, view
-        # The number of the first operator after it.
-        self.before = before
-
     def unpack(self) -> Tensor:
-        return self._block.unpack(self)
+        return self.block.unpack(self)
 
 
 # -- what is saved, and who saves it ------------------------------------------------------------------
@@ -395,7 +382,10 @@ class ScopedTensor(Tensor):
                 for x in scoped:
                     x.__class__ = cls
         hooks: AbstractContextManager[Any] = nullcontext()
-        if torch.is_grad_enabled() and _current() is None and autograd.may_push_hooks():
+        # A checkpoint, and hooks inside of it, have to meet the same in the recomputation, where what it was
+        # given is a plain tensor.
+        in_checkpoint = any(map(is_of_checkpoint, autograd.saved_tensors_hooks()))
+        if torch.is_grad_enabled() and _current() is None and autograd.may_push_hooks() and not in_checkpoint:
             hooks = saved_tensors_hooks(functools.partial(_pack, autograd.top_saved_tensors_hooks()), _unpack)
         with autograd.subclasses_asleep(), hooks:
             out = func(*args, **kwargs)

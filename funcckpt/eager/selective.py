@@ -24,7 +24,7 @@ from .._torch import autograd
 from ..errors import CheckpointError, OptionError
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, as_function, current_name
-from ..tape.operators import kind_of_call, results, run_operator, written
+from ..tape.operators import kind_of, results, run_operator, written
 from ..tape.tape import Call, Tape
 from .region import Versioned
 
@@ -56,8 +56,6 @@ def create_selective_checkpoint_contexts(
 
     Raises
     ------
-    InputError, OptionError
-        The argument is neither a policy nor a list of overloads.
     CheckpointError
         In the backward: the recomputation calls an operator more often than the forward did.
     MutationError
@@ -125,12 +123,12 @@ class Forward(_Mode):
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS:
             return run_operator(func, args, kwargs)
-        kind = kind_of_call(func, args, kwargs)
+        kind = kind_of(func)
         for index, _ in self._tape.made(written(func, args, kwargs) if kind != "view" else ()):
             self._tape.calls[index].values.clear()  # to be run again, and written to again
         before = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
-        call = self._tape.note(func, kind, args, kwargs, out)
+        call = self._tape.note(func, args, kwargs, out)
         self._calls[func].append(call)
         if call is not None:
             call.streams = before, world.states_drawn_from(func, args, kwargs)

@@ -6,9 +6,7 @@ that differ, `plan_segments` measures each one and finds the cuts with the lowes
 
 Its model: while layer l of segment k goes backward, there are alive the inputs of segments 1 to k, what
 the layers of k up to l keep, what the backward of l needs itself, and the gradients of the parameters
-of all later layers. The lowest peak of the layers from i on, beyond what is held for earlier segments, is
-found from those of the layers from j on, for each j behind i: O(n²), and O(n² · segments) if their number
-is given. Not in the model: what a forward allocates and frees within one layer.
+of all later layers. Not in the model: what a forward allocates and frees within one layer.
 """
 
 from __future__ import annotations
@@ -22,13 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import wrappers
 from ..closures import Found, Rebuilt
-from ..errors import InputError, OptionError
+from ..errors import OptionError
 from ..meter import Meter
 from .checkpoint import checkpoint
 
@@ -58,16 +55,6 @@ def checkpoint_sequential(
     use_reentrant, **options
         Those of :func:`checkpoint`.
 
-    Returns
-    -------
-    Any
-        The result of the last function.
-
-    Raises
-    ------
-    OptionError
-        There is no such division.
-
     Examples
     --------
     >>> import torch
@@ -78,21 +65,17 @@ def checkpoint_sequential(
     torch.Size([2, 4])
     """
     layers = _layers(functions)
-    *recomputed, last = _lengths(len(layers), segments)
+    *recomputed, _ = _lengths(len(layers), segments)
     start = 0
     for length in recomputed:
         segment = chain(layers[start : start + length])
         input = checkpoint(use_reentrant=use_reentrant, **options)(segment)(input)
         start += length
-    return chain(layers[start : start + last])(input)
+    return chain(layers[start:])(input)
 
 
 def _layers(functions: Functions) -> list[Callable[[Any], Any]]:
-    layers: list[Any] = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
-    for layer in layers:
-        if not callable(layer):
-            raise InputError(f"checkpoint_sequential runs callables, not {type(layer).__name__}.")
-    return layers
+    return list(functions.children() if isinstance(functions, nn.Sequential) else functions)
 
 
 def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -112,13 +95,7 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
     if isinstance(segments, Sequence):
         lengths = list(segments)
     else:
-        try:
-            segments = operator.index(segments)  # an int, or one of numpy's
-        except TypeError:
-            raise OptionError(
-                "checkpoint_sequential: segments is a number, a sequence of numbers, or None, and not "
-                f"{segments!r}."
-            ) from None
+        segments = operator.index(segments)  # an int, or one of numpy's
         # The longer ones first: towards the end there are more segment inputs alive.
         size, rest = divmod(count, max(segments, 1))
         lengths = [size + 1] * rest + [size] * (segments - rest)
@@ -135,22 +112,17 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
 class Cost(NamedTuple):
     """What one layer costs, in bytes."""
 
-    output: int
-    """The result, which is kept as such if a segment starts behind it."""
-    kept: int
-    """What is kept between its forward and its backward, the result included if it is needed."""
-    backward: int
-    """What its backward allocates beyond that, at most."""
-    gradients: int
-    """Of its parameters, alive from then on."""
+    output: int  # the result, which is kept as such if a segment starts behind it
+    kept: int  # between its forward and its backward, the result included if it is needed
+    backward: int  # what its backward allocates beyond that, at most
+    gradients: int  # of its parameters, alive from then on
 
 
 def plan_segments(functions: Functions, input: Any, segments: int | None = None) -> list[int]:
     """Measure each layer, and find the segments with the lowest peak of live bytes.
 
-    Layers are run one after the other, each with a backward of its own, so that this needs no more memory
-    than the greediest layer; random streams and buffers are left as they were, and no gradient is
-    accumulated.
+    Layers are run one after the other, each with a backward of its own; random streams and buffers are left
+    as they were, and no gradient is accumulated. Plan once, for the largest input.
 
     Parameters
     ----------
@@ -162,8 +134,7 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     Returns
     -------
     list of int
-        The number of functions of each segment, for :func:`checkpoint_sequential`. Plan once, for the
-        largest input.
+        The number of functions of each segment, for :func:`checkpoint_sequential`.
 
     Examples
     --------
@@ -183,10 +154,6 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     layers = _layers(functions)
     if not layers:
         return [0]
-    if any(is_lazy(x) for f in layers if isinstance(f, nn.Module) for x in (*f.parameters(), *f.buffers())):
-        raise InputError(
-            "plan_segments measures layers: call the model once, so that lazy modules have a shape."
-        )
     if segments is not None:
         segments = len(_lengths(len(layers), segments))
     return best_segments(measure_layers(layers, input), segments)

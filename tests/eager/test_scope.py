@@ -29,7 +29,7 @@ from .implementations import D, Ops, both, draw, leaf
 def nothing_left():
     yield
     gc.collect()
-    assert scope_module._here.block is None
+    assert scope_module._current() is None
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 

@@ -1,8 +1,6 @@
 """checkpoint under transforms, around them, and in forward mode: the functional path."""
 
-import functools
 import itertools
-import queue
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -17,7 +15,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointError
 
 import funcckpt
-from funcckpt import checkpoint, create_selective_checkpoint_contexts
+from funcckpt import checkpoint
 from funcckpt.errors import OptionError
 from funcckpt.meter import Meter
 
@@ -116,62 +114,6 @@ def test_f_with_a_transform_inside():
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         torch.utils.checkpoint.checkpoint(inner_gradient, x, w, use_reentrant=False)
     assert_same(gradients(inner_gradient, x, w, checkpoint=checkpoint), gradients(inner_gradient, x, w))
-
-
-def test_it_is_known_the_second_time():
-    entered = itertools.count()  # which is not put back
-
-    def f(x):
-        next(entered)
-        return vmap(grad(torch.sin))(x)
-
-    x = leaf(3)
-    checkpoint(f, x).sum().backward()
-    assert next(entered) == 3  # tried with hooks, then forward and recomputation
-    checkpoint(f, x).sum().backward()
-    assert next(entered) == 6
-
-
-def test_a_helper_is_known_with_what_it_was_given():
-    """By itself it may do quite different things: what it stores would be an error in remat."""
-    stored = []
-
-    def helper(f, x):
-        return f(x)
-
-    def with_transform(x):
-        return vmap(grad(torch.sin))(x)
-
-    def storing(x):
-        stored.append(x.sin())
-        return stored[-1].exp()
-
-    x = leaf(3)
-    checkpoint(helper, with_transform, x).sum().backward()
-    checkpoint(helper, storing, x).sum().backward()
-    checkpoint(functools.partial(helper, storing), x).sum().backward()
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
-    checkpoint(helper, torch.sin, x, context_fn=contexts).sum().backward()
-    assert len(stored) == 4
-
-
-def test_modules_are_known_by_themselves():
-    entered = queue.SimpleQueue()  # which is not put back
-
-    class Inner(nn.Module):
-        def __init__(self, nested):
-            super().__init__()
-            self.nested = nested
-
-        def forward(self, x):
-            entered.put(None)
-            return vmap(grad(torch.sin))(x) if self.nested else x.sin()
-
-    a, b = Inner(True), Inner(False)
-    for model, calls in ((a, 3), (a, 2), (b, 2)):
-        before = entered.qsize()
-        checkpoint(model, leaf(3)).sum().backward()
-        assert entered.qsize() - before == calls
 
 
 def test_random_streams_when_started_anew():
