@@ -10,7 +10,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from .._torch import functorch
 
@@ -188,20 +187,23 @@ class StorageTable(Generic[T]):
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """The floating-point operations of one call of an operator."""
+    # It imports triton, where there is one: nobody waits for that who counts nothing.
+    from torch.utils.flop_counter import flop_registry
+
     packet = getattr(func, "overloadpacket", func)
-    formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
+    formula = flop_registry.get(_COUNTED_AS.get(packet, packet)) or _MORE_FLOPS.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-# What torch.utils.flop_counter has no formula for (torch 2.13). Without the first four, `w @ x` of
-# one sample would count zero, and count under vmap, where it becomes a matrix product.
+# What torch.utils.flop_counter has no formula for (torch 2.13). Without these, `w @ x` of one sample would
+# count zero, and count under vmap, where it becomes a matrix product.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     aten.dot: lambda x, y, out_val=None: 2 * x.numel(),
     aten.vdot: lambda x, y, out_val=None: 2 * x.numel(),
     aten.mv: lambda a, x, out_val=None: 2 * a.numel(),
     aten.addmv: lambda y, a, x, out_val=None, **_: 2 * a.numel(),
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
+}
+_COUNTED_AS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }

@@ -1,0 +1,22 @@
+"""What `import funcckpt` brings."""
+
+import subprocess
+import sys
+
+IMPORT = """
+import sys, torch
+before = set(sys.modules)
+import funcckpt
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_to_import_it_imports_little_more_than_torch():
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    new = done.stdout.split()
+    assert "funcckpt.core.call" in new
+    packages = {name.partition(".")[0] for name in new} - sys.stdlib_module_names
+    # Of numpy its random numbers, which are compiled by Cython.
+    assert {name for name in packages if not name.startswith(("_", "cython"))} <= {"funcckpt", "numpy", "torch"}
+    # The FLOP counter imports triton.
+    assert {name for name in new if name.startswith("torch.")} <= {"torch.utils._device"}
