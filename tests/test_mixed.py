@@ -173,12 +173,12 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: inner_grad(lambda w: w)(X), r"returned float64\[4\], not a real scalar"),
+        (lambda: inner_grad(lambda w: w)(X), r"returned float64\[4\] on cpu, not a real scalar"),
         (lambda: inner_grad(lambda w: 1.0)(X), r"returned a float, not a real scalar"),
         (lambda: inner_grad(lambda w: w.sum(), 1)(X), r"argnums=1, and there are 1 arguments"),
         (
             lambda: inner_grad(lambda w: w["a"].sum())({"a": torch.arange(3)}),
-            r"argument 0\['a'\] is int64\[3\], which has no gradient",
+            r"argument 0\['a'\] is int64\[3\] on cpu, which has no gradient",
         ),
         (lambda: inner_grad(lambda w, b: w.sum(), (0, 1))(X, 2.0), r"argument 1 is a float"),
         (lambda: inner_grad(X), "inner_grad takes a callable, not Tensor"),

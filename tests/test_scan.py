@@ -27,7 +27,7 @@ from funcckpt import (
     while_loop,
 )
 from funcckpt._torch import functorch
-from funcckpt.loops.schedules import Schedule, advances, choose, evaluations, kept, parts
+from funcckpt.loops.schedules import Schedule, advances, choose, evaluations, parts
 from funcckpt.meter import mark, measure
 from funcckpt.tape import recompute
 
@@ -239,7 +239,7 @@ def sines(loop):
 @pytest.mark.parametrize("how", ["grad", "backward", "vmap of grad"])
 def test_each_step_is_run_as_often_as_the_schedule_says(n, options, how):
     if n == 40 and options.get("checkpoints") == 1:
-        return  # refused, see below
+        return  # nests deeper than Python's stack
 
     def f(x):
         return scan(lambda x, _: (torch.sin(x), None), x, length=n, **options)[0]
@@ -294,7 +294,6 @@ def test_as_many_carries_live_as_there_are_checkpoints(k, how):
     x = torch.ones((), dtype=F64)
     with LiveCarries((7,)) as carries:
         grad(f)(x) if how == "grad" else f(x.clone().requires_grad_()).backward()
-    assert kept(Schedule("binomial", k), n) == k
     # Two are in work: what a step is given, and what it gives. `torch.func.grad` holds on to its graph
     # until it returns, and with it to the last step, which is no part of any checkpoint.
     assert carries.most == k + 2 + (how == "grad")
@@ -354,8 +353,8 @@ def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
     [
         ({"bytes": 8000, "checkpoint": "sqrt"}, "bytes= goes with"),
         ({"bytes": 8000, "checkpoints": 3}, "bytes= goes with"),
-        ({"bytes": 8e3}, "bytes=8000.0 is not a number of bytes"),
-        ({"bytes": True}, "bytes=True is not a number of bytes"),
+        ({"bytes": 8e3}, "bytes=8000.0 is not a positive number"),
+        ({"bytes": True}, "bytes=True is not a positive number"),
     ],
 )
 @pytest.mark.parametrize("loop", LOOPS)
@@ -806,15 +805,11 @@ def two(c, x):
         ),
         (
             lambda: scan(lambda c, x: (c[:1], None), [X, X], XS),
-            r"step 0 returned carry as a list of 1, and was given a list of 2",
+            r"step 0 returned carry\[1\] as nothing, and was given float64\[3\] on cpu",
         ),
         (lambda: scan(X, X, XS), r"takes a function, not Tensor"),
         (lambda: scan(two, X, XS, checkpoint="log"), r"checkpoint='log' is none of"),
         (lambda: scan(two, X, length=0, checkpoint="log"), r"checkpoint='log' is none of"),
-        (
-            lambda: grad(lambda x: scan(two, x, length=60, checkpoints=1)[0].sum())(X),
-            r"Take at least checkpoints=2, or let Python nest deeper",
-        ),
         (
             lambda: scan(lambda c, x: (c.float(), None), X, length=0),
             r"step 0 returned carry as float32\[3\] on cpu",
@@ -827,7 +822,7 @@ def two(c, x):
         (lambda: while_loop(lambda c: None, two, X), r"cond returned None at step 0, not a truth value"),
         (
             lambda: scan(lambda c, x: ({**c, "z": X}, None), {"a": X}, XS),
-            r"step 0 returned carry as a dict of \['a', 'z'\], and was given a dict of \['a'\]",
+            r"step 0 returned carry\['z'\] as float64\[3\] on cpu, and was given nothing",
         ),
         (
             lambda: fori_loop(0, 3, lambda i, c: c[None], X),
@@ -856,8 +851,8 @@ def test_wrong_input(call, says, monkeypatch):
             r"returned y\['a'\] as float64\[1\] on cpu, and step \d+ as float64",
         ),
         (lambda c: {"a": c.float(), "b": None}, r"returned y\['a'\] as float32\[3\] on cpu, and step \d+ as"),
-        (lambda c: {"a": c}, r"returned y as a dict of \['a'\], and step \d+ as a dict of \['a', 'b'\]"),
-        (lambda c: None, r"returned y as None, and step \d+ as a dict of \['a', 'b'\]"),
+        (lambda c: {"a": c}, r"returned y\['b'\] as nothing, and step \d+ as None"),
+        (lambda c: None, r"returned y\['a'\] as nothing, and step \d+ as float64\[3\] on cpu"),
     ],
 )
 @pytest.mark.parametrize("first_other", [4, 8])

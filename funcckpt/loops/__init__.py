@@ -18,9 +18,8 @@ the two lies checkpointing: keep a few carries, and run the steps between them a
 ============= =====================================================================================
 
 Limits. Python runs the loops, one step after another: the body may branch on values where no `vmap` is
-around it, and a step costs what its operators cost to launch. Recomputations nest as deep as steps are
-repeated, so that one or two checkpoints for a long loop meet Python's recursion limit. `torch.func.grad`
-holds on to the graph of the last step until it returns.
+around it, and a step costs what its operators cost to launch. `torch.func.grad` holds on to the graph of the
+last step until it returns.
 """
 
 from .mixed import inner_grad as inner_grad

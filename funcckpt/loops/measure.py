@@ -19,8 +19,6 @@ from ..meter import Meter
 from .schedules import Schedule, fit
 from .steps import Loop, step
 
-__all__ = ["as_many_as_fit", "leaving_nothing", "tensors_of"]
-
 
 def tensors_of(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]

@@ -29,33 +29,22 @@ from ..core.call import Call, Options
 from ..core.primitive import Remat
 from ..core.program import Derived, Jvp, Program, Tensors, Vmap, is_differentiable, zeros_for_none
 from ..core.pullback import Vjp
-from ..errors import InputError, OptionError, describe
+from ..errors import InputError, OptionError
 from ..remat import _name_and_check
-
-__all__ = ["inner_grad"]
+from .steps import in_words
 
 
 def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
     """As `torch.func.grad`, for gradients that will be differentiated: inner steps of meta-learning.
 
-    The values and all derivatives are those of `torch.func.grad`. The first derivative is computed in
-    mixed mode, from the arguments alone. In the tests (an inner step of a network of eight layers) that
-    takes 0.44 of the memory of reverse over reverse inside of a binomial `scan`, and 0.16 in an unrolled
-    loop, for 1.16 and 1.22 times the operations. Where `remat` is around all parts of the loss already,
-    there is nothing left to be saved.
+    The values and all derivatives are those of `torch.func.grad`, with respect to the arguments chosen by
+    `argnums`, an int or a tuple of ints. The first derivative is computed in mixed mode, from the arguments
+    alone. In the tests (an inner step of a network of eight layers) that takes 0.44 of the memory of reverse
+    over reverse inside of a binomial `scan`, and 0.16 in an unrolled loop, for 1.16 and 1.22 times the
+    operations. Where `remat` is around all parts of the loss already, there is nothing left to be saved.
 
-    Parameters
-    ----------
-    loss : callable
-        Returns a scalar. What `remat` asks of a function holds for it: it is run again in the
-        backward, with the same random numbers.
-    argnums : int or tuple of int
-        Which arguments to differentiate with respect to.
-
-    Returns
-    -------
-    callable
-        Gives the gradients, in the structure of the arguments chosen by `argnums`.
+    `loss` returns a scalar. What `remat` asks of a function holds for it: it is run again in the backward,
+    with the same random numbers.
 
     Raises
     ------
@@ -96,15 +85,13 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
         ):
             return torch.func.grad(loss, argnums)(*args, **kwargs)
 
-        # Another tensor than everywhere else: what is the same elsewhere is constant.
-        own = list(args)
+        own = list(args)  # other tensors than elsewhere: what is the same there is constant
         for i in numbers:
             own[i] = pytree.tree_map_only(Tensor, lambda x: x.view_as(x), args[i])
-        for i in numbers:
             for path, x in pytree.tree_flatten_with_path(own[i])[0]:
                 if not isinstance(x, Tensor) or not is_differentiable(x):
                     raise InputError(
-                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {_in_words(x)}, which has "
+                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {in_words(x)}, which has "
                         "no gradient. Choose others by argnums."
                     )
         leaves, structure = pytree.tree_flatten(tuple([own[i] for i in numbers]))
@@ -123,15 +110,11 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     return gradient
 
 
-def _in_words(x: Any) -> str:
-    return describe(x) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-
-
 def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
     def scalar(*args: Any, **kwargs: Any) -> Tensor:
         out = loss(*args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
-            raise InputError(f"inner_grad({name}): returned {_in_words(out)}, not a real scalar.")
+            raise InputError(f"inner_grad({name}): returned {in_words(out)}, not a real scalar.")
         return out.clone()  # An output, also where it is an input.
 
     return scalar

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +24,8 @@ from ..policies.offload import Stored, check_place, store
 from ..policies.policies import Policy, chooser_of
 from ..remat import remat
 from .measure import as_many_as_fit, leaving_nothing, tensors_of
-from .schedules import PLAIN, Schedule, choose, evaluations, fewest, parts, repetitions
-from .steps import Loop, as_tensor, check_carry, concatenate, open_bar, record, split, stack, step
-
-__all__ = ["fori_loop", "scan"]
+from .schedules import PLAIN, Schedule, choose, evaluations, parts
+from .steps import Loop, as_tensor, bars_of, check_alike, concatenate, record, split, stack, step
 
 
 def scan(
@@ -61,10 +58,8 @@ def scan(
         ``f(carry, x) -> (carry, y)``, to which the contract of `remat` applies. The carry keeps its
         structure and the shapes and dtypes of its tensors, and so does y from step to step, which may
         be any pytree of tensors and numbers, or None.
-    init : pytree
-        The first carry.
-    xs : pytree of tensors of shape ``(n, ...)``, optional
-        f gets the slices, of shape ``(...)``; None if there are no xs.
+    init, xs : pytree
+        The first carry, and tensors of shape ``(n, ...)``, of which f gets the slices, or None.
     length : int, optional
         The number of steps; needed if there are no xs. Where it is 0, f is called once, on zeros for x,
         to learn the shapes of ys, and its random numbers are given back.
@@ -73,16 +68,15 @@ def scan(
     checkpoint : {"binomial", "sqrt", "recursive", "every"}, int or None
         Which carries are kept (`funcckpt.loops.schedules`). "binomial": at most `checkpoints` of them,
         and the steps are run as seldom as that allows. "sqrt": √n, with all that the √n steps between
-        two of them save. An integer: so many. "recursive": log2 n. "every": each. None: no checkpoint,
-        as the loop above.
+        two of them save. An integer: so many. "recursive": log2 n. "every": each. None: no checkpoint.
     checkpoints : int, optional
         For "binomial". By default the fewest with which no step is run more than three times, where
-        the inside of u = ∛(n/8) steps is kept together: about 2∛n carries.
+        the inside of u = ∛(n/8) steps is kept together: about 2∛n carries. Recomputations nest as deep as
+        steps are repeated: with one or two, a long loop meets Python's recursion limit.
     bytes : int, optional
-        For "binomial", instead of `checkpoints`: what the carries that are kept and the inside of the
-        steps that are recorded together may take. The first step is measured, and the schedule that runs the
-        fewest steps is chosen. xs, ys, gradients of what f captures, and the first and the last carry come
-        on top.
+        For "binomial", instead of `checkpoints`: what kept carries and the inside of recorded steps may take.
+        The first step is measured, and the schedule that runs the fewest steps is chosen. xs, ys, gradients
+        of what f captures, and the first and the last carry come on top.
     policy : callable or list of operators, optional
         What is kept of each step beside the carries, as `remat` takes it. Not a budget, and not with `bytes`.
     offload : {"host", "disk"}, optional
@@ -101,7 +95,7 @@ def scan(
         The lengths of xs differ, or f changes what the carry or y looks like. The message names the
         leaf and the step.
     OptionError
-        An option is wrong; or so few checkpoints nest recomputations deeper than Python's recursion limit.
+        An option is wrong.
     FuncckptError
         What `remat` raises.
 
@@ -186,10 +180,6 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
 run.__qualname__ = "scan"
 _part = remat(run, static_argnums=(0, 1))
 
-# Each repetition is a recomputation inside of a recomputation: at most so many Python frames, half of them
-# under grad alone.
-_FRAMES_OF_A_REPETITION = 35
-
 
 def start(
     loop: Loop,
@@ -208,23 +198,9 @@ def start(
         schedule = PLAIN
     elif bytes is not None:
         schedule = as_many_as_fit(loop, bytes, first, steps, init, xs)
-    if schedule.rule == "binomial":
-        _check_depth(loop.name, schedule.number, -(-steps // schedule.unit))
     if progress:
-        bar = open_bar(loop.name, steps)
-        loop = loop._replace(progress=(bar, evaluations(schedule, steps) - steps))
+        loop = loop._replace(bars=bars_of(loop.name, steps, evaluations(schedule, steps) - steps))
     return run(loop, schedule, first, steps, init, xs)
-
-
-def _check_depth(name: str, checkpoints: int, steps: int) -> None:
-    """Raise if a binomial schedule nests recomputations deeper than Python allows."""
-    most, needed = sys.getrecursionlimit() // _FRAMES_OF_A_REPETITION, repetitions(steps, checkpoints)
-    if needed > most:
-        raise OptionError(
-            f"{name}: with {checkpoints} checkpoints some of {steps} steps would be run more than {most} "
-            f"times, nested as deep. Take at least checkpoints={fewest(steps, most)}, or let Python nest "
-            f"deeper: sys.setrecursionlimit({_FRAMES_OF_A_REPETITION * (needed + 1)})."
-        )
 
 
 def keeps_nothing(functions: Any, arguments: Any) -> bool:
@@ -241,7 +217,7 @@ def _no_ys(loop: Loop, init: Any, xs: Any) -> Any:
     x = pytree.tree_map(lambda x: x if x is None else x.new_zeros(x.shape[1:]), xs)
     with leaving_nothing(loop.f), torch.no_grad():
         carry, y = step(loop, 0, init, x)
-        check_carry(init, carry, loop.name, 0)
+        check_alike("carry", init, carry, f"{loop.name}: step 0", "was given")
         ys = stack([y], loop.name, 0)
     return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 

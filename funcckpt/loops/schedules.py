@@ -3,7 +3,7 @@
 A loop of n steps is cut into parts that run one after another. Each part is checkpointed: its first
 carry is kept, and when the backward arrives there the part is run again, cut by the same rule. Only
 the last part of a schedule that halves or is binomial is recorded at once. Everything that `scan` does
-follows from `parts`, and `evaluations` and `kept` count what it costs.
+follows from `parts`, and `evaluations` counts what it costs.
 
 =========== ====================================== ================== =========================
 name        parts                                  carries kept       times that a step is run
@@ -33,21 +33,6 @@ from typing import NamedTuple
 
 from ..errors import OptionError
 
-__all__ = [
-    "Part",
-    "Schedule",
-    "advances",
-    "beta",
-    "evaluations",
-    "fewest",
-    "fit",
-    "kept",
-    "parts",
-    "repetitions",
-    "split",
-    "unit_for",
-]
-
 
 class Schedule(NamedTuple):
     """A rule by which a loop is cut; `number` is what it needs to know: parts, or checkpoints.
@@ -71,12 +56,7 @@ PLAIN = Schedule("plain")
 
 
 def beta(checkpoints: int, repeats: int) -> int:
-    """The most steps that can be reversed with so many checkpoints if no step is repeated more often.
-
-    >>> from funcckpt.loops.schedules import beta
-    >>> beta(3, 2)          # C(5, 3)
-    10
-    """
+    """The most steps that can be reversed with so many checkpoints if no step is repeated more often."""
     return math.comb(checkpoints + repeats, checkpoints) if repeats >= 0 else 0
 
 
@@ -105,25 +85,13 @@ def advances(steps: int, checkpoints: int) -> int:
 
 
 def split(steps: int, checkpoints: int) -> int:
-    """How many steps to go before the next carry is kept: the shortest way of those that are optimal.
-
-    >>> from funcckpt.loops.schedules import split
-    >>> split(10, 3), split(10, 1)
-    (4, 9)
-    """
-    if checkpoints == 1:
-        return steps - 1
+    """How many steps to go before the next carry is kept: the shortest way of those that are optimal."""
     r = repetitions(steps, checkpoints)
     return max(1, beta(checkpoints, r - 2), steps - beta(checkpoints - 1, r))
 
 
 def fewest(steps: int, repeats: int) -> int:
-    """The fewest checkpoints with which no step is repeated more often than `repeats` times.
-
-    >>> from funcckpt.loops.schedules import fewest
-    >>> fewest(1000, 2), fewest(1000, 3)
-    (44, 17)
-    """
+    """The fewest checkpoints with which no step is repeated more often than `repeats` times."""
     k = 1
     while beta(k, repeats) < steps:
         k += 1
@@ -152,45 +120,18 @@ def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
         yield Part(steps, None)
 
 
+@lru_cache(maxsize=100_000)
 def evaluations(schedule: Schedule, steps: int) -> int:
     """How many steps are run in all by a forward and a backward through the loop.
 
-    >>> from funcckpt.loops.schedules import Schedule, evaluations, kept
-    >>> binomial = Schedule("binomial", 3)
-    >>> evaluations(binomial, 10), kept(binomial, 10)      # advances(10, 3) and each step once
-    (25, 3)
+    >>> from funcckpt.loops.schedules import Schedule, evaluations
+    >>> evaluations(Schedule("binomial", 3), 10)      # advances(10, 3) and each step once
+    25
     """
-    return _cost(schedule, steps)[0]
-
-
-def kept(schedule: Schedule, steps: int) -> int:
-    """The most carries that are kept at a time, besides those of steps that are recorded."""
-    return _cost(schedule, steps)[1]
-
-
-@lru_cache(maxsize=100_000)
-def _cost(schedule: Schedule, steps: int) -> tuple[int, int]:
     if steps == 0 or schedule == PLAIN:
-        return steps, 0
-    run = most = 0
-    for i, part in enumerate(parts(schedule, steps)):
-        run += part.steps
-        if part.schedule is not None:
-            again, inside = _cost(part.schedule, part.steps)
-            run += again
-            # The carry that a part starts from is the first that its recomputation keeps.
-            most = max(most, i + max(1, inside))
-    return run, most
-
-
-def unit_for(steps: int) -> int:
-    """How many steps to record together by default.
-
-    >>> from funcckpt.loops.schedules import unit_for
-    >>> [unit_for(n) for n in (1, 50, 1000, 100_000)]
-    [1, 2, 5, 23]
-    """
-    return max(1, round((steps / 8) ** (1 / 3)))
+        return steps
+    again = [evaluations(part.schedule, part.steps) for part in parts(schedule, steps) if part.schedule]
+    return steps + sum(again)
 
 
 def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0) -> Schedule | None:
@@ -227,34 +168,27 @@ def choose(
     """The schedule that a user has asked for, or `OptionError`. What `bytes` means, `fit` knows."""
     if bytes is not None and (checkpoint != "binomial" or checkpoints is not None):
         raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
-    if bytes is not None and (not isinstance(bytes, int) or isinstance(bytes, bool)):
-        raise OptionError(f"{name}: bytes={bytes!r} is not a number of bytes.")
     if checkpoints is not None and checkpoint != "binomial":
         raise OptionError(
             f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial", not {checkpoint!r}.'
         )
     number = None if isinstance(checkpoint, str) else checkpoint
-    for option, value in (("checkpoint", number), ("checkpoints", checkpoints)):
+    for option, value in (("checkpoint", number), ("checkpoints", checkpoints), ("bytes", bytes)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name}: {option}={value!r} is not a positive number.")
-    if checkpoint is None:
-        return PLAIN
-    if isinstance(checkpoint, int):
-        return Schedule("segments", checkpoint)
-    if checkpoint == "every":
-        return Schedule("segments", max(1, steps))
-    if checkpoint == "sqrt":
-        return Schedule("segments", max(1, round(math.sqrt(steps))))
+    if checkpoints is not None:
+        return Schedule("binomial", checkpoints)
+    if checkpoint == "binomial":
+        # No step is run more than three times. √(2n/u) carries and the inside of u steps take the least where
+        # u is the cube root of n/8, if the inside of a step takes twice as much as a carry.
+        unit = max(1, round((steps / 8) ** (1 / 3)))
+        return Schedule("binomial", fewest(-(-steps // unit), 2), unit)
     if checkpoint == "recursive":
         return Schedule("recursive")
-    if checkpoint != "binomial":
+    segments = {"every": steps, "sqrt": round(math.sqrt(steps))}.get(str(checkpoint), number)
+    if checkpoint is not None and segments is None:
         raise OptionError(
             f"{name}: checkpoint={checkpoint!r} is none of None, a number of segments, 'every', 'sqrt', "
             "'recursive' and 'binomial'."
         )
-    if checkpoints is not None:
-        return Schedule("binomial", checkpoints)
-    # No step is run more than three times. √(2n/u) carries and the inside of u steps take the least where u
-    # is the cube root of n/8, if the inside of a step takes twice as much as a carry.
-    unit = unit_for(steps)
-    return Schedule("binomial", fewest(-(-steps // unit), 2), unit)
+    return PLAIN if segments is None else Schedule("segments", max(1, segments))

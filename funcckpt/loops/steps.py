@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,6 @@ from torch.utils import _pytree as pytree
 from ..errors import InputError, OptionError, describe
 from ..policies.offload import fetch
 from ..policies.policies import Policy
-
-__all__ = ["Loop", "as_tensor", "check_carry", "concatenate", "in_words", "record", "split", "stack", "step"]
 
 
 class Loop(NamedTuple):
@@ -27,8 +24,8 @@ class Loop(NamedTuple):
     reverse: bool = False
     offload: str | None = None
     policy: Policy | None = None
-    # The number of the progress bar, and how many steps the backward will run.
-    progress: tuple[int, int] = (0, 0)
+    # Is told of each step. A generator, since another object would be searched for tensors.
+    bars: Generator[None, None, None] | None = None
 
 
 def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -38,9 +35,10 @@ def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any
     for i in reversed(order) if loop.reverse else order:
         before = carry
         carry, y = step(loop, first + i, before, slices[i])
-        check_carry(before, carry, loop.name, first + i)
+        check_alike("carry", before, carry, f"{loop.name}: step {first + i}", "was given")
         ys.append(y)
-        _advance(loop)
+        if loop.bars is not None:
+            next(loop.bars, None)
     return carry, stack(ys[::-1] if loop.reverse else ys, loop.name, first)
 
 
@@ -62,39 +60,26 @@ def step(loop: Loop, i: int, carry: Any, x: Any) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
-# -- progress bars -----------------------------------------------------------------------------------
-
-# The bars that are shown. A part knows its bar by number: an object would be searched for tensors.
-_bars: dict[int, Any] = {}
-_numbers = itertools.count(1)
-
-
-def open_bar(name: str, total: int | None, number: int = 0) -> int:
-    """Show a bar, and return its number."""
+def bars_of(name: str, *totals: int | None) -> Generator[None, None, None]:
+    """A progress bar for the forward and one for the backward, advanced by `next`."""
     try:
         tqdm = importlib.import_module("tqdm.auto").tqdm
     except ImportError as error:
         raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
-    number = number or next(_numbers)
-    _bars[number] = tqdm(total=total, desc=name)
-    return number
 
+    def advance() -> Generator[None, None, None]:
+        for total, title in zip(totals, (name, f"{name}, backward"), strict=False):
+            bar = tqdm(total=total, desc=title)
+            try:
+                bar.update()
+                while bar.n != total:
+                    yield
+                    bar.update()
+            finally:
+                bar.close()
+            yield
 
-def _advance(loop: Loop) -> None:
-    number, again = loop.progress
-    if not number:
-        return
-    if number not in _bars:  # The forward is over.
-        open_bar(f"{loop.name}, backward", again, number)
-    bar = _bars[number]
-    bar.update()
-    if bar.n == bar.total:
-        close_bar(loop)
-
-
-def close_bar(loop: Loop) -> None:
-    if (bar := _bars.pop(loop.progress[0], None)) is not None:
-        bar.close()
+    return advance()
 
 
 # -- xs and ys ---------------------------------------------------------------------------------------
@@ -127,7 +112,7 @@ def stack(ys: list[Any], name: str, first: int) -> Any:
     if all(y is None for y in ys):
         return None
     for i, y in enumerate(ys):
-        _check_y(ys[0], y, name, first, first + i)
+        check_alike("y", ys[0], y, f"{name}: step {first + i}", f"step {first} as")
 
     def stacked(path: Any, *leaves: Any) -> Tensor | None:
         where = f"y{pytree.keystr(path)}"
@@ -142,49 +127,22 @@ def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
         return stacks[0]
     first = [pytree.tree_map(lambda y: None if y is None else y[0], ys) for ys in stacks]
     for start, y in zip(starts, first, strict=True):
-        _check_y(first[0], y, name, starts[0], start)
+        check_alike("y", first[0], y, f"{name}: step {start}", f"step {starts[0]} as")
     return pytree.tree_map(lambda *leaves: None if leaves[0] is None else torch.cat(leaves), *stacks)
 
 
-# -- whether carries, and ys, look alike from step to step ---------------------------------------------
-
-
-def check_carry(before: Any, after: Any, name: str, step: int) -> None:
-    if (found := _difference(before, after, "carry")) is not None:
-        path, a, b = found
-        cast = " Cast or broadcast the first carry to what f makes." if isinstance(b, Tensor) else ""
-        raise InputError(
-            f"{name}: step {step} returned {path} as {in_words(b)}, and was given {in_words(a)}.{cast}"
-        )
-
-
-def _check_y(one: Any, other: Any, name: str, step: int, other_step: int) -> None:
-    if (found := _difference(one, other, "y")) is not None:
-        path, a, b = found
-        raise InputError(
-            f"{name}: step {other_step} returned {path} as {in_words(b)}, and step {step} as {in_words(a)}."
-        )
-
-
-def _difference(before: Any, after: Any, path: str) -> tuple[str, Any, Any] | None:
-    """The first place where two trees look different, and what they have there."""
+def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> None:
+    """Raise unless two trees look alike: carries, or ys."""
     leaves, structure = pytree.tree_flatten(before)
     new_leaves, new_structure = pytree.tree_flatten(after)
     if structure == new_structure and [*map(_look, leaves)] == [*map(_look, new_leaves)]:
-        return None
-    old, structure = _children(before)
-    new, new_structure = _children(after)
-    # The order of the keys of a dict means nothing.
-    is_same_dict = type(before) is type(after) is dict and old.keys() == new.keys()
-    if structure.is_leaf() or (structure != new_structure and not is_same_dict):
-        return path, before, after
-    found = (_difference(child, new[key], path + key) for key, child in old.items())
-    return next((difference for difference in found if difference is not None), None)
-
-
-def _children(tree: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
-    children, structure = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    return {pytree.keystr(path): x for path, x in children}, structure
+        return
+    at = pytree.tree_flatten_with_path
+    old, new = ({pytree.keystr(path): in_words(x) for path, x in at(tree)[0]} for tree in (before, after))
+    for key in {**old, **new}:  # The order of the keys of a dict means nothing.
+        if old.get(key) != new.get(key):
+            returned, was = new.get(key, "nothing"), old.get(key, "nothing")
+            raise InputError(f"{who} returned {what}{key} as {returned}, and {other} {was}.")
 
 
 def _look(x: Any) -> Any:
@@ -194,10 +152,4 @@ def _look(x: Any) -> Any:
 def in_words(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{describe(x)} on {x.device}"
-    if x is None:
-        return "None"
-    structure = _children(x)[1]
-    what = f"a {type(x).__name__}"
-    if structure.is_leaf():
-        return what
-    return f"{what} of {list(x)}" if isinstance(x, dict) else f"{what} of {structure.num_children}"
+    return "None" if x is None else f"a {type(x).__name__}"

@@ -15,9 +15,7 @@ from ..policies.policies import Policy
 from .measure import leaving_nothing
 from .scan import keeps_nothing, loop_of, number_of_steps, start
 from .schedules import choose
-from .steps import Loop, close_bar, in_words, open_bar, record
-
-__all__ = ["while_loop"]
+from .steps import Loop, bars_of, in_words, record
 
 
 def while_loop(
@@ -70,10 +68,10 @@ def while_loop(
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
     if checkpoint is None or keeps_nothing((cond, body), init):
-        if progress:
-            loop = loop._replace(progress=(open_bar(loop.name, None), 0))
-        carry, _ = _sweep(cond, loop, init, max_steps)
-        close_bar(loop)
+        bars = bars_of(loop.name, None) if progress else None
+        carry, _ = _sweep(cond, loop._replace(bars=bars), init, max_steps)
+        if bars is not None:
+            bars.close()
         return carry
     # Values alone: nothing that is computed here is looked at by a transform.
     with leaving_nothing((cond, body)) as (streams, has_assigned):
@@ -118,9 +116,8 @@ def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
             raise InputError(f"{name}: cond returned {describe(holds)} at step {step}, not one truth value.")
         if wrappers.physical(holds)[1]:
             raise InputError(
-                f"{name}: cond depends on what vmap has batched, so that each sample would need a loop "
-                "of its own length. Loop for as long as any sample needs, with torch.where in the body "
-                "for those that are done, and reduce over the samples by hand instead of with vmap."
+                f"{name}: cond depends on what vmap has batched: each sample needs a loop of its own length. "
+                "Loop without vmap, over all samples, for as long as any needs it."
             )
     elif holds is None or not hasattr(holds, "__bool__"):
         raise InputError(f"{name}: cond returned {in_words(holds)} at step {step}, not a truth value.")
