@@ -203,7 +203,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     aten.mv: lambda a, x, out_val=None: 2 * a.numel(),
     aten.addmv: lambda y, a, x, out_val=None, **_: 2 * a.numel(),
 }
+_FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    getattr(aten, f"{_FLASH}_for_cpu{end}"): getattr(aten, _FLASH + end) for end in ("", "_backward")
 }
