@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._torch import functorch
+from .._torch import functorch, wrappers
 from ..errors import OptionError
 
 
@@ -45,8 +45,8 @@ def store(tree: Any, place: str) -> Stored:
     if place == "disk" and any(layer.kind == "functionalize" for layer in functorch.active_layers()):
         raise OptionError('offload="disk" maps files, which torch.func.functionalize cannot. Take "host".')
     devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
-    move = _MapToDisk.apply if place == "disk" else lambda x: x.to("cpu", copy=True)
-    moved = [move(x) if isinstance(x, Tensor) else x for x in leaves]
+    move = _to_disk if place == "disk" else _to_host
+    moved = [x if not isinstance(x, Tensor) else move(x) for x in leaves]
     return Stored(pytree.tree_unflatten(moved, structure), devices)
 
 
@@ -61,36 +61,23 @@ def fetch(tree: Any) -> Any:
     return pytree.tree_unflatten(back, structure)
 
 
-class _MapToDisk(torch.autograd.Function):
-    """A copy in a file. Its derivative is a move as well."""
+def _to_host(x: Tensor) -> Tensor:
+    return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return _mapped(x)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.device = inputs[0].device
-        if not (output.is_floating_point() or output.is_complex()):
-            ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, ct: Tensor) -> Tensor:
-        return ct.to(ctx.device)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        # Forward mode is switched off in here; a Function finds its levels all the same.
-        return _MapToDisk.apply(tangent)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
-        return _MapToDisk.apply(x), in_dims[0]
+def _to_disk(x: Tensor) -> Tensor:
+    """A copy, as any transform knows it, whose memory is exchanged for that of a file."""
+    if x.numel() == 0 or x.is_meta:
+        return x.clone()
+    moved = _to_host(x)
+    parts = wrappers.everything_below(moved)
+    with functorch.without_levels():
+        for part in parts:
+            part.data = _mapped(part.data)
+    return moved
 
 
 def _mapped(x: Tensor) -> Tensor:
-    if x.numel() == 0 or x.is_meta:
-        return x.clone()
     handle, path = tempfile.mkstemp(prefix="funcckpt-")
     os.close(handle)
     try:
