@@ -105,7 +105,7 @@ class Offloaded:
         self._done = _copy(self.host, x, x.device)
         self._returning: Returning | None = None
 
-    def is_about_to_be_written(self, allow_mutation: bool = True) -> None:
+    def is_about_to_be_written(self) -> None:
         """Let the current stream wait for the copy, unless nobody has what is copied any more."""
         if self._done is not None and self._storage() is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._done)

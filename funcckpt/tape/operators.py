@@ -66,11 +66,6 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(dict(zip(names, args, strict=False), **kwargs).get("dropout_p"))
 
 
-def kind_of_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    kind = kind_of(func)
-    return "pure" if kind == "random" and not draws(func, args, kwargs) else kind
-
-
 @functools.cache
 def _written_places(func: Any) -> list[tuple[int, str]]:
     untold = _STATISTICS if name_of(func) in _UNTOLD else ()
@@ -119,10 +114,6 @@ def _look(a: Any) -> Any:
     if isinstance(a, (list, tuple)):
         return tuple(map(_look, a))
     return float if isinstance(a, float) else (type(a), a)
-
-
-def address_of(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout is torch.strided else 0
 
 
 # What acts on no operator before a mode does.

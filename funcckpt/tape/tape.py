@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import world
 from .._torch import functorch
 from . import operators
-from .operators import StorageTable, TensorMeta, address_of, kind_of, results, tensors_of
+from .operators import StorageTable, TensorMeta, kind_of, results, tensors_of
 
 # A result of a call: (call index, output index). What a call has written to has numbers below 0.
 Place = tuple[int, int]
@@ -64,11 +64,11 @@ class Tape:
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
         """Note what an operator has done. None if what it returns is the memory that it was given."""
-        kind = operators.kind_of_call(func, args, kwargs)
+        kind = kind_of(func)
         if kind == "view":
             return None
         given, index = tensors_of(args, kwargs), len(self.calls)
-        addresses = set(map(address_of, given))
+        storages = {x.untyped_storage()._cdata for x in given if x.layout is torch.strided}
         needs = self.made(given) if kind != "like" else set()
         call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None)
         self.calls.append(call)
@@ -78,11 +78,12 @@ class Tape:
                 self.makers.set(x, (index, -1 - i))
         if kind == "writes":
             return call
-        call.may_skip, shares = kind == "pure" and bool(given), False
+        is_pure = kind == "pure" or (kind == "random" and not operators.draws(func, args, kwargs))
+        call.may_skip, shares = is_pure and bool(given), False
         for i, y in enumerate(results(out)):
             if not isinstance(y, Tensor) or not operators.is_plain(y):
                 call.may_skip = False
-            elif address_of(y) in addresses or self.makers.get(y) is not None:
+            elif y.untyped_storage()._cdata in storages or self.makers.get(y) is not None:
                 # Shared memory, of which the schema does not say a word (`aten.unsafe_split`).
                 call.may_skip, shares = False, True
                 self._must_run(y)
