@@ -26,10 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         parser.error(f"cannot read {options.file}: {error.strerror}")
     if len(text) <= options.context:
-        parser.error(
-            f"{options.file or 'the default text'} has {len(text)} bytes; a --context of "
-            f"{options.context} needs at least {options.context + 1}"
-        )
+        name = options.file or "the default text"
+        parser.error(f"{name} has {len(text)} bytes, and --context {options.context} needs one more")
     try:
         torch.empty(0, device=options.device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -84,7 +82,9 @@ def _table(report: Report) -> str:
         ("FLOPs", "{:.2f} G", 1e9, plain.flops, remat.flops),
         ("time", "{:.3f} s", 1, plain.seconds, remat.seconds),
     ]
-    shape = report.shape
+    shape, theirs = report.shape, report.torch_checkpoint
+    if isinstance(theirs, Cost):
+        theirs = f"peak {theirs.peak_bytes / 2**20:.1f} MiB"
     lines = [
         f"vmap(grad(loss)): {shape.layers} layers of width {shape.width}, {report.batch} sequences "
         f"of {shape.context} bytes from {report.text_bytes:,} bytes of text",
@@ -100,12 +100,8 @@ def _table(report: Report) -> str:
         f"of the peak, the gradients themselves: {report.gradient_bytes / 2**20:.1f} MiB",
         f"largest difference between the gradients: {report.max_difference:.1e} "
         f"(largest gradient: {report.max_gradient:.1e})",
+        f"torch.utils.checkpoint on the same job:\n    {theirs}",
     ]
-    theirs = report.torch_checkpoint
-    if isinstance(theirs, Cost):
-        lines.append(f"torch.utils.checkpoint: peak {theirs.peak_bytes / 2**20:.1f} MiB")
-    else:
-        lines.append(f"torch.utils.checkpoint on the same job:\n    {theirs}")
     return "\n".join(lines)
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ..meter import mark
 
-__all__ = ["BYTES", "Block", "Shape", "block", "init", "loss_with", "sample"]
-
 BYTES = 256
 
 Parameters = dict[str, Any]
@@ -39,11 +37,7 @@ class Shape:
 
 
 def init(
-    shape: Shape,
-    *,
-    generator: torch.Generator,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
+    shape: Shape, *, generator: torch.Generator, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Parameters:
     """Parameters drawn on the CPU, so that a seed means the same on every device."""
     width, heads = shape.width, shape.heads
@@ -52,15 +46,12 @@ def init(
     def normal(*size: int, std: float) -> Tensor:
         return (torch.randn(*size, generator=generator, dtype=dtype) * std).to(device)
 
-    def ones() -> Tensor:
-        return torch.ones(width, dtype=dtype, device=device)
-
     def block_parameters() -> dict[str, Tensor]:
         return {
-            "attention_norm": ones(),
+            "attention_norm": torch.ones(width, dtype=dtype, device=device),
             "qkv": normal(3, heads, width, width // heads, std=1 / math.sqrt(width)),
             "merge": normal(width, width, std=residual / math.sqrt(width)),
-            "mlp_norm": ones(),
+            "mlp_norm": torch.ones(width, dtype=dtype, device=device),
             "up": normal(width, 4 * width, std=1 / math.sqrt(width)),
             "down": normal(4 * width, width, std=residual / math.sqrt(4 * width)),
         }
@@ -69,7 +60,7 @@ def init(
         "embedding": normal(BYTES, width, std=1.0),
         "position": normal(shape.context, width, std=0.1),
         "blocks": [block_parameters() for _ in range(shape.layers)],
-        "norm": ones(),
+        "norm": torch.ones(width, dtype=dtype, device=device),
         "unembedding": normal(width, BYTES, std=1 / math.sqrt(width)),
     }
 

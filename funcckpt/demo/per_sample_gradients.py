@@ -19,8 +19,6 @@ from ..meter import measure
 from ..remat import remat
 from .language_model import Block, Shape, init, loss_with, sample
 
-__all__ = ["Cost", "Report", "compare", "own_sources"]
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -69,11 +67,7 @@ def compare(
     repeat: int = 3,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Take the gradient of every sequence's loss, with each block remat'd and without.
-
-    The sequences are drawn from `text`, `progress` is told what comes next, and the time is the least of
-    `repeat` runs.
-    """
+    """Take the gradient of every sequence's loss, with each block remat'd and without."""
     generator = torch.Generator().manual_seed(seed)
     parameters = init(shape, generator=generator, dtype=dtype, device=device)
     windows = sample(text, batch=batch, context=shape.context, generator=generator)
@@ -82,25 +76,22 @@ def compare(
     def run(wrap: Callable[[Block], Block]) -> Any:
         return vmap(grad(loss_with(wrap)), (None, 0, 0))(parameters, inputs, targets)
 
-    def cost(wrap: Callable[[Block], Block]) -> tuple[Cost, list[Tensor]]:
+    def cost(title: str, wrap: Callable[[Block], Block]) -> tuple[Cost, list[Tensor]]:
+        progress(title)
         run(wrap)  # In a first call remat learns which operators a backward can do without.
         m = measure(run, wrap)
-        seconds = min(_seconds(lambda: run(wrap), device) for _ in range(repeat))
+        seconds = min(_seconds(partial(run, wrap), device) for _ in range(repeat))
         return Cost(m.peak_bytes, m.marks["saved"], m.flops, seconds), pytree.tree_leaves(m.result)
 
-    progress("per-sample gradients, everything kept")
-    plain, expected = cost(lambda block: block)
-    progress("per-sample gradients, blocks remat'd")
-    rematted, found = cost(remat)
-
-    progress("the same with torch.utils.checkpoint")
+    plain, expected = cost("per-sample gradients, everything kept", lambda block: block)
+    rematted, found = cost("per-sample gradients, blocks remat'd", remat)
+    theirs = partial(partial, checkpoint, use_reentrant=False)
     try:
-        torch_checkpoint: Cost | str = cost(lambda f: partial(checkpoint, f, use_reentrant=False))[0]
+        torch_checkpoint: Cost | str = cost("the same with torch.utils.checkpoint", theirs)[0]
     except RuntimeError as error:
         torch_checkpoint = f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
-    with torch.no_grad():
-        losses = vmap(loss_with(lambda block: block), (None, 0, 0))(parameters, inputs, targets)
+    losses = vmap(loss_with(lambda block: block), (None, 0, 0))(parameters, inputs, targets)
     return Report(
         device=device,
         torch=torch.__version__,
