@@ -74,11 +74,10 @@ class Budget(Chooser):
         chooser._signature, chooser._plan = signature, self._plans.get(signature)
         return chooser
 
-    def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
-        return None
-
-    def wants(self, call: Call) -> bool:
-        return self._plan is None or call.number in self._plan
+    def decides(
+        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, number: int | None = None
+    ) -> Decision:
+        return Decision(number is not None and (self._plan is None or number in self._plan))
 
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
         plan = self._plan

@@ -93,13 +93,12 @@ class Chooser:
         """What to ask in one call of f; `signature` is its code, and what its inputs look like."""
         return self
 
-    def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision | None:
-        """What to do with what an operator returned; for `aten.alias` with a name, with what is named.
-
-        None where that is left to `wants` and `choose`.
-        """
+    def decides(
+        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, number: int | None = None
+    ) -> Decision:
+        """What to do with what an operator returned; for `aten.alias` with a name, with what is named."""
         if func in SAC_IGNORED_OPS:
-            return None
+            return Decision(False)
         # Of torch's versions some give a context the result, and some do not know it.
         ctx: Any = SelectiveCheckpointContext.__new__(SelectiveCheckpointContext)
         ctx.is_recompute, ctx.op_output, ctx.name = False, out, current_name()
@@ -112,13 +111,9 @@ class Chooser:
             )
         return Decision(False, forbid=answer is _FORBID)
 
-    def wants(self, call: Call) -> bool:
-        """Whether the results of a call may be chosen in the end."""
-        return False
-
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
-        """What to keep beside what was decided, given all calls and the values that the backward reads."""
-        return frozenset()
+        """What to keep in the end, given all calls and the values that the backward reads."""
+        return frozenset([(index, i) for index, call in enumerate(calls) for i in call.values])
 
 
 def as_function(policy: Any, title: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,25 +87,20 @@ PLAIN.add(Placeholder)
 class Replay(Watch):
     """Hands out what is known of an earlier run; or learns, from a tape, what to skip the next time."""
 
-    def __init__(
-        self,
-        source: Any,
-        known: Mapping[int, Call] | None,
-        coming: Sequence[Returning] = (),
-        key: Any = None,
-    ) -> None:
+    # By which what is learned will be found, and what is kept; how many known calls were met.
+    key: Any = None
+    coming: Sequence[Returning] = ()
+    met = 0
+    # Whether a placeholder was read, maybe by somebody who has caught the error.
+    was_read = False
+    # What leaves the mode, and how many programs are being recorded, one inside of the other.
+    active: ExitStack
+    _recordings = 0
+
+    def __init__(self, source: Any, known: Mapping[int, Call] | None) -> None:
         super().__init__(source, Tape() if known is None else None)
         self.known = known or {}
-        self._coming = coming
-        # By which what is learned will be found.
-        self.key = key
-        self._recordings = 0
-        self._has_left = False
-        # How many known calls were met.
-        self.met = 0
         self.placeholders: list[weakref.ref[Placeholder]] = []
-        # Whether a placeholder was read, maybe by somebody who has caught the error.
-        self.was_read = False
 
     def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         call = self.known[self.number]
@@ -118,7 +113,7 @@ class Replay(Watch):
         found = []
         for i in range(1 if call.count is None else call.count):
             slot = call.outputs.get(i)
-            x = self._coming[slot].get().detach() if isinstance(slot, int) else None
+            x = self.coming[slot].get().detach() if isinstance(slot, int) else None
             found.append(Placeholder(slot, self) if isinstance(slot, TensorMeta) else x)
         return found[0] if call.count is None else tuple(found)
 
@@ -134,12 +129,7 @@ class Replay(Watch):
             return
         self.in_f = False
         if self.tape is None and functorch.dispatch_modes()[-1:] == [self]:
-            self.__exit__(None, None, None)  # a placeholder says itself that it is read
-            self._has_left = True
-
-    def __exit__(self, *exception: Any) -> None:
-        if not self._has_left:
-            super().__exit__(*exception)
+            self.active.close()  # a placeholder says itself that it is read
 
     def learned(self) -> Mapping[int, Call] | None:
         """What to skip the next time; None if that is to be learned anew."""
@@ -200,7 +190,8 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if replay is None:
         return program.run(*inputs)
     try:
-        with replay, autograd.hooks_asleep():
+        with ExitStack() as replay.active, autograd.hooks_asleep():
+            replay.active.enter_context(replay)
             outputs = program.run(*inputs)
         if replay.was_read or any([x() is not None for x in replay.placeholders]):
             raise Redo(replay)
@@ -228,7 +219,9 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     source, kept, tensors = _current.given
     if kept is not None and source is program.source:
         places = zip(tensors, kept.places, strict=True)
-        return Replay(source, kept.calls, [Returning(x) if p is None else p.back(x) for x, p in places])
+        replay = Replay(source, kept.calls)
+        replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
+        return replay
     # No product of some of the inputs takes more FLOPs than half of them times the other half.
     elements = sum(map(Tensor.numel, inputs))
     # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
@@ -237,7 +230,11 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
         return None
     key = _key(program, inputs)
     plan = _plans.get(key)
-    return Replay(program.source, plan, key=key) if plan is None or plan else None
+    if plan is not None and not plan:
+        return None
+    replay = Replay(program.source, plan)
+    replay.key = key
+    return replay
 
 
 def _blame(error: Exception) -> None:

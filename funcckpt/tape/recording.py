@@ -58,12 +58,10 @@ class Record(Watch):
         before = world.states_drawn_from(func, args, kwargs)
         out, call = super().call(tape, func, args, kwargs)
         if call is not None and kind_of(func) in ("pure", "custom", "random"):
-            decision = self._chooser.decides(func, args, kwargs, out)
-            if self._chooser.wants(call) if decision is None else decision.keep:
+            decision = self._chooser.decides(func, args, kwargs, out, call.number)
+            if decision.keep:
                 self._hold(call, out)
-            if decision is not None and decision.keep:
-                call.offloads = decision.offload
-                call.chosen.update(call.outputs)
+            call.offloads = decision.offload
             call.streams = before, world.states_drawn_from(func, args, kwargs)
         elif func is torch.ops.aten.alias.default and current_name() is not None:
             self._name_given(func, args, kwargs, out)
@@ -79,18 +77,16 @@ class Record(Watch):
                     raise  # not a number that only looks like a tensor
 
     def _name_given(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        decision, maker = self._chooser.decides(func, args, kwargs, out), self.tape.makers.get(args[0])
-        if decision is None or maker is None:
-            return
-        call, i = self.tape.calls[maker[0]], maker[1]
-        meta = call.outputs.get(i)
-        if decision.forbid:
-            call.chosen.discard(i)
-        elif decision.keep and meta is not None and meta.dtype == out.dtype:
-            if i not in call.values:
-                call.values[i] = autograd.alias(out.as_strided(meta.size, meta.strides, meta.offset))
-            call.chosen.add(i)
-            call.offloads = decision.offload
+        decision = self._chooser.decides(func, args, kwargs, out)
+        for index, i in self.tape.made(args):
+            call = self.tape.calls[index]
+            meta = call.outputs.get(i)
+            if decision.forbid:
+                call.values.pop(i, None)
+            elif decision.keep and meta is not None and meta.dtype == out.dtype:
+                if i not in call.values:
+                    call.values[i] = autograd.alias(out.as_strided(meta.size, meta.strides, meta.offset))
+                call.offloads = decision.offload
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
         """See which values the graph of the outputs has saved."""
@@ -109,8 +105,7 @@ class Record(Watch):
     def _of_use(self) -> Kept:
         """Of what was chosen, that which the backward reads or computes from."""
         calls, read = self.tape.calls, frozenset(self.tape.read)
-        chosen = {(index, i) for index, call in enumerate(calls) for i in call.chosen & call.values.keys()}
-        used, again = recomputed(calls, read, chosen | self._chooser.choose(calls, read))
+        used, again = recomputed(calls, read, self._chooser.choose(calls, read))
         kept = Kept()
         for index, call in enumerate(calls):
             values, call.values = {i: x for i, x in call.values.items() if (index, i) in used}, {}

@@ -35,10 +35,9 @@ class Call:
     number: int = 0
     signature: tuple[Any, ...] = ()
     flops: int = 0
-    # For a policy: the results that are held, which of them are to be kept, and whether in the memory of the
-    # host; the random streams from which it draws, before and after it.
+    # For a policy: the results that it may keep, and whether in the memory of the host; the random streams
+    # from which it draws, before and after it.
     values: dict[int, Any] = field(default_factory=dict)
-    chosen: set[int] = field(default_factory=set)
     offloads: bool = False
     streams: tuple[world.States, world.States] = ([], [])
 
@@ -124,7 +123,7 @@ class Watch(TorchDispatchMode):
     """A mode that watches one function, in its first run or in another, and whatever it calls.
 
     `number` stands for all operators since f began. Where it is that of an earlier run, both have gone the
-    same way. Operators of recomputations inside of f do not count, since what they skip may differ.
+    same way.
     """
 
     supports_higher_order_operators = True
