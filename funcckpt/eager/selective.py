@@ -24,7 +24,7 @@ from .._torch import autograd
 from ..errors import CheckpointError, OptionError
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, as_function, current_name
-from ..tape.operators import kind_of, results, run_operator, written
+from ..tape.operators import kind_of, results, run_operator
 from ..tape.tape import Call, Tape
 from .region import Versioned
 
@@ -123,18 +123,11 @@ class Forward(_Mode):
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS:
             return run_operator(func, args, kwargs)
-        kind = kind_of(func)
-        for index, _ in self._tape.made(written(func, args, kwargs) if kind != "view" else ()):
-            self._tape.calls[index].values.clear()  # to be run again, and written to again
-        before = world.states_drawn_from(func, args, kwargs)
-        out = run_operator(func, args, kwargs)
-        call = self._tape.note(func, args, kwargs, out)
+        out, call = self._tape.run(func, args, kwargs)
         self._calls[func].append(call)
-        if call is not None:
-            call.streams = before, world.states_drawn_from(func, args, kwargs)
         decision = self._chooser.decides(func, args, kwargs, out)
-        if decision is not None and decision.keep:
-            if call is not None and kind != "writes":
+        if decision.keep:
+            if call is not None and kind_of(func) != "writes":
                 self._keep(call, results(out), decision.offload)
             elif func is torch.ops.aten.alias.default and current_name() is not None:
                 self._name_given(args[0], decision.offload)

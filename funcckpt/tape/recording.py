@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
-from .operators import kind_of, results, written
+from .operators import kind_of, results
 from .tape import Call, Tape, Watch, recomputed
 
 
@@ -53,16 +52,12 @@ class Record(Watch):
         self._chooser = self._chooser.for_call((self.source.code, *looks))
 
     def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
-        for index, i in tape.made(written(func, args, kwargs)) if kind_of(func) != "view" else ():
-            tape.calls[index].values.pop(i, None)
-        before = world.states_drawn_from(func, args, kwargs)
         out, call = super().call(tape, func, args, kwargs)
         if call is not None and kind_of(func) in ("pure", "custom", "random"):
             decision = self._chooser.decides(func, args, kwargs, out, call.number)
             if decision.keep:
                 self._hold(call, out)
             call.offloads = decision.offload
-            call.streams = before, world.states_drawn_from(func, args, kwargs)
         elif func is torch.ops.aten.alias.default and current_name() is not None:
             self._name_given(func, args, kwargs, out)
         return out, call

@@ -61,8 +61,19 @@ class Tape:
         if kind_of(func) not in operators.READ_NO_VALUES:
             self.read |= self.made(tensors_of(args, kwargs))
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
-        """Note what an operator has done. None if what it returns is the memory that it was given."""
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+        """Run an operator, and note it: no call if what it returns is the memory that it was given."""
+        if kind_of(func) != "view":
+            for index, _ in self.made(operators.written(func, args, kwargs)):
+                self.calls[index].values.clear()  # to be run again, and written to again
+        before = world.states_drawn_from(func, args, kwargs)
+        out = operators.run_operator(func, args, kwargs)
+        call = self._note(func, args, kwargs, out)
+        if call is not None:
+            call.streams = before, world.states_drawn_from(func, args, kwargs)
+        return out, call
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
         kind = kind_of(func)
         if kind == "view":
             return None
@@ -175,8 +186,7 @@ class Watch(TorchDispatchMode):
 
     def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
         """Run an operator of f, and note it."""
-        out = operators.run_operator(func, args, kwargs)
-        call = tape.note(func, args, kwargs, out)
+        out, call = tape.run(func, args, kwargs)
         if call is not None:
             call.number, call.signature = self.number, operators.signature(func, args, kwargs)
             call.flops = operators.flops_of(func, args, kwargs, out)
