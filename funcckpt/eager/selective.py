@@ -22,7 +22,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 from .. import world
 from .._torch import autograd
 from ..errors import CheckpointError, OptionError
-from ..policies.offload import Offloaded, is_far
+from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, as_function, current_name
 from ..tape.operators import kind_of, results, run_operator
 from ..tape.tape import Call, Tape
@@ -90,9 +90,9 @@ def create_selective_checkpoint_contexts(
 _Calls = dict[Any, list[Call | None]]
 
 
-def _offloaded(calls: _Calls) -> list[Offloaded]:
-    kept = [call.values.values() for of_one in calls.values() for call in of_one if call is not None]
-    return [x for values in kept for x in values if isinstance(x, Offloaded)]
+def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
+    known = [call for of_one in calls.values() for call in of_one if call is not None]
+    return [(call, i, x) for call in known for i, x in call.values.items() if isinstance(x, Offloaded)]
 
 
 class _Mode(TorchDispatchMode):
@@ -116,7 +116,7 @@ class Forward(_Mode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._tape = Tape()
-        for x in _offloaded(self._calls):
+        for _, _, x in _offloaded(self._calls):
             x.is_about_to_be_written()  # the caller may, if it is an output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,8 +165,8 @@ class Recompute(_Mode):
 
     def __enter__(self) -> Any:
         self._count: Counter[Any] = Counter()
-        for x in _offloaded(self._calls):
-            x.begin()  # comes back while others go on
+        for call, i, x in _offloaded(self._calls):
+            call.values[i] = x.back(x.host)  # while others go on
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,7 +189,7 @@ class Recompute(_Mode):
             world.set_streams(after)  # as it would have left them for those that are run again
         with autograd.without_dispatch_modes():
             found = [
-                x.get(self._allow_mutation) if isinstance(x, (Versioned, Offloaded)) else x
+                x.get(self._allow_mutation) if isinstance(x, (Versioned, Returning)) else x
                 for x in values.values()
             ]
         return found[0] if call.count is None else tuple(found)

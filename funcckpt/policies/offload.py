@@ -103,7 +103,6 @@ class Offloaded:
         self._storage = weakref.ref(x.untyped_storage())
         self.host = _host_memory(x, pinned=_side_stream(x.device) is not None)
         self._done = _copy(self.host, x, x.device)
-        self._returning: Returning | None = None
 
     def is_about_to_be_written(self) -> None:
         """Let the current stream wait for the copy, unless nobody has what is copied any more."""
@@ -120,15 +119,6 @@ class Offloaded:
         x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
         return Returning(x, _copy(x, host, self._device))
 
-    def begin(self) -> None:
-        """Bring it back, ahead of its use."""
-        self._returning = self._returning or self.back(self.host)
-
-    def get(self, allow_mutation: bool) -> Tensor:
-        self.begin()
-        assert self._returning is not None
-        return self._returning.get()
-
 
 class Returning(NamedTuple):
     """A tensor that is being filled, until `done`."""
@@ -136,7 +126,7 @@ class Returning(NamedTuple):
     x: Tensor
     done: Any = None
 
-    def get(self) -> Tensor:
+    def get(self, allow_mutation: bool = False) -> Tensor:
         if self.done is not None:
             torch.accelerator.current_stream(self.x.device).wait_event(self.done)
         return self.x
