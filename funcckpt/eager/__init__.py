@@ -1,8 +1,4 @@
-"""The path of saved-tensor hooks, for plain eager code: what `torch.utils.checkpoint` offers, and more.
-
-It goes to `funcckpt.remat` wherever hooks cannot be; the functional path never imports it. Torch's own
-settings apply to ours as well, and are found here too.
-"""
+"""The path of saved-tensor hooks, for plain eager code. Torch's own settings apply, and are found here."""
 
 from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
 from torch.utils.checkpoint import GraphExecGroup as GraphExecGroup

@@ -1,9 +1,8 @@
 """`checkpoint`: the call of `torch.utils.checkpoint.checkpoint`, wherever it stands.
 
-In plain eager code the work is done by saved-tensor hooks (`region`). Under a `torch.func` transform,
-in plain forward mode, and where f itself uses a transform that refuses such hooks, it is done by
-`remat`. While a compiler or `make_fx` traces plain eager code, it is done by torch's own checkpoint,
-which they know.
+In plain eager code the work is done by saved-tensor hooks (`region`). Where those cannot be, under a
+`torch.func` transform and in forward mode, it is done by `remat`; and while a compiler or `make_fx` traces
+plain eager code, by torch's own checkpoint, which they know.
 """
 
 from __future__ import annotations
@@ -82,8 +81,6 @@ def checkpoint(
 
     Raises
     ------
-    OptionError
-        An option has a value that it cannot have, or that cannot be honoured here.
     MutationError
         A tensor that the function uses was changed in place before the recomputation.
     CheckpointError
@@ -140,10 +137,8 @@ def _warn_of_reentrant() -> None:
 def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """A call of :func:`checkpoint`."""
     if options.determinism_check not in _CHECKS:
-        raise OptionError(
-            f"{title(f)}: determinism_check should be one of {list(_CHECKS)}, but got "
-            f"{options.determinism_check!r}."
-        )
+        given = options.determinism_check
+        raise OptionError(f"{title(f)}: determinism_check should be one of {_CHECKS}, but got {given!r}.")
     if options.use_reentrant and not torch.compiler.is_compiling():
         _warn_of_reentrant()
     if torch.compiler.is_compiling() or autograd.is_tracing_plain():
@@ -171,22 +166,15 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if functorch.maybe_current_level() is not None or wrappers.in_dual_level():
         return _functional(f, args, kwargs, options)
     if (ask := instead.get()) is not None:
-        return ask(
-            f,
-            title(f),
-            lambda: f(*args, **kwargs),
-            lambda **changes: _by_hooks(f, args, kwargs, options._replace(**_contexts(**changes))),
-        )
+
+        def checkpointed(**changes: Any) -> Any:
+            context_fn = options.context_fn
+            if changes:
+                context_fn = functools.partial(create_selective_checkpoint_contexts, changes["policy"] or [])
+            return _by_hooks(f, args, kwargs, options._replace(context_fn=context_fn))
+
+        return ask(f, title(f), lambda: f(*args, **kwargs), checkpointed)
     return _by_hooks(f, args, kwargs, options)
-
-
-def _contexts(**changes: Any) -> dict[str, Any]:
-    """The options of `remat` as those of `checkpoint`."""
-    if "policy" in changes:
-        policy = changes.pop("policy")
-        selective = functools.partial(create_selective_checkpoint_contexts, policy)
-        changes["context_fn"] = noop_context_fn if policy is None else selective
-    return changes
 
 
 def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:

@@ -1,12 +1,9 @@
 """`patched`, `install` and `uninstall`: models whose checkpoint calls are not ours to change.
 
-Libraries hold torch's checkpoint in many ways: by an imported name, in a `functools.partial` on each module
-(transformers), inside of a function of their own (timm). So one thing is touched: the attribute
-`__dynamo_disable` of the function, in which torch's checkpoint looks up what does the work. From the first
-patch on, that is a function that asks whether a patch holds in the thread that is calling.
-
-The checkpoints inside of a region have to be of the same make in the forward and in the recomputation, which
-may be long after the block, and in another thread.
+Libraries hold torch's checkpoint in many ways. So one thing is touched: the attribute `__dynamo_disable` of
+the function, in which it looks up what does the work. From the first patch on, that is a function that asks
+whether a patch holds in the thread that is calling. The checkpoints inside of a region have to be of the same
+make in the recomputation, which may be long after the block, and in another thread.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """One checkpointed region of plain eager code: what is kept of it, and how it is computed again.
 
-The algorithm is that of torch's non-reentrant checkpoint: while f runs in the forward, a saved-tensor
-hook puts a *slot* into the graph in place of each tensor that autograd saves. The first slot that is
-read in a backward runs f again, and the n-th tensor saved then goes to the n-th slot; the run stops
-when the last slot has its tensor. A tensor is given away when its slot is read. The inputs of a region inside
-of another are tensors saved in the outer one.
+The algorithm is that of torch's non-reentrant checkpoint: while f runs in the forward, a saved-tensor hook
+puts a *slot* into the graph in place of each tensor that autograd saves. The first slot that is read in a
+backward runs f again, and the n-th tensor saved then goes to the n-th slot; the run stops when the last slot
+has its tensor. The inputs of a region inside of another are tensors saved in the outer one.
 
 It is written anew for what torch's cannot be made to do from outside:
 
@@ -228,7 +227,7 @@ class Region:
         if key not in slot:
             raise CheckpointError(
                 f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. Read "
-                "ctx.saved_tensors once in a backward; under one GraphExecGroup, let no backwards overlap."
+                "ctx.saved_tensors once in a backward, and let backwards of a GraphExecGroup not overlap."
             )
         x, version = slot.pop(key)
         if type(key) is object:  # it was looked at, outside of a backward
@@ -287,15 +286,8 @@ class Region:
                 i, count = count, count + 1
                 # The graph of the recomputation would hold itself.
                 kept = autograd.alias(x) if x.requires_grad else x
-                if i >= len(self._slots):
-                    if self._complete:
-                        raise self._error(
-                            "trying to save more tensors during recomputation than during the original "
-                            f"forward pass ({len(self._slots)})."
-                        )
-                    return kept  # the forward asks for a gradient of its own part, and goes on
-                slot = self._slots[i]()
-                # None if someone has run a backward that needs it no more.
+                # None if nobody needs it any more; and f may ask for a gradient of its own first part.
+                slot = self._slots[i]() if i < len(self._slots) else None
                 if slot is not None:
                     if self._check and (here := (x.shape, x.dtype, x.device)) != self._looks[i]:
                         raise self._error(

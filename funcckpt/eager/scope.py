@@ -30,18 +30,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import world
-from .._torch import autograd, functorch
+from .._torch import autograd, functorch, wrappers
 from ..core.tensors import version_of
 from ..errors import TransformError
 from ..tape.operators import TensorMeta, is_plain, is_subclass_first, results, run_operator, written
 from .region import Versioned, is_of_checkpoint
 
-_REFUSED = """checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse. Use \
-remat there, with the block as a function: instead of
-    with checkpoint_scope():
-        x = a + b
-write
-    x = remat(lambda a, b: a + b)(a, b)"""
+_REFUSED = (
+    "checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse. Use remat there, with "
+    "the block as a function: x = remat(lambda a, b: a + b)(a, b)"
+)
 
 
 @contextmanager
@@ -63,10 +61,10 @@ def checkpoint_scope() -> Iterator[None]:
 
     Notes
     -----
-    Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor` that is
-    saved and copied as a `torch.Tensor`. What an `autograd.Function` is given directly, after the block, it
-    keeps. Where grad mode is off when the scope is entered, nothing is recorded. A dispatch mode of others
-    that changes results has to be inside of the block.
+    Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor`. One that is
+    printed or copied is then kept like others, and so is what an `autograd.Function` is given directly, after
+    the block. Where grad mode is off when the scope is entered, nothing is recorded. A dispatch mode of
+    others that changes results has to be inside of the block.
 
     Examples
     --------
@@ -124,18 +122,15 @@ class _Made:
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
     """The storage of `x`, if `x` is no more than a window on it."""
-    if type(x) not in _PLAIN or not is_plain(x):
+    if type(x) not in _PLAIN or not is_plain(x) or wrappers.is_functorch_wrapped_tensor(x):
         return None
-    try:
-        return x.untyped_storage()
-    except NotImplementedError:  # a tensor of a transform
-        return None
+    return x.untyped_storage()
 
 
-def _find(x: Tensor) -> tuple[_Block, _Made] | None:
-    """The block that has made the storage of `x`, if it can still replay that."""
+def _find(x: Tensor, block: _Block | None = None) -> tuple[_Block, _Made] | None:
+    """The block that has made the storage of `x`, if it can still replay that, and if it is this one."""
     found: tuple[_Block, _Made] | None = getattr(_storage(x), "_funcckpt_made", None)
-    return None if found is None or found[0].is_over else found
+    return None if found is None or found[0].is_over or block not in (None, found[0]) else found
 
 
 class _Kept:
@@ -221,16 +216,11 @@ class _Block(TorchDispatchMode):
         self.pack = self._below = None
         for ref in self._tensors:
             x = ref()
-            if x is not None and type(x) is Tensor and (made := self._made(x)) is not None:
-                made.version = version_of(x)
+            if x is not None and type(x) is Tensor and (found := _find(x, self)) is not None:
+                found[1].version = version_of(x)
                 x.__class__ = ScopedTensor  # type: ignore[assignment]
         self._tensors.clear()
         self._kept.clear()
-
-    def _made(self, x: Tensor) -> _Made | None:
-        """The storage of `x`, if this block has made it."""
-        found = _find(x)
-        return found[1] if found is not None and found[0] is self else None
 
     def _keep(self, x: Tensor) -> _View:
         key = id(x), version_of(x)
@@ -250,12 +240,11 @@ class _Block(TorchDispatchMode):
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
         # As they are before it: it may exchange or resize their storage.
         views = {
-            i: _View(made, TensorMeta.of(x))
+            i: _View(found[1], TensorMeta.of(x))
             for i, x in tensors.items()
-            if (made := self._made(x)) is not None
+            if (found := _find(x, self)) is not None
         }
-        targets = {id(x) for x in written(func, args, kwargs)}
-        changed = [i for i, x in tensors.items() if id(x) in targets]
+        changed = {*map(id, written(func, args, kwargs))}
         streams = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
         makes = {}
@@ -264,14 +253,14 @@ class _Block(TorchDispatchMode):
                 self._tensors.append(weakref.ref(y))
                 storage = _storage(y)
                 # (It may be known: a selective checkpoint hands out results of the forward.)
-                if storage is not None and storage._cdata not in given and self._made(y) is None:
+                if storage is not None and storage._cdata not in given and _find(y, self) is None:
                     makes[position] = _Made()
                     storage._funcckpt_made = self, makes[position]  # type: ignore[attr-defined]
-        writes = {views[i].source for i in changed if i in views}
+        writes = {views[i].source for i, x in tensors.items() if id(x) in changed and i in views}
         if makes or writes:
             for i, x in tensors.items():
                 leaves[i] = views[i] if i in views else self._keep(x)
-            copied = [i for i in changed if i not in views]
+            copied = [i for i, x in tensors.items() if id(x) in changed and i not in views]
             self._operations.append(_Operation(func, leaves, structure, copied, makes, writes, streams))
         return out
 
@@ -294,11 +283,10 @@ class _Block(TorchDispatchMode):
     def unpack(self, slot: _Slot) -> Tensor:
         with self._lock:
             if slot.value is None:
-                # Outside of a backward one is looked at, and the others are not asked for.
                 task = autograd.graph_task()
-                again = task in (-1, self._replayed)
-                waiting = [slot] if again else [ref() for ref in [*self._slots]]
-                self._replay([s for s in waiting if s is not None and s.value is None])
+                # Outside of a backward one is looked at, and the others are not asked for.
+                slots = [slot] if task in (-1, self._replayed) else [ref() for ref in [*self._slots]]
+                self._replay([s for s in slots if s is not None and s.value is None])
                 self._replayed = task
             x, slot.value = slot.value, None
         assert x is not None
@@ -372,15 +360,11 @@ class ScopedTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_PLAIN_TENSORS or not _KNOWN.issuperset(types):  # code of others
-            scoped = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is cls]
-            for x in scoped:
-                x.__class__ = Tensor  # type: ignore[assignment]
-            try:
-                return func(*args, **kwargs)
-            finally:
-                for x in scoped:
-                    x.__class__ = cls
+        if func in _OF_PLAIN_TENSORS or not _KNOWN.issuperset(types):  # code of others: plain from here on
+            for x in pytree.tree_leaves((args, kwargs)):
+                if type(x) is cls:
+                    x.__class__ = Tensor  # type: ignore[assignment]
+            return func(*args, **kwargs)
         hooks: AbstractContextManager[Any] = nullcontext()
         # A checkpoint, and hooks inside of it, have to meet the same in the recomputation, where what it was
         # given is a plain tensor.

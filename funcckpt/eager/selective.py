@@ -2,9 +2,8 @@
 
 A policy looks at every operator of the forward, below autograd. What it says to save is kept beside the
 graph, and handed out in the recomputation in place of running the operator; the n-th call of an operator
-there is the n-th of the forward. Beyond torch's, `MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD` move the bytes
-off the device until the recomputation needs them, values may have names, and what the function writes to is
-run again.
+there is the n-th of the forward. Beyond torch's, `MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD` offload, values
+may have names, and what the function writes to is run again.
 """
 
 from __future__ import annotations
@@ -135,14 +134,9 @@ class Forward(_Mode):
 
     def _keep(self, call: Call, outs: Sequence[Any], offloads: bool) -> None:
         with autograd.without_dispatch_modes():
-            call.values = {
-                i: y
-                if not isinstance(y, Tensor)
-                else Offloaded(y)
-                if offloads and is_far(y)
-                else Versioned(y)
-                for i, y in enumerate(outs)
-            }
+            for i, y in enumerate(outs):
+                kind = Offloaded if offloads and isinstance(y, Tensor) and is_far(y) else Versioned
+                call.values[i] = kind(y) if isinstance(y, Tensor) else y
 
     def _name_given(self, x: Tensor, offloads: bool) -> None:
         """Keep what an operator has returned earlier, and what is only now given a name."""
@@ -188,8 +182,6 @@ class Recompute(_Mode):
         if after and not world.have_moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
         with autograd.without_dispatch_modes():
-            found = [
-                x.get(self._allow_mutation) if isinstance(x, (Versioned, Returning)) else x
-                for x in values.values()
-            ]
+            kinds = Versioned, Returning
+            found = [x.get(self._allow_mutation) if isinstance(x, kinds) else x for x in values.values()]
         return found[0] if call.count is None else tuple(found)

@@ -140,16 +140,11 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     --------
     >>> import torch
     >>> from torch import nn
-    >>> from funcckpt import checkpoint_sequential, plan_segments
+    >>> from funcckpt import plan_segments
     >>> wide = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
-    >>> narrow = [nn.Tanh() for _ in range(9)]
-    >>> model = nn.Sequential(*narrow, wide)
-    >>> x = torch.ones(32, 8)
-    >>> plan = plan_segments(model, x)
-    >>> plan[-1]    # the wide one by itself
+    >>> model = nn.Sequential(*[nn.Tanh() for _ in range(9)], wide)
+    >>> plan_segments(model, torch.ones(32, 8))[-1]    # the wide one by itself
     1
-    >>> checkpoint_sequential(model, plan, x).shape
-    torch.Size([32, 8])
     """
     layers = _layers(functions)
     if not layers:
@@ -162,60 +157,51 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
 def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[Cost]:
     """The cost of each layer of a chain, in a forward and backward of its own."""
     costs: list[Cost] = []
-    with world.streams_at(world.states(world.random_streams(()))), torch.enable_grad():
-        x, owner, unsaved = input, -1, 0
-        for layer in layers:
-            x, cost, made, saves_input = _measure(layer, x)
-            if saves_input and owner >= 0:
-                costs[owner] = costs[owner]._replace(kept=costs[owner].kept + unsaved)
-                unsaved = 0
-            costs.append(cost)
-            # Gradients flow through all layers but, maybe, the first.
-            x = pytree.tree_map_only(Tensor, _leaf, x)
-            if made is not None:  # else it has handed on what it was given
-                owner, unsaved = len(costs) - 1, made
-    return costs
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
-
-
-def _measure(layer: Callable[[Any], Any], x: Any) -> tuple[Any, Cost, int | None, bool]:
-    """The result, the cost, bytes of the result that it does not keep itself, if it is new, and whether
-    it keeps what it is given.
-    """
-    leaves = _tensors(x)
-    x = pytree.tree_map_only(Tensor, torch.clone, x)  # it may write to it
-    given = {wrappers.storage_of(t) for t in _tensors(x)}
-    saved = set()
+    saved: set[Any] = set()
+    # The layer that has made what the next one is given, and the bytes of that which nobody has saved so far.
+    owner, unsaved = -1, 0
 
     def see(t: Tensor) -> Tensor:
         saved.add(wrappers.storage_of(t))
         return t.detach()
 
-    module = layer if isinstance(layer, nn.Module) else nn.Module()
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    wrt = [t for t in leaves if t.requires_grad] + parameters
-    # A copy of the layer updates copies of its buffers.
-    copies = {id(b): b.clone() for b in module.buffers()}
-    with Rebuilt(Found(layer), copies) as run, Meter() as meter:
-        with saved_tensors_hooks(see, lambda t: t):
-            y = run(x)
-        alive = meter.live_bytes
-        outputs = _tensors(y)
-        sizes = {wrappers.storage_of(t): t.untyped_storage().nbytes() for t in outputs}
-        roots = [t for t in outputs if t.requires_grad]
-        backward = 0
-        if roots and wrt:
-            meter.peak_bytes = alive
-            torch.autograd.grad(roots, wrt, [torch.ones_like(t) for t in roots], allow_unused=True)
-            backward = meter.peak_bytes - alive
-    made = {key: size for key, size in sizes.items() if key not in given}
-    unsaved = sum(size for key, size in made.items() if key not in saved)
-    gradients = sum(p.nbytes for p in parameters)
-    cost = Cost(sum(sizes.values()), alive - unsaved, backward, gradients)
-    return y, cost, unsaved if made else None, not saved.isdisjoint(given)
+    streams = world.states(world.random_streams(()))
+    with world.streams_at(streams), torch.enable_grad(), saved_tensors_hooks(see, lambda t: t):
+        for i, layer in enumerate(layers):
+            leaves = _tensors(input)
+            x = pytree.tree_map_only(Tensor, torch.clone, input)  # it may write to it
+            given = {wrappers.storage_of(t) for t in _tensors(x)}
+            saved.clear()
+            module = layer if isinstance(layer, nn.Module) else nn.Module()
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            wrt = [t for t in leaves if t.requires_grad] + parameters
+            # A copy of the layer updates copies of its buffers.
+            copies = {id(b): b.clone() for b in module.buffers()}
+            with Rebuilt(Found(layer), copies) as run, Meter() as meter:
+                y = run(x)
+                alive = meter.peak_bytes = meter.live_bytes
+                roots = [t for t in _tensors(y) if t.requires_grad]
+                if roots and wrt:
+                    torch.autograd.grad(roots, wrt, [torch.ones_like(t) for t in roots], allow_unused=True)
+                backward = meter.peak_bytes - alive
+            if not saved.isdisjoint(given) and owner >= 0:
+                costs[owner] = costs[owner]._replace(kept=costs[owner].kept + unsaved)
+                unsaved = 0
+            sizes = {wrappers.storage_of(t): t.untyped_storage().nbytes() for t in _tensors(y)}
+            made = sizes.keys() - given
+            rest = sum([sizes[key] for key in made - saved])
+            gradients = sum([p.nbytes for p in parameters])
+            costs.append(Cost(sum(sizes.values()), alive - rest, backward, gradients))
+            if made:  # else it has handed on what it was given
+                owner, unsaved = i, rest
+            # Gradients flow through all layers but, maybe, the first.
+            input = pytree.tree_map_only(Tensor, _leaf, y)
+            del x, y, roots, leaves, wrt
+    return costs
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -516,7 +516,7 @@ def test_more_saved_tensors_are_an_error_without_early_stop(checkpoint):
         first = next(calls) == 0
         return x.sin() if first else x.sin().sin()
 
-    with pytest.raises(CheckpointError, match="trying to save more tensors during recomputation"):
+    with pytest.raises(CheckpointError, match=r"trying to save more|different number"):
         checkpoint(more, leaf(3), early_stop=False).sum().backward()
 
 
