@@ -2,15 +2,12 @@
 
 Dynamo makes everything that f has captured an input of its graph: so f comes here as a `GraphModule` that is
 a function of tensors alone. While AOTAutograd traces that graph, functorch's levels are active as in eager
-code, and `dispatch` applies the same rules. What it recomputes is written to the graph a second time.
-
-Three things are different in a graph:
+code, and `dispatch` applies the same rules. Three things are different in a graph:
 
 * Without a level that differentiates, the backward is not in the graph yet. There torch's own checkpoint tags
   what torch's partitioner is to recompute.
-* The compiler sees the forward and the recomputation side by side. The partitioner would merge what is equal
-  and keep what is expensive; inductor recomputes early what is cheap. So the inputs of a recomputation go
-  through an operator that they cannot look into, which waits for the cotangent; and nodes are tagged.
+* The partitioner would merge the forward with the recomputation, and inductor would recompute early. So the
+  inputs of a recomputation go through an operator that waits for the cotangent; and nodes are tagged.
 * No random stream moves. What random operators have given is kept for the recomputation.
 """
 
@@ -18,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -52,18 +48,12 @@ def call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`f(*args, **kwargs)`, checkpointed, in code that Dynamo traces; `name` is for messages.
-
-    ``untraced(f, args=args)`` does it where there is nothing to trace: the backend is an eager one, or Dynamo
-    gave up and runs what it could not read.
-    """
+    """`f(*args, **kwargs)` in code that Dynamo traces; or ``untraced(f, args=args)`` where it does not."""
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return dynamo.call_with_graph(how, lambda: f(*args, **kwargs))
 
 
-@dynamo.known_to_dynamo
-def _level() -> int:
-    return functorch.current_level()
+_level = dynamo.known_to_dynamo(functorch.current_level)
 
 
 def _from_dynamo(
@@ -75,11 +65,7 @@ def _from_dynamo(
         if not dynamo.is_traced_by_aot_autograd():
             return untraced(functools.partial(dynamo.interpret, f, level), args=args)
         layers = functorch.active_layers()
-        if (
-            all(layer.kind == "vmap" for layer in layers)
-            and len(layers) == level
-            and not dynamo.has_transforms(f)
-        ):
+        if not differentiates() and len(layers) == level and not dynamo.has_transforms(f):
             return dynamo.torch_checkpoint_of_graph(f, args)
         return _Graph(f, name, level, args, layers).call()
 
@@ -87,10 +73,7 @@ def _from_dynamo(
 
 
 class _Graph(Leaf):
-    """A call of a graph, as a program over those of its inputs at which a transform looks.
-
-    The others, which f may change, are known to it as AOTAutograd knows them: by their value.
-    """
+    """A call of a graph, as a program over those inputs at which a transform looks; it has the others."""
 
     is_compiled = True
 
@@ -103,9 +86,7 @@ class _Graph(Leaf):
         layers: list[functorch.Layer],
     ) -> None:
         super().__init__()
-        self._graph = graph
-        self._name = name
-        self._level = level
+        self._graph, self._name, self._level = graph, name, level
         self._layers: list[functorch.Layer] | None = layers
         self._args = list(args)
         self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and wrappers.is_tracked(x)]
@@ -114,10 +95,10 @@ class _Graph(Leaf):
             for i, x in enumerate(args)
             if isinstance(x, Tensor) and i not in self._inputs
         }
-        # Whether plain autograd is below all levels, so that there will be a partition.
-        self._in_joint_graph = torch.is_grad_enabled() and any(
-            wrappers.below_wrappers(args[i]).requires_grad for i in self._inputs
-        )
+        # Where plain autograd is below all levels, there will be a partition.
+        inputs = [wrappers.below_wrappers(args[i]) for i in self._inputs]
+        will_be_cut = torch.is_grad_enabled() and any([x.requires_grad for x in inputs])
+        self._tags = {"recompute": CheckpointPolicy.MUST_RECOMPUTE} if will_be_cut else {}
         self._gates = _gates(graph, args)
         self._world = world.World()
         self._drawn = drawing.Drawn(name)
@@ -156,7 +137,7 @@ class _Graph(Leaf):
         def behind(i: int, x: Tensor) -> Tensor:
             return torch.ops.funcckpt.barrier(x, inputs[-1], number) if i in self._gates else x
 
-        with dynamo.tagged(_RECOMPUTED if self._in_joint_graph else {}):
+        with dynamo.tagged(self._tags):
             for i, value in self._constants.items():
                 self._args[i] = behind(i, dynamo.of_traced_value(value))
             found = [behind(i, x) for i, x in zip(self._inputs, inputs, strict=False)]
@@ -168,15 +149,13 @@ class _Graph(Leaf):
             args[i] = x
         if self._out is None:
             return self._run_first(args)
-        with ExitStack() as stack:
-            if not self._world.is_here():
-                stack.enter_context(self._world.replayed())
-            stack.enter_context(world.own_autocast_cache())
-            if self.random:
-                stack.enter_context(functorch.without_vmap_mode())
-                stack.enter_context(self._drawn.replayed())
-            tags = _RECOMPUTED if self._in_joint_graph else {}
-            out = dynamo.interpret(self._graph, self._level, *args, tags=tags)
+        with (
+            self._world.replayed(),
+            world.own_autocast_cache(),
+            functorch.without_vmap_mode(),
+            self._drawn.replayed(),
+        ):
+            out = dynamo.interpret(self._graph, self._level, *args, tags=self._tags)
         return tuple([out[i] for i in self._new])
 
     def _run_first(self, args: list[Any]) -> Tensors:
@@ -212,8 +191,7 @@ class _Graph(Leaf):
     def _changed(self, candidates: Sequence[Tensor]) -> MutationError:
         return MutationError(
             f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
-            f"{' or '.join(map(describe, candidates))}. The recomputation would start from the changed "
-            "values: work on a copy (x.clone()) inside the function."
+            f"{' or '.join(map(describe, candidates))}. Work on a copy (x.clone()) inside the function."
         )
 
 
@@ -228,19 +206,12 @@ def _gates(graph: torch.fx.GraphModule, args: Sequence[Any]) -> set[int]:
             depends[node] = frozenset().union(*[depends.get(n, ()) for n in node.all_input_nodes])
     needed = {inputs for node, inputs in depends.items() if node.op != "placeholder" and inputs}
     gates = set().union(*needed)
-    for i in sorted(gates, key=lambda i: _size(args[i]), reverse=True):
+    # A symbolic size is that of an activation, and not of a parameter.
+    sizes = {i: size if isinstance(size := args[i].numel(), int) else 0 for i in gates}
+    for i in sorted(gates, key=sizes.__getitem__, reverse=True):
         if all(inputs & gates - {i} for inputs in needed):
             gates.remove(i)
     return gates
-
-
-def _size(x: Tensor) -> int:
-    """0 if it is symbolic: what has a dynamic size is an activation, and not a parameter."""
-    size = x.numel()
-    return size if isinstance(size, int) else 0
-
-
-_RECOMPUTED = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
 
 
 _library = torch.library.Library("funcckpt", "FRAGMENT")

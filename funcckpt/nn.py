@@ -1,12 +1,9 @@
 """Modules that are recomputed: `Remat`, `apply_remat`, `remove_remat`, `Sequential`.
 
 A module keeps everything but its class: that becomes a subclass of its own class and of `Remat`, whose
-`forward` is the original one, checkpointed. So names of parameters and keys of `state_dict` are as before,
-`isinstance` holds, and hooks registered on the module run outside of the checkpoint, once.
+`forward` is the original one, called through `checkpoint`. So names of parameters and keys of `state_dict`
+are as before, `isinstance` holds, and hooks registered on the module run outside of the checkpoint, once.
 (`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
-
-The forward is called through `checkpoint`, so the contract is that of :func:`funcckpt.checkpoint`: when the
-backward recomputes, the module has the parameters, buffers and attributes of the forward.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from .errors import InputError, OptionError
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
 
-_OPTIONS = frozenset(Options._fields) - {"use_reentrant"}
+_OPTIONS = frozenset(Options._fields)
 # Where the options of a module stand, in its __dict__ and in its class.
 _KEY = "_funcckpt_options"
 
@@ -42,18 +39,10 @@ class Remat(nn.Module):
     Parameters
     ----------
     module : nn.Module
-        What to recompute. If it is a `Remat` already, it gets these options.
+        What to recompute. If it is a `Remat` already, it gets these options. An InputError says that it has
+        no forward (a `ModuleList`), or one that was assigned to the instance, as by `torch.compile`.
     **options
-        Those of :func:`funcckpt.checkpoint`: ``preserve_rng_state``, ``determinism_check``,
-        ``context_fn``, ``debug``, ``early_stop``.
-
-    Raises
-    ------
-    InputError
-        It is not a module, has no forward (a `ModuleList`), or its class cannot be changed (a
-        `ScriptModule`, or a module whose forward was assigned to the instance, as by `torch.compile`).
-    OptionError
-        There is no such option.
+        Those of :func:`funcckpt.checkpoint`, but for `use_reentrant`.
 
     Examples
     --------
@@ -61,8 +50,6 @@ class Remat(nn.Module):
     >>> from torch import nn
     >>> from funcckpt.nn import Remat
     >>> model = nn.Sequential(Remat(nn.Sequential(nn.Linear(3, 8), nn.Tanh())), nn.Linear(8, 3))
-    >>> list(model.state_dict())
-    ['0.0.weight', '0.0.bias', '1.weight', '1.bias']
     >>> def loss(parameters, x):
     ...     return torch.func.functional_call(model, parameters, (x,)).sum()
     >>> per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))
@@ -90,10 +77,7 @@ class Remat(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name by which it could be found.
-        how = super().__reduce_ex__(protocol)
-        if isinstance(how, str):
-            return how
-        make, args, *state = how
+        make, args, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
         args = tuple(_original(type(self)) if arg is type(self) else arg for arg in args)
         return _make_again, (make, args), *state
 
@@ -108,8 +92,8 @@ def _check(module: Any, options: dict[str, Any]) -> None:
         raise InputError(f"Remat({name}): it has no forward. Wrap the modules that it holds.")
     if "forward" in module.__dict__:
         raise InputError(
-            f"Remat({name}): a forward was assigned to this instance (by torch.compile, for one), which "
-            "would be called in place of the checkpointed one. Wrap the module before that is done."
+            f"Remat({name}): a forward was assigned to this instance (by torch.compile, for one). Wrap the "
+            "module before that is done."
         )
     _check_options(f"Remat({name})", options)
 
@@ -159,7 +143,8 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     Parameters
     ----------
     model : nn.Module
-        The model, which is changed and returned.
+        The model, which is changed and returned. Where nothing is selected, or a selected module cannot be
+        wrapped, an InputError says so, and nothing is changed.
     select : class, tuple of classes, str, or callable
         Which modules: those of a class; those whose name matches a pattern, such as ``"layers.*"``
         or ``"*.block[0-4]"``, where a star stands for part of a name without dots; ``"every 2"``, the
@@ -168,35 +153,21 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     **options
         Those of :class:`Remat`.
 
-    Raises
-    ------
-    InputError
-        Nothing is selected, or a selected module cannot be wrapped (see :class:`Remat`). Nothing is
-        changed then.
-    OptionError
-        There is no such option, or no such way to select.
-
     Examples
     --------
     >>> from torch import nn
     >>> from funcckpt.nn import apply_remat, remove_remat
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 4)
-    >>> _ = apply_remat(model, nn.TransformerEncoderLayer)
-    >>> [type(layer).__name__ for layer in model.layers][:2]
-    ['RematTransformerEncoderLayer', 'RematTransformerEncoderLayer']
-    >>> _ = apply_remat(remove_remat(model), "every 2", preserve_rng_state=False)
+    >>> _ = remove_remat(apply_remat(model, nn.TransformerEncoderLayer))
+    >>> _ = apply_remat(model, "every 2", preserve_rng_state=False)
     >>> [type(layer).__name__ for layer in model.layers][:2]
     ['RematTransformerEncoderLayer', 'TransformerEncoderLayer']
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"apply_remat takes an nn.Module, not {type(model).__name__}.")
     chosen = _selected(model, select)
     if not chosen:
-        names = [f"{name or 'the model'}: {type(m).__name__}" for name, m in model.named_modules()]
-        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
         raise InputError(
-            f"apply_remat: {select!r} selects nothing among {'; '.join(names[:20])}{more}. Name a class or a "
-            "pattern that some of them match."
+            f"apply_remat: {select!r} selects nothing in {type(model).__name__}. Name a class or a pattern "
+            "that matches some of its named_modules()."
         )
     for module in chosen:
         _check(module, options)
@@ -214,12 +185,7 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
             return list(_every(model, int(every[1])))
         pattern = select.split(".")
         return [m for name, m in named if _matches(name.split("."), pattern)]
-    if callable(select):
-        return [m for name, m in named if select(name, m)]
-    raise OptionError(
-        "apply_remat: select is a class, a tuple of classes, a pattern of names, "
-        f'"every <n>", or a function of name and module, not {select!r}.'
-    )
+    return [m for name, m in named if select(name, m)]
 
 
 def _matches(name: list[str], pattern: list[str]) -> bool:
@@ -227,8 +193,6 @@ def _matches(name: list[str], pattern: list[str]) -> bool:
 
 
 def _every(module: nn.Module, n: int) -> Iterator[nn.Module]:
-    if n < 1:
-        raise OptionError(f"apply_remat: every {n} is no way to select; every 1 is all of them.")
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         yield from list(module)[::n]
         return
@@ -239,8 +203,7 @@ def _every(module: nn.Module, n: int) -> Iterator[nn.Module]:
 def remove_remat(model: M) -> M:
     """Undo :class:`Remat` and :func:`apply_remat` in a model and all that it holds, in place.
 
-    The `model` is changed and returned. An InputError says that the class of a module was changed again after
-    `Remat`; then nothing is changed.
+    An InputError says that the class of a module was changed again after `Remat`; then nothing is changed.
 
     Examples
     --------
@@ -274,11 +237,6 @@ class Sequential(nn.Sequential):
         Keep what the last layer computes, whose backward comes first.
     **options
         Those of :class:`Remat`.
-
-    Raises
-    ------
-    OptionError
-        There is no such option, or `every` is not a positive number.
 
     Examples
     --------

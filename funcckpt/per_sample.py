@@ -1,20 +1,13 @@
 """What people compute from per-sample gradients, without holding them all.
 
-`vmap(grad(loss), (None, 0, 0))` is batch times as large as the parameters, and `chunk_size=` does not
-help: vmap puts the chunks together. Here each chunk is reduced before the next one is computed, so that
-at most `chunk_size` gradients are alive. The results do not depend on the chunks, up to rounding. Put
-`remat` or `funcckpt.nn.Remat` around the blocks of the model inside.
-
-All functions have these parameters:
+`vmap(grad(loss), (None, 0, 0))` is batch times as large as the parameters, also with `chunk_size=`. Here each
+chunk is reduced before the next one is computed. All functions have these parameters:
 
 * `loss` : ``loss(parameters, *sample)`` is the loss of one sample, a scalar.
-* `parameters` : any pytree of tensors; what is differentiated. Leave frozen ones to the closure of `loss`:
-  they cost nothing.
+* `parameters` : any pytree of tensors; what is differentiated. Leave frozen ones to the closure of `loss`.
 * `batch` : pytrees of tensors of shapes ``[batch, ...]``, all of one length.
 * `chunk_size` : at most so many gradients are alive at a time; None for all.
 * `randomness` : that of `torch.func.vmap`.
-
-They raise InputError where the lengths differ or are zero, and OptionError where a number is not positive.
 """
 
 from __future__ import annotations
@@ -37,7 +30,7 @@ Loss = Callable[..., Tensor]
 class Clipped(NamedTuple):
     """The result of :func:`clipped_sum`."""
 
-    sum: Any  # of the clipped gradients; structure and shapes are those of the parameters
+    sum: Any  # of the clipped gradients, like the parameters
     norms: Tensor  # before clipping, of shape [batch]
 
 
@@ -84,19 +77,11 @@ def clipped_sum(
 ) -> Clipped:
     """Sum of per-sample gradients, each scaled down to a norm of `max_norm` at most.
 
-    This is the sum of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", arXiv
-    1607.00133), before noise of standard deviation ``noise_multiplier * max_norm`` is added to it. It
-    equals that of Opacus with flat clipping, whose factor is ``min(1, max_norm / (norm + eps))``. Where
-    samples are spread over ranks, all-reduce the sums, and then add the noise once.
-
-    Parameters
-    ----------
-    loss, parameters, *batch, chunk_size, randomness
-        Those of all functions in this module.
-    max_norm : float
-        The norm to clip to, over all parameters together.
-    eps : float
-        Keeps the factor finite. That of Opacus.
+    This is the sum of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133),
+    before noise is added to it. It equals that of Opacus with flat clipping: the factor is
+    ``min(1, max_norm / (norm + eps))``, with the norm over all parameters together. Where samples are spread
+    over ranks, all-reduce the sums, and then add the noise once. `loss`, `parameters`, `batch`, `chunk_size`
+    and `randomness` are those of all functions in this module.
 
     Examples
     --------
@@ -126,8 +111,8 @@ def noise_scale(
 
     That of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv 1812.06162), by unbiased
     estimates from the per-sample norms and the norm of their mean. To combine several batches, take the means
-    of ``noise`` and ``signal``, and divide then. `loss`, `parameters`, `batch` (of two samples at least),
-    `chunk_size` and `randomness` are those of all functions in this module.
+    of ``noise`` and ``signal``, and divide then. `loss`, `parameters`, `batch`, `chunk_size` and `randomness`
+    are those of all functions in this module.
 
     Examples
     --------
@@ -169,33 +154,12 @@ def influence(
     mean loss of the training samples, with respect to a weight that is added to training sample j
     (Koh and Liang, "Understanding Black-box Predictions via Influence Functions", arXiv 1703.04730):
     ``-g_i · (H + damping)^-1 · g_j``. Below zero, sample j helps; leaving it out changes the loss by
-    about minus entry / number of training samples.
+    about minus entry / number of training samples. Neither the Hessian H of the mean training loss nor a
+    gradient of a training sample is ever held: the system is solved by conjugate gradients.
 
-    The products with the Hessian H of the mean training loss are forward over reverse, the system is
-    solved by conjugate gradients, and the product with all g_j is forward mode: neither H nor a
-    gradient of a training sample is ever held.
-
-    Parameters
-    ----------
-    loss, parameters, chunk_size
-        Those of all functions in this module. The loss draws no random numbers, and the parameters are a
-        minimum of the training loss.
-    train, test : tuple of pytrees of tensors
-        The batches, of shapes ``[train, ...]`` and ``[test, ...]``.
-    damping : float
-        Added to the diagonal of H, which has to become positive definite.
-    max_iterations, tolerance
-        Conjugate gradients stop when the residual is smaller than `tolerance` times the gradient.
-
-    Returns
-    -------
-    Tensor
-        Of shape ``[test, train]``.
-
-    Raises
-    ------
-    FuncckptError
-        The damped Hessian is not positive definite, or the iterations do not converge.
+    `train` and `test` are batches; the result has shape ``[test, train]``. The loss draws no random numbers.
+    `damping` is added to the diagonal of H, which has to become positive definite. Conjugate gradients stop
+    when the residual is smaller than `tolerance` times the gradient.
 
     Examples
     --------
@@ -253,9 +217,8 @@ def _solve(
         curvature = _dot(direction, image)
         if not curvature > 0:
             raise FuncckptError(
-                "influence: the Hessian of the training loss, damped, is not positive definite (along one "
-                f"direction it is {float(curvature / _dot(direction, direction)):.3g}). Pass a larger "
-                "damping, or train to a minimum."
+                "influence: the Hessian of the training loss, damped, is not positive definite. Pass a "
+                "larger damping, or train to a minimum."
             )
         step = square / curvature
         _add(x, [step * t for t in direction])
@@ -264,8 +227,7 @@ def _solve(
         direction = [r + square / before * t for r, t in zip(residual, direction, strict=True)]
     if square > tolerance**2 * start:
         raise FuncckptError(
-            f"influence: conjugate gradients have a residual of {float((square / start).sqrt()):.3g} times "
-            f"the gradient after {max_iterations} iterations, and not {tolerance:.3g}. Pass a larger "
+            f"influence: conjugate gradients do not converge in {max_iterations} iterations. Pass a larger "
             "damping, max_iterations or tolerance."
         )
     return x
@@ -291,16 +253,15 @@ def _chunks(
 
 
 def _count(name: str, batch: tuple[Any, ...]) -> int:
-    """The number of samples."""
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
-    lengths = {x.shape[0] if x.dim() else None for x in tensors}
-    if len(lengths) != 1 or not lengths.isdisjoint({None, 0}):
+    lengths = {x.shape[0] if x.dim() else 0 for x in tensors}
+    if len(lengths) != 1 or 0 in lengths:
         raise InputError(
             f"{name}: each tensor of the batch has the samples along its first dimension, at least one, and "
-            f"not: {', '.join(describe(x) for x in tensors) or 'no tensor at all'}. What all samples share "
-            "belongs into the closure of the loss."
+            f"not: {', '.join(map(describe, tensors)) or 'no tensor at all'}. What all samples share belongs "
+            "into the closure of the loss."
         )
-    return int(lengths.pop() or 0)
+    return lengths.pop()
 
 
 def _split(name: str, batch: tuple[Any, ...], chunk_size: int | None) -> Iterator[tuple[Any, ...]]:
@@ -324,8 +285,4 @@ def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 def _add(total: list[Tensor], terms: list[Tensor]) -> None:
     """total += terms, where nothing at all is zero."""
-    if not total:
-        total += terms
-        return
-    for x, term in zip(total, terms, strict=True):
-        x += term
+    total[:] = [x.add_(term) for x, term in zip(total, terms, strict=True)] if total else terms

@@ -216,7 +216,7 @@ def test_influence_errors():
     w = torch.zeros(3, dtype=F64)
     with pytest.raises(funcckpt.FuncckptError, match=r"not positive definite.*larger damping"):
         influence(lambda w, x, y: -loss(w, x, y), w, (x, y), (u, v))
-    with pytest.raises(funcckpt.FuncckptError, match=r"after 1 iterations.*max_iterations"):
+    with pytest.raises(funcckpt.FuncckptError, match=r"in 1 iterations.*max_iterations"):
         influence(loss, w, (x, y), (u, v), max_iterations=1, tolerance=1e-9)
 
 

@@ -28,8 +28,6 @@ from .selective import Forward, create_selective_checkpoint_contexts
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CHECKS = ("default", "none")
-
 
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
@@ -79,13 +77,6 @@ def checkpoint(
     respect_saved_tensors_hooks : bool or None
         Accepted, and False: what a selective checkpoint saves does not go through hooks around the call.
 
-    Raises
-    ------
-    MutationError
-        A tensor that the function uses was changed in place before the recomputation.
-    CheckpointError
-        The recomputation saved other tensors than the forward.
-
     Notes
     -----
     Where f uses a transform, which refuses hooks, it is started anew in each call, and goes by `remat`. Call
@@ -112,7 +103,9 @@ def checkpoint(
             "checkpoint: respect_saved_tensors_hooks=True is not supported. A policy that offloads "
             "(CheckpointPolicy.MUST_CPU_OFFLOAD) moves what a selective checkpoint saves."
         )
-    options = Options(use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    if use_reentrant and not torch.compiler.is_compiling():
+        _warn_of_reentrant()
+    options = Options(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     if function is None:
         if kwargs:
             raise OptionError(f"checkpoint: no option {', '.join(kwargs)}, or no function to call.")
@@ -136,11 +129,8 @@ def _warn_of_reentrant() -> None:
 
 def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """A call of :func:`checkpoint`."""
-    if options.determinism_check not in _CHECKS:
-        given = options.determinism_check
-        raise OptionError(f"{title(f)}: determinism_check should be one of {_CHECKS}, but got {given!r}.")
-    if options.use_reentrant and not torch.compiler.is_compiling():
-        _warn_of_reentrant()
+    if options.determinism_check not in ("default", "none"):
+        raise OptionError(f"{title(f)}: determinism_check should be one of default and none.")
     if torch.compiler.is_compiling() or autograd.is_tracing_plain():
         # Dynamo takes no option that it cannot read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()

@@ -16,7 +16,6 @@ from typing import Any
 
 from .._torch import autograd
 
-# Whether `install` has been called.
 _installed = False
 # What holds in this context, whatever is installed.
 _here: ContextVar[bool | None] = ContextVar("funcckpt_patched", default=None)
@@ -46,7 +45,7 @@ def patched() -> AbstractContextManager[None]:
 def install() -> None:
     """Let every call of `torch.utils.checkpoint.checkpoint` be one of ours, in all threads.
 
-    Like :func:`patched`, until :func:`uninstall` is called. To call it twice is to call it once.
+    Like :func:`patched`, until :func:`uninstall` is called.
     """
     global _installed
     autograd.redirect_checkpoint(_call)

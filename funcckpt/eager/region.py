@@ -8,10 +8,9 @@ has its tensor. The inputs of a region inside of another are tensors saved in th
 It is written anew for what torch's cannot be made to do from outside:
 
 * What f refers to (`closures`), buffers that it updates and all random streams are in the recomputation what
-  they were at the call.
+  they were at the call. Tensors inside of containers and in keyword arguments are inputs like all others.
 * What was changed in place between the two runs, or by the recomputation itself, is noticed. Torch gives a
   wrong gradient without an error.
-* Tensors inside of containers and in keyword arguments are inputs like all others.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 class Options(NamedTuple):
     """Those of `checkpoint`, which says what they mean."""
 
-    use_reentrant: bool | None = False
     preserve_rng_state: bool = True
     context_fn: Callable[[], Contexts] = noop_context_fn
     determinism_check: str = "default"
@@ -306,8 +304,6 @@ class Region:
                 "A different number of tensors was saved during the original forward and recomputation: "
                 f"{len(self._slots)}, and {count}."
             )
-
-    # -- errors -------------------------------------------------------------------------------------
 
     @property
     def _name(self) -> str:

@@ -52,12 +52,7 @@ def checkpoint_scope() -> Iterator[None]:
 
     Scopes may be nested, and a `checkpoint` may stand inside of a scope or around it.
 
-    Raises
-    ------
-    TransformError
-        A `torch.func` transform is active around the block, or used inside of it: use `remat`.
-    MutationError
-        In the backward: a tensor that the block has read from outside was changed in place afterwards.
+    Under a `torch.func` transform, and where one is used inside, it raises a TransformError: use `remat`.
 
     Notes
     -----
@@ -116,8 +111,7 @@ def _current() -> _Block | None:
 class _Made:
     """A storage that a block has made."""
 
-    # The version of its tensors at the end of the block.
-    version: int | None = None
+    version: int | None = None  # at the end of the block
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
@@ -272,9 +266,7 @@ class _Block(TorchDispatchMode):
         return slot
 
     def _forget(self, slot: weakref.ref[_Slot]) -> None:
-        """A graph was used and is gone. A tensor of the block may be alive: it shall not keep alive what the
-        block has read, which an earlier block may have made, and so on.
-        """
+        """A graph is gone. A tensor of the block may live on, and shall not keep what the block has read."""
         self._slots.discard(slot)
         if not self._slots and self.pack is None:
             self.is_over = True

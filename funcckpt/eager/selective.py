@@ -46,19 +46,13 @@ def create_selective_checkpoint_contexts(
         (overloads, such as ``torch.ops.aten.mm.default``) to save. MUST and PREFER are the same in eager
         mode.
     allow_cache_entry_mutation : bool
-        Hand out a saved result as it is then, where it was changed in place after the forward.
+        Hand out a saved result as it is then, where it was changed in place after the forward; or raise a
+        MutationError.
 
     Returns
     -------
     tuple of two context managers
         For the forward and for the recomputation. A second one runs all operators.
-
-    Raises
-    ------
-    CheckpointError
-        In the backward: the recomputation calls an operator more often than the forward did.
-    MutationError
-        In the backward: a saved result was changed in place after the forward.
 
     Examples
     --------
