@@ -157,9 +157,10 @@ def influence(
     about minus entry / number of training samples. Neither the Hessian H of the mean training loss nor a
     gradient of a training sample is ever held: the system is solved by conjugate gradients.
 
-    `train` and `test` are batches; the result has shape ``[test, train]``. The loss draws no random numbers.
-    `damping` is added to the diagonal of H, which has to become positive definite. Conjugate gradients stop
-    when the residual is smaller than `tolerance` times the gradient.
+    `loss`, `parameters` (a minimum) and `chunk_size` are those of all functions in this module. `train` and
+    `test` are batches; the result has shape ``[test, train]``. The loss draws no random numbers. `damping` is
+    added to the diagonal of H, which has to become positive definite. Conjugate gradients stop when the
+    residual is smaller than `tolerance` times the gradient, and fail after `max_iterations`.
 
     Examples
     --------
@@ -231,9 +232,6 @@ def _solve(
             "damping, max_iterations or tolerance."
         )
     return x
-
-
-# -- chunks -----------------------------------------------------------------------------------------
 
 
 def _chunks(

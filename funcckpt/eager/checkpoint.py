@@ -124,7 +124,7 @@ def _decorated(f: Callable[..., Any], options: Options) -> Callable[..., Any]:
 
 @functools.cache
 def _warn_of_reentrant() -> None:
-    warnings.warn("funcckpt.checkpoint serves use_reentrant=True like use_reentrant=False.", stacklevel=4)
+    warnings.warn("funcckpt.checkpoint serves use_reentrant=True like use_reentrant=False.", stacklevel=3)
 
 
 def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
