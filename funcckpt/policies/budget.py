@@ -17,9 +17,8 @@ from .policies import Chooser, Decision, is_dot, is_product
 def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget:
     """Keep the values that save the most recomputation for their bytes.
 
-    The first call of a function, for what its inputs look like, measures the FLOPs and the bytes of every
-    operator whose result the backward reads or computes from, and chooses the best set that fits. That call
-    keeps all of them while it runs; those that follow only what was chosen.
+    The first call of a function, for what its inputs look like, measures all operators and chooses the best
+    set that fits. It keeps all values while it runs; the calls that follow only what was chosen.
 
     Parameters
     ----------
@@ -116,9 +115,8 @@ def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set]
     """The sets of values of which none is better both in bytes and in recomputation, and the bytes of all.
 
     Found value by value, after Nemhauser and Ullmann, "Discrete dynamic programming and capital
-    allocation" (1969): a set that is worse than another in both is not pursued. That is exact where what
-    values save adds up. What one saves may depend on another (if a product and its sine are kept, the
-    product is of no use), so the recomputation of each set is counted, and not added up.
+    allocation" (1969): a set that is worse than another in both is not pursued. What one value saves may
+    depend on another, so the recomputation of each set is counted, and not added up.
     """
 
     def of(places: Iterable[Place]) -> _Set:

@@ -91,11 +91,7 @@ def _mapped(x: Tensor) -> Tensor:
 
 
 class Offloaded:
-    """A tensor of an accelerator, kept in the memory of the host.
-
-    The copies there and back are made by a stream of their own, into and from pinned memory, while others
-    go on.
-    """
+    """A tensor of an accelerator, kept in the memory of the host. A stream of its own copies it."""
 
     def __init__(self, x: Tensor) -> None:
         x = x.detach()

@@ -31,9 +31,9 @@ class Kept:
         self.places: list[Offloaded | None] = []
 
 
-def split(kept: Kept | None, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def split(kept: Kept, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """What a node has saved: its inputs, and what is kept."""
-    arity = len(saved) if kept is None else len(saved) - len(kept.places)
+    arity = len(saved) - len(kept.places)
     return saved[:arity], saved[arity:]
 
 
