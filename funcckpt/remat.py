@@ -21,7 +21,6 @@ from torch import nn
 
 from . import compiled
 from ._torch import functorch
-from .closures import count_as_own
 from .core.call import Call, Options
 from .errors import CheckpointError, InputError
 from .policies.policies import Policy, chooser_of
@@ -142,7 +141,6 @@ def remat(
 
     def made(f: Callable[..., Any]) -> Callable[..., Any]:
         name = _name_and_check(f)
-        count_as_own(f)
         static = _positions_and_names(f, name, positions, names)
         return _Checkpointed(
             f, name, Options(*static, preserve_rng_state, determinism_check, policy, chooser)

@@ -4,8 +4,7 @@ Read in this order: `code` (what code names), `find` (places, and whether they h
 `rebuild` (f around other tensors). `remat`, `checkpoint`, `scan` and `nn.Remat` all ask here.
 """
 
-from .code import count_as_own
 from .find import Found
 from .rebuild import Rebuilt, stored
 
-__all__ = ["Found", "Rebuilt", "count_as_own", "stored"]
+__all__ = ["Found", "Rebuilt", "stored"]

@@ -9,40 +9,22 @@ import types
 from typing import Any
 
 # Libraries whose globals and classes hold nothing of the user's. Their closures and objects are searched.
-# So is every installed package, but for those whose functions are given to remat.
+# So is every installed package, but for a function that is itself given to remat.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
-_own_packages: set[str] = set()
-# What is remembered and depends on whose code it is.
-_by_package: list[Any] = []
 
 
-def remembered(f: Any) -> Any:
-    """A function that remembers its answers, until `count_as_own` says that other code is the user's."""
-    _by_package.append(functools.lru_cache(maxsize=4096)(f))
-    return _by_package[-1]
-
-
-def count_as_own(f: Any) -> None:
-    """Count the package of a callable among the user's own code."""
-    package = _package(getattr(f, "__module__", None) or type(f).__module__)
-    if package not in _own_packages and package not in _LIBRARIES:
-        _own_packages.add(package)
-        for cached in _by_package:
-            cached.cache_clear()
-
-
-@remembered
+@functools.lru_cache(maxsize=4096)
 def is_library(module: Any) -> bool:
     """Whether a module, given by its name, is of torch, numpy, Python or an installed package."""
     package = _package(module)
     return package in _LIBRARIES or is_installed(module)
 
 
-@remembered
+@functools.lru_cache(maxsize=4096)
 def is_installed(module: Any) -> bool:
     """Whether a module is of an installed package, other than torch and numpy."""
     package = _package(module)
-    if package in _LIBRARIES or package in _own_packages:
+    if package in _LIBRARIES:
         return False
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
@@ -53,13 +35,13 @@ def _package(module: Any) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-@remembered
+@functools.lru_cache(maxsize=4096)
 def own_classes(kind: Any) -> tuple[type, ...]:
     """A class and its bases, without those of libraries."""
     return tuple([base for base in kind.__mro__ if not is_library(base.__module__)])
 
 
-@remembered
+@functools.lru_cache(maxsize=4096)
 def libraries_of(kind: Any) -> frozenset[str]:
     """The modules of the libraries in which bases of a class are."""
     return frozenset([base.__module__ for base in kind.__mro__ if is_library(base.__module__)])

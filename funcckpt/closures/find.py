@@ -37,8 +37,13 @@ from .code import (
 )
 from .kinds import (
     ATOMS,
+    ATTRIBUTES,
+    DEFAULTS,
     GLOBALS,
+    KWDEFAULTS,
+    OBJECTS,
     PARTS,
+    SPACES,
     Hole,
     Key,
     Kind,
@@ -48,7 +53,6 @@ from .kinds import (
     kind_of,
     label,
     new_function,
-    number_of,
     read,
 )
 
@@ -84,6 +88,8 @@ _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed
 # What does not change, and what no copy can stand for.
 _CONSTANT = (Kind.METHOD, Kind.BUILTIN, Kind.PARTIAL, Kind.TUPLE, Kind.MEMBER, Kind.COMPILED)
 _FIXED = (Kind.CLASS, Kind.VARIABLE)
+# What is everybody's: it holds what it holds now, whoever refers to it.
+_STAYING = (Kind.GLOBALS, Kind.MODULE)
 
 
 class Found:
@@ -108,12 +114,12 @@ class Found:
     """
 
     __slots__ = (
+        "_empty",
         "_places",
         "_training",
         "calls_backward",
         "draws_elsewhere",
         "gone",
-        "marked",
         "moves_streams",
         "nodes",
         "root",
@@ -129,12 +135,11 @@ class Found:
         self.tensors: dict[int, Tensor] = {}
         self._places: dict[int, tuple[int, Any]] = {}
         self._training: list[int] = []  # the dicts of buffers of modules that are training
+        self._empty: list[tuple[Any, int, str]] = []  # parts of modules, in which there was nothing to follow
         self.streams: list[Any] = []
         self.draws_elsewhere = self.calls_backward = False
         # The ids of objects that have to be made anew, since what they hold was let go.
         self.gone: set[int] = set()
-        # Those with a mark in the place of something.
-        self.marked: set[int] = set()
         self._search(root, everything)
 
     def _search(self, root: Any, everything: bool) -> None:
@@ -143,6 +148,9 @@ class Found:
         named: list[Node] = []
         known, expanded = len(names), 0
         libraries: set[Any] = set()
+        first = root[0] if type(root) is tuple and root else root
+        if type(first) is types.MethodType:
+            first = first.__func__
         pending: list[tuple[Any, int, Any]] = [(root, 0, "")]
         while pending:
             value, parent, key = pending.pop()
@@ -153,16 +161,20 @@ class Found:
             elif kind is types.FunctionType:
                 space = value.__globals__
                 module = space.get("__name__")
-                is_own = not is_library(module)
+                is_own = value is first or not is_library(module)
                 if not is_own:
                     libraries.add(module)
                     names.add(value.__name__)
                 if is_own or value.__closure__ or value.__defaults__ or value.__kwdefaults__:
                     content = read(Kind.FUNCTION, value)
-                    nodes[number] = Node(Kind.FUNCTION, value, content, parent, key)
-                    pending.extend(
-                        [(item, number, name) for name, item in content.items() if item is not None]
+                    if is_own:
+                        content[GLOBALS] = space
+                    nodes[number] = Node(
+                        Kind.FUNCTION, value, content, {*map(id, content.values())}, parent, key
                     )
+                    for name, item in content.items():
+                        if item is not None and item is not space:
+                            pending.append((item, number, name))
                     if is_own:
                         names |= names_of(value.__code__)
                         self.calls_backward |= "backward" in value.__code__.co_names
@@ -171,16 +183,17 @@ class Found:
                                 pending.append((sys.modules[name], number, "__class__"))
                             else:
                                 self.draws_elsewhere = True  # for all that is known
-                        content[GLOBALS] = space
                         node = nodes.get(id(space))
                         if node is None:
-                            node = nodes[id(space)] = Node(Kind.GLOBALS, space, {}, number, GLOBALS, set())
+                            node = Node(Kind.GLOBALS, space, {}, set(), number, GLOBALS, set())
+                            nodes[id(space)] = node
                         for name in global_names(value.__code__):
                             if name not in node.names:
                                 node.names.add(name)
                                 if name in space:
                                     item = node.content[name] = space[name]
                                     if type(item) not in ATOMS:
+                                        node.refers.add(id(item))
                                         pending.append((item, id(space), name))
             elif isinstance(value, Tensor):
                 tensors[number], places[number] = value, (parent, key)
@@ -189,7 +202,7 @@ class Found:
                     self.streams.append(value)
             else:
                 names_that_count: Any = None
-                if how is Kind.OBJECT or how is Kind.CLASS:
+                if how in OBJECTS or how is Kind.CLASS:
                     module = value.__name__ if isinstance(value, types.ModuleType) else kind.__module__
                     if isinstance(value, type):
                         names_that_count = names if value in own_classes(value) else ()
@@ -201,26 +214,42 @@ class Found:
                             names_that_count = ()
                 elif how is Kind.BUILTIN:
                     names.add(value.__name__)
-                content = read(how, value, names_that_count)
-                node = nodes[number] = Node(how, value, content, parent, key, names_that_count)
+                if how is Kind.DICT:
+                    content = dict(value)
+                elif how in SPACES and names_that_count is None:
+                    content = value.__dict__.copy()
+                else:
+                    content = read(how, value, names_that_count)
+                refers = {*map(id, content.values())}
+                node = nodes[number] = Node(how, value, content, refers, parent, key, names_that_count)
                 if names_that_count is names:
                     named.append(node)
-                for name, item in content.items():
-                    if type(item) not in ATOMS and (name not in _OFTEN_EMPTY or item):
-                        pending.append((item, number, name))
-                if how is Kind.OBJECT:
-                    pending.extend([(base, number, "__class__") for base in own_classes(kind)])
-                    libraries |= libraries_of(kind)
-                    if content.get("_buffers") and isinstance(value, nn.Module) and value.training:
+                if how is Kind.MODULE:
+                    for name, item in content.items():
+                        if type(item) not in ATOMS:
+                            if name not in _OFTEN_EMPTY or item:
+                                pending.append((item, number, name))
+                            else:
+                                self._empty.append((item, number, name))
+                    if content.get("_buffers") and value.training:
                         self._training.append(id(value._buffers))
+                else:
+                    for name, item in content.items():
+                        if type(item) not in ATOMS:
+                            pending.append((item, number, name))
+                if how in OBJECTS:
+                    libraries |= libraries_of(kind)
+                    for base in own_classes(kind):
+                        pending.append((base, number, "__class__"))
                 elif isinstance(value, type):
-                    pending.extend([(base, number, "__class__") for base in own_classes(value)])
+                    for base in own_classes(value):
+                        pending.append((base, number, "__class__"))
             if not pending and (known < len(names) or (everything and expanded < len(named))):
                 known, expanded = len(names), len(named)  # new code names more
                 has_all = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
                 for node in named:
                     now = read(node.kind, node.value)
-                    if has_all and node.kind is Kind.OBJECT:
+                    if has_all and node.kind in OBJECTS:
                         node.names, counted = None, [*now]
                     else:
                         counted = [*compress(now, map(names.__contains__, now))]
@@ -228,6 +257,7 @@ class Found:
                         if name not in node.content:
                             item = node.content[name] = now[name]
                             if type(item) not in ATOMS:
+                                node.refers.add(id(item))
                                 pending.append((item, id(node.value), name))
         self.draws_elsewhere |= any(map(is_installed, libraries)) or (
             "random" in names and not libraries.isdisjoint(_DRAWING)
@@ -247,25 +277,38 @@ class Found:
     def changed(self) -> set[int]:
         """The ids of the objects that refer to something else than at the call."""
         changed = set()
-        filled: list[tuple[int, str, Any]] = []
         for number, node in self.nodes.items():
-            value, content, kind = node.value, node.content, node.kind
+            value, content, kind, names = node.value, node.content, node.kind, node.names
+            there: Any
             if value is None or kind in _CONSTANT:
                 continue
-            there = value if kind is Kind.DICT else read(kind, value, node.names)
-            if GLOBALS in content and kind is Kind.FUNCTION:
-                there[GLOBALS] = content[GLOBALS]
-            same = len(there) == len(content) and all(map(there.__contains__, content))
-            if not same or not all(map(operator.is_, map(there.get, content), content.values())):
-                if not same or [
-                    x for k, x in content.items() if there[k] is not x and not _is_it(there[k], x)
-                ]:
+            if kind is Kind.FUNCTION:
+                if (
+                    value.__defaults__ is not content[DEFAULTS]
+                    or value.__kwdefaults__ is not content[KWDEFAULTS]
+                    or (value.__dict__ or None) is not content[ATTRIBUTES]
+                ):
                     changed.add(number)
-            if kind is Kind.OBJECT and isinstance(value, nn.Module):
-                filled += [(number, name, content[name]) for name in _OFTEN_EMPTY if content.get(name)]
-        for number, name, there in filled:
-            if id(there) not in self.nodes and isinstance(there, dict):  # it was empty, and not looked at
-                self.nodes[id(there)] = Node(Kind.DICT, there, {}, number, name)
+                continue
+            if kind is Kind.DICT:
+                there = value
+            elif kind in SPACES:
+                there = value.__dict__
+            else:
+                there, names = read(kind, value, names), None
+            size = len(there) if names is None else sum(map(names.__contains__, there))
+            if size != len(content) or not all(map(there.__contains__, content)):
+                changed.add(number)
+            elif not all(map(operator.is_, map(there.get, content), content.values())):
+                for name, before in content.items():
+                    x = there[name]
+                    if x is not before and type(before) is not Key:
+                        if type(before) is not Hole or before() is not x:
+                            changed.add(number)
+                            break
+        for there, number, name in self._empty:
+            if there and id(there) not in self.nodes:
+                self.nodes[id(there)] = Node(Kind.DICT, there, {}, set(), number, name)
                 changed.add(id(there))
         return changed
 
@@ -276,10 +319,8 @@ class Found:
         while size < len(reached):
             size = len(reached)
             for number, node in backwards:
-                if number not in reached and node.kind not in _FIXED:
-                    of = number_of if number in self.marked else id
-                    if not reached.isdisjoint(map(of, node.content.values())):
-                        reached.add(number)
+                if number not in reached and node.kind not in _FIXED and not reached.isdisjoint(node.refers):
+                    reached.add(number)
         return reached
 
     def seal(self, tensors: Iterable[Tensor]) -> None:
@@ -295,15 +336,13 @@ class Found:
             if number in gone or node.kind in _FIXED:
                 for name, item in content.items():
                     if id(item) in owned:
-                        self.marked.add(number)
                         content[name] = hole_of(item)
-                    elif id(item) in gone and not _stays(self.nodes[id(item)]):
+                    elif id(item) in gone and self.nodes[id(item)].kind not in _STAYING:
                         content[name] = Key(id(item))
-                        self.marked.add(number)
         self.gone |= gone
         for number in gone:
             node = self.nodes[number]
-            if not _stays(node):
+            if node.kind not in _STAYING:
                 node.like = _like(node)
                 node.value = None
         if id(self.root) in gone:
@@ -314,11 +353,10 @@ class Found:
         holes = {id(x): hole_of(x) for x in tensors}
         for key in holes:
             del self.tensors[key]
-        for number, node in self.nodes.items():
+        for node in self.nodes.values():
             for name, item in node.content.items():
                 if id(item) in holes:
                     node.content[name] = holes[id(item)]
-                    self.marked.add(number)
 
     # -- in words -----------------------------------------------------------------------------------
 
@@ -340,16 +378,6 @@ class Found:
         return " of ".join([part for part in parts if part]) or "a captured tensor"
 
 
-def _is_it(x: Any, before: Any) -> bool:
-    """Whether something is what it was, or what a mark stands for."""
-    return x is before or (before() is x if type(before) is Hole else type(before) is Key)
-
-
-def _stays(node: Node) -> bool:
-    """Whether an object is everybody's: it holds what it holds now, whoever refers to it."""
-    return node.kind is Kind.GLOBALS or (node.kind is Kind.OBJECT and isinstance(node.value, nn.Module))
-
-
 def _like(node: Node) -> Any:
     """What is needed of an object to make another one like it."""
     value, kind = node.value, node.kind
@@ -360,7 +388,7 @@ def _like(node: Node) -> Any:
         return emptied(value)
     if kind is Kind.BUILTIN:
         return value.__name__
-    if kind is Kind.OBJECT:
+    if kind in OBJECTS:
         try:
             return type(value), weakref.ref(value)
         except TypeError:

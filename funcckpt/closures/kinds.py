@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .code import is_library, is_plain_python, remembered, slots_of
+from .code import is_library, is_plain_python, slots_of
 
 # Values that hold no tensor, told by their type alone.
 ATOMS = frozenset(
@@ -42,24 +42,29 @@ class Kind(Enum):
     TUPLE = "a tuple, named tuple or frozenset"
     LIST = "a list, deque or set"
     DICT = "a dict"
-    OBJECT = "an object with attributes, a module among them"
+    MODULE = "a module of torch"
+    OBJECT = "an object with attributes"
+    SLOTTED = "an object with slots"
     CLASS = "a class or a module of Python: no copy can stand for it"
     VARIABLE = "a context variable"
     COMPILED = "a module that torch.compile has wrapped"
+
+    __hash__ = object.__hash__  # Enum's own is a call in Python
 
 
 @dataclass(slots=True)
 class Node:
     """An object that was reached, and what it held then.
 
-    `names` are those that count, if not all do. `parent` and `key` say where it was found first. Once a
-    tensor that the graph owns could be reached from it, `value` is None, and `like` is what is needed to make
-    another one.
+    `refers` has the ids of what it held. `names` are those that count, if not all do. `parent` and `key` say
+    where it was found first. Once a tensor that the graph owns could be reached from it, `value` is None, and
+    `like` is what is needed to make another one.
     """
 
     kind: Kind
     value: Any
     content: dict[Any, Any]
+    refers: set[int]
     parent: int
     key: Any
     names: Any = None
@@ -91,7 +96,7 @@ _MEMBERS = (staticmethod, classmethod, property)
 DEFAULTS, KWDEFAULTS, ATTRIBUTES, GLOBALS = "*defaults", "*kwdefaults", "*attributes", "*globals"
 
 
-@remembered
+@functools.lru_cache(maxsize=4096)
 def kind_of(kind: Any) -> Kind | None:
     """How instances of a class are followed, but for functions, tensors and random streams."""
     if any(str(base.__module__).startswith("torch.distributed.") for base in kind.__mro__):
@@ -103,7 +108,7 @@ def kind_of(kind: Any) -> Kind | None:
     if issubclass(kind, nn.Module):
         if issubclass(kind, torch.jit.ScriptModule):
             return None
-        return Kind.COMPILED if kind.__name__ == "OptimizedModule" else Kind.OBJECT
+        return Kind.COMPILED if kind.__name__ == "OptimizedModule" else Kind.MODULE
     if kind in _DICTS or (issubclass(kind, dict) and not is_library(kind.__module__)):
         return Kind.DICT
     if kind in _LISTS:
@@ -119,8 +124,13 @@ def kind_of(kind: Any) -> Kind | None:
     if kind is ContextVar:
         return Kind.VARIABLE
     if is_plain_python(kind):
-        return Kind.OBJECT
+        return Kind.SLOTTED if slots_of(kind) else Kind.OBJECT
     return None
+
+
+OBJECTS = frozenset({Kind.MODULE, Kind.OBJECT, Kind.SLOTTED})
+# What refers to others by its `__dict__` alone.
+SPACES = frozenset({Kind.MODULE, Kind.OBJECT, Kind.CLASS})
 
 
 def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
@@ -128,22 +138,18 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     if kind is Kind.GLOBALS:
         there = names & value.keys()
         return dict(zip(there, map(value.__getitem__, there), strict=True))
-    if kind is Kind.OBJECT or kind is Kind.CLASS:
-        if kind is Kind.OBJECT and (slots := slots_of(value.__class__)):
-            content = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-            content.update(getattr(value, "__dict__", ()))
-        else:
-            content = value.__dict__
-        if names is None:
-            return dict(content)
-        return dict(compress(content.items(), map(names.__contains__, content)))
+    if kind is Kind.DICT or kind in SPACES:
+        there = value if kind is Kind.DICT else value.__dict__
+        return dict(there) if names is None else dict(compress(there.items(), map(names.__contains__, there)))
+    if kind is Kind.SLOTTED:
+        content = {name: getattr(value, name) for name in slots_of(value.__class__) if hasattr(value, name)}
+        content.update(getattr(value, "__dict__", ()))
+        return content if names is None else {name: x for name, x in content.items() if name in names}
     if kind is Kind.FUNCTION:
         content = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
         content[DEFAULTS], content[KWDEFAULTS] = value.__defaults__, value.__kwdefaults__
         content[ATTRIBUTES] = value.__dict__ or None
         return content
-    if kind is Kind.DICT:
-        return dict(value)
     if kind is Kind.TUPLE or kind is Kind.LIST:
         return dict(enumerate(value))
     if kind is Kind.CELL:
@@ -164,10 +170,6 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     if kind is Kind.COMPILED:
         return {"": value._orig_mod}
     return {"": value.fget if isinstance(value, property) else value.__func__}
-
-
-def number_of(x: Any) -> int:
-    return x.number if type(x) is Hole or type(x) is Key else id(x)
 
 
 def hole_of(x: Tensor) -> Hole:
@@ -209,7 +211,7 @@ def label(node: Node, key: Any) -> str:
         if key in (DEFAULTS, KWDEFAULTS):
             return "a default argument"
         return "" if key in (ATTRIBUTES, GLOBALS) else f"closure variable {key!r}"
-    if kind is Kind.OBJECT:
+    if kind in OBJECTS:
         return "" if key in PARTS or key == "__class__" else f"attribute {key!r}"
     if kind is Kind.CLASS:
         return "" if key == "__class__" else f"attribute {key!r} of {node.value.__name__}"

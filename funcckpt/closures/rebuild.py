@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .code import is_library, slots_of
 from .find import Found
@@ -25,18 +25,18 @@ from .kinds import (
     DEFAULTS,
     GLOBALS,
     KWDEFAULTS,
+    OBJECTS,
     Hole,
     Key,
     Kind,
     Node,
     emptied,
     new_function,
-    number_of,
     read,
 )
 
 _NOTHING = object()
-_WRITABLE = (Kind.CELL, Kind.GLOBALS, Kind.DICT, Kind.LIST, Kind.OBJECT)
+_WRITABLE = frozenset({Kind.CELL, Kind.GLOBALS, Kind.DICT, Kind.LIST, *OBJECTS})
 
 
 class Rebuilt:
@@ -54,7 +54,7 @@ class Rebuilt:
             node
             for number, node in found.nodes.items()
             if node.kind in (Kind.CLASS, Kind.VARIABLE)
-            and (number in self._changed or not self._dirty.isdisjoint(map(number_of, node.content.values())))
+            and (number in self._changed or not self._dirty.isdisjoint(node.refers))
         ]
         self._built: dict[int, Any] = {}
         self._placed: dict[int, dict[Any, Any]] = {}
@@ -121,7 +121,7 @@ class Rebuilt:
             new = self._built[number] = emptied(like)
             items = self._items(content).values()
             new.update(items) if isinstance(new, set) else new.extend(items)
-        elif kind is Kind.OBJECT:
+        elif kind in OBJECTS:
             new = self._make_object(number, node)
         elif kind is Kind.FUNCTION:
             new = self._make_function(number, like, content)
@@ -152,17 +152,17 @@ class Rebuilt:
         value, content = node.value, node.content
         kind, original = (type(value), value) if value is not None else (node.like[0], node.like[1]())
         new: Any
-        base = next(base for base in (types.SimpleNamespace, object) if issubclass(kind, base))
-        new = base.__new__(kind)
+        new = (types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
         self._built[number] = new  # before what refers to it
-        state = {} if original is None else read(Kind.OBJECT, original)
+        # A module may have slots too, which are not followed.
+        state = {} if original is None else read(Kind.SLOTTED if slots_of(kind) else node.kind, original)
         if node.names is not None:
             for name in [name for name in state if name in node.names and name not in content]:
                 del state[name]
         else:
             state.clear()
         state.update(self._items(content))
-        if issubclass(kind, nn.Module):
+        if node.kind is Kind.MODULE:
             parameters = state["_parameters"]
             if parameters is not content["_parameters"]:
                 for x in parameters.values():
@@ -254,25 +254,23 @@ def _give(node: Node, name: Any, x: Any) -> None:
 def _assign(node: Node, name: Any, x: Any) -> None:
     if node.kind is Kind.CELL:
         node.value.cell_contents = x
-    elif node.kind is Kind.OBJECT and name in slots_of(node.value.__class__):
+    elif node.kind is Kind.SLOTTED and name in slots_of(node.value.__class__):
         object.__setattr__(node.value, name, x)
     else:
-        (node.value.__dict__ if node.kind is Kind.OBJECT else node.value)[name] = x
+        (node.value.__dict__ if node.kind in OBJECTS else node.value)[name] = x
 
 
 def _remove(node: Node, name: Any) -> None:
     if node.kind is Kind.CELL:
         del node.value.cell_contents
     else:
-        del (node.value.__dict__ if node.kind is Kind.OBJECT else node.value)[name]
+        del (node.value.__dict__ if node.kind in OBJECTS else node.value)[name]
 
 
 def _is_made_anew(node: Node, name: Any) -> bool:
     """Whether an attribute is computed before each forward, as by `torch.nn.utils.spectral_norm`."""
-    if node.kind is not Kind.OBJECT or not isinstance(node.value, nn.Module):
-        return False
     # Without a hook it is f that stores it, and others may read it.
-    if not node.value._forward_pre_hooks:
+    if node.kind is not Kind.MODULE or not node.value._forward_pre_hooks:
         return False
     return any(key.startswith(f"{name}_") for key in node.value._parameters)
 
@@ -281,7 +279,7 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]
     """The tensors that f has stored in what has changed in its first run, and where."""
     for number in changed:
         node = found.nodes[number]
-        of_library = isinstance(node.value, nn.Module) and is_library(type(node.value).__module__)
+        of_library = node.kind is Kind.MODULE and is_library(type(node.value).__module__)
         for key, value in read(node.kind, node.value, node.names).items():
             if value is node.content.get(key) or _is_made_anew(node, key):
                 continue

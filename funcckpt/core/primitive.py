@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
-from ..closures import Found, Rebuilt, count_as_own
+from ..closures import Found, Rebuilt
 
 Tensors = tuple[Tensor, ...]
 Program = Callable[..., Tensors]
@@ -190,7 +190,6 @@ def remat(f: Callable[..., Any], spelling: type[_Rules] = Remat) -> Callable[...
     >>> torch.func.grad(remat(torch.sin))(torch.tensor(0.0))
     tensor(1.)
     """
-    count_as_own(f)
 
     def rematted(*args: Any, **kwargs: Any) -> Any:
         call = _Call(f, args, kwargs)
