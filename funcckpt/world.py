@@ -21,7 +21,7 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ._torch import autograd, functorch
+from ._torch import functorch
 from .errors import CheckpointError
 
 
@@ -70,17 +70,17 @@ def autocast_devices() -> tuple[str, ...]:
 _Autocast = tuple[bool, tuple[bool, ...], tuple[torch.dtype, ...]]
 
 
-def _autocast() -> _Autocast:
+def _state() -> tuple[torch.device, torch.dtype, _Autocast]:
     devices = autocast_devices()
+    enabled, dtypes = map(torch.is_autocast_enabled, devices), map(torch.get_autocast_dtype, devices)
     return (
-        torch.is_autocast_cache_enabled(),
-        (*map(torch.is_autocast_enabled, devices),),
-        (*map(torch.get_autocast_dtype, devices),),
+        functorch.default_device() if functorch.has_function_modes() else _CPU,
+        torch.get_default_dtype(),
+        (torch.is_autocast_cache_enabled(), (*enabled,), (*dtypes,)),
     )
 
 
-def _state() -> tuple[torch.device, torch.dtype, _Autocast]:
-    return functorch.default_device(), torch.get_default_dtype(), _autocast()
+_CPU = torch.device("cpu")
 
 
 class Mode(TorchFunctionMode):
@@ -116,7 +116,7 @@ class World:
                 for mode in self._modes:
                     if mode not in active:
                         stack.enter_context(mode)
-            if autocast != (now := _autocast()):
+            if autocast != (now := _state()[2]):
                 cache, *states = autocast
                 for kind, enabled, cast, *current in zip(autocast_devices(), *states, *now[1:], strict=True):
                     if current != [enabled, cast]:
@@ -151,42 +151,6 @@ def cleared_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-class _ParametrizationsAnew:
-    """Parametrized weights are computed anew inside of a checkpoint, also under `parametrize.cached`.
-
-    One that was cached belongs to the inside or to the outside of a checkpoint, like a cast; and it is known
-    by the id of its module, of which a recomputation makes copies. The cache is that of the process.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._runs = self._enabled = 0
-
-    def is_needed(self) -> bool:
-        return self._runs > 0 or autograd.parametrizations_cached() > 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._runs:
-                self._enabled = autograd.parametrizations_cached()
-                autograd.add_to_parametrizations_cached(-self._enabled)
-            self._runs += 1
-
-    def __exit__(self, *error: Any) -> None:
-        with self._lock:
-            self._runs -= 1
-            if not self._runs:
-                autograd.add_to_parametrizations_cached(self._enabled)
-
-
-_parametrizations_anew = _ParametrizationsAnew()
-
-
-def parametrizations_anew() -> AbstractContextManager[None] | None:
-    """Parametrized weights are computed in the block, and not found in a cache, if there is one."""
-    return _parametrizations_anew if _parametrizations_anew.is_needed() else None
-
-
 # From which Python and numpy draw for whoever asks: the objects behind the functions of their modules.
 OF_THE_PROCESS = {module: PythonStream(vars(module)["random"].__self__) for module in (random, np.random)}
 
@@ -201,14 +165,18 @@ def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> lis
         module = torch.get_device_module(device)
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))
-    streams.extend([PythonStream.of(x) or x for x in explicit])
+    for x in explicit:
+        streams.append(PythonStream.of(x) or x)
     if of_the_process:
         streams.extend(OF_THE_PROCESS.values())
     return streams
 
 
 def states(streams: Sequence[Stream]) -> States:
-    return [(stream, stream.get_state()) for stream in streams]
+    found: States = []
+    for stream in streams:
+        found.append((stream, stream.get_state()))
+    return found
 
 
 def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> States:
@@ -221,12 +189,11 @@ def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def moved(before: States) -> States:
     """Those of the streams from which random numbers were drawn since."""
-    return [(stream, state) for stream, state in before if not _same_bytes(state, stream.get_state())]
-
-
-def have_moved(before: States) -> bool:
-    """Whether any random number was drawn since."""
-    return any([not _same_bytes(state, stream.get_state()) for stream, state in before])
+    found: States = []
+    for stream, state in before:
+        if not _same_bytes(state, stream.get_state()):
+            found.append((stream, state))
+    return found
 
 
 def marks(streams: Iterable[Stream]) -> list[int]:

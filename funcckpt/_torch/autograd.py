@@ -147,13 +147,37 @@ class accumulation:
         self.seen.add(id(x))
 
 
-def parametrizations_cached() -> int:
-    """How many blocks of `parametrize.cached` are open, which torch tells nobody."""
-    return int(parametrize._cache_enabled)
+class _ParametrizationsAnew:
+    """Parametrized weights are computed anew inside of a checkpoint, also under `parametrize.cached`.
+
+    One that was cached belongs to the inside or to the outside of a checkpoint, like a cast; and it is known
+    by the id of its module, of which a recomputation makes copies. The cache is that of the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.runs = self._enabled = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self.runs:
+                self._enabled, parametrize._cache_enabled = parametrize._cache_enabled, 0
+            self.runs += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self.runs -= 1
+            if not self.runs:
+                parametrize._cache_enabled += self._enabled
 
 
-def add_to_parametrizations_cached(blocks: int) -> None:
-    parametrize._cache_enabled += blocks
+_parametrizations_anew = _ParametrizationsAnew()
+
+
+def parametrizations_anew() -> AbstractContextManager[None] | None:
+    """Parametrized weights are computed in the block, and not found in a cache, if there is one."""
+    is_needed = _parametrizations_anew.runs or parametrize._cache_enabled
+    return _parametrizations_anew if is_needed else None
 
 
 # Part of what autograd says when something is written to a leaf or to a view of one, and functorch

@@ -5,9 +5,11 @@ Public torch has no way to ask which transforms are active, or to apply a rule t
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -116,15 +118,10 @@ _RANDOMNESS = {
     RandomnessType.Different: "different",
 }
 # By their numbers: to compare the values themselves takes as long as a small operator.
-_NAMES = {
-    kind.value: name
-    for kind, name in (
-        (TransformType.Grad, "grad"),
-        (TransformType.Vmap, "vmap"),
-        (TransformType.Jvp, "jvp"),
-        (TransformType.Functionalize, "functionalize"),
-    )
-}
+GRAD, VMAP, JVP, FUNCTIONALIZE = (
+    getattr(TransformType, name).value for name in ("Grad", "Vmap", "Jvp", "Functionalize")
+)
+_NAMES = {GRAD: "grad", VMAP: "vmap", JVP: "jvp", FUNCTIONALIZE: "functionalize"}
 # Set while any vmap is active; random operators look for it and refuse. A recomputation whose
 # randomness was settled by the forward is not theirs to refuse.
 _VMAP_MODE = DispatchKeySet(_dispatch_key_parse("VmapMode"))
@@ -140,28 +137,68 @@ class Layer(NamedTuple):
     randomness: str
 
 
+def any_grad(layers: Sequence[Layer]) -> bool:
+    """Whether one of some levels is that of a `torch.func.grad`, `vjp` or the like."""
+    return "grad" in map(operator.attrgetter("kind"), layers)
+
+
 def current_level() -> int:
     """The number of active functorch levels."""
-    level = maybe_current_level()
-    return 0 if level is None else level
+    return maybe_current_level() or 0
 
 
 def kind_of(interpreter: Interpreter) -> str:
     return _NAMES[interpreter.key().value]
 
 
-def randomness_of(interpreter: Interpreter) -> str:
-    return _RANDOMNESS[CVmapInterpreterPtr(interpreter).randomness()]
+def options_of_vmap(interpreter: Interpreter) -> tuple[int, str]:
+    """The batch size of a vmap level, and its randomness."""
+    vmap = CVmapInterpreterPtr(interpreter)
+    return vmap.batchSize(), _RANDOMNESS[vmap.randomness()]
 
 
-def batch_size_of(interpreter: Interpreter) -> int:
-    size: int = CVmapInterpreterPtr(interpreter).batchSize()
-    return size
+Dims = tuple[int | None, ...]
+
+
+def vmapped(
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    in_dims: Dims,
+    batch_size: int,
+    randomness: str,
+) -> tuple[tuple[Tensor, ...], Dims]:
+    """A function of flat tensors at a vmap level; its outputs, and the dimensions that are batched."""
+    level = _vmap_increment_nesting(batch_size, randomness)
+    try:
+        return unbatched(run(*batched(inputs, in_dims, level)), level)
+    finally:
+        _vmap_decrement_nesting()
+
+
+def batched(tensors: Sequence[Tensor], dims: Dims, level: int) -> tuple[Tensor, ...]:
+    """Tensors batched at a level, along some dimensions; where that is None, as they are."""
+    found = [*tensors]
+    for i, dim in enumerate(dims):
+        if dim is not None:
+            found[i] = _add_batch_dim(tensors[i], dim, level)
+    return (*found,)
+
+
+def unbatched(tensors: Sequence[Tensor], level: int) -> tuple[tuple[Tensor, ...], Dims]:
+    """Tensors without what wraps them at a vmap level, and the dimensions that were batched there."""
+    pairs = [*map(_unwrap_batched, tensors, repeat(level))]
+    if not pairs:
+        return (), ()
+    found, dims = zip(*pairs, strict=True)
+    return found, dims
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The dispatch modes that are active, innermost last."""
-    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    return _get_current_dispatch_mode_stack() if number_of_dispatch_modes() else []
+
+
+number_of_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 # A subclass whose operators only `__torch_dispatch__` sees.
@@ -205,35 +242,28 @@ def adds_back_views(interpreter: Interpreter) -> bool:
     return views
 
 
-class lower:
-    """Leave the innermost level for the time of a block, as functorch does when it redispatches.
+def below(interpreter: Interpreter, run: Callable[..., T], *args: Any) -> T:
+    """Call `run` with the innermost level left, as functorch does when it redispatches.
 
     A level that was entered under `no_grad` must not let anything below it record: this mirrors
     `GradInterpreter.lower` and `JvpInterpreter.lower`, without the cost of a generator.
     """
-
-    __slots__ = ("_interpreter", "_kind", "_layer", "_restore")
-
-    def __init__(self, interpreter: Interpreter, kind: str) -> None:
-        self._interpreter, self._kind = interpreter, kind
-
-    def __enter__(self) -> None:
-        self._restore = None
-        if self._kind == "grad":
-            if torch.is_grad_enabled() and not CGradInterpreterPtr(self._interpreter).prevGradMode():
-                self._restore = torch._C._set_grad_enabled
-        elif self._kind == "jvp":
-            enabled = torch._C._is_fwd_grad_enabled()
-            if enabled and not CJvpInterpreterPtr(self._interpreter).prevFwdGradMode():
-                self._restore = torch._C._set_fwd_grad_enabled
-        if self._restore is not None:
-            self._restore(False)
-        self._layer = pop_dynamic_layer_stack()
-
-    def __exit__(self, *exception: object) -> None:
-        push_dynamic_layer_stack(self._layer)
-        if self._restore is not None:
-            self._restore(True)
+    kind, restore = interpreter.key().value, None
+    if kind == GRAD:
+        if torch.is_grad_enabled() and not CGradInterpreterPtr(interpreter).prevGradMode():
+            restore = set_grad_enabled
+    elif kind == JVP:
+        if torch._C._is_fwd_grad_enabled() and not CJvpInterpreterPtr(interpreter).prevFwdGradMode():
+            restore = torch._C._set_fwd_grad_enabled
+    if restore is not None:
+        restore(False)
+    layer = pop_dynamic_layer_stack()
+    try:
+        return run(*args)
+    finally:
+        push_dynamic_layer_stack(layer)
+        if restore is not None:
+            restore(True)
 
 
 def active_layers() -> list[Layer]:
@@ -243,10 +273,8 @@ def active_layers() -> list[Layer]:
         return layers
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
-            kind = kind_of(interpreter)
-            size, randomness = 0, ""
-            if kind == "vmap":
-                size, randomness = batch_size_of(interpreter), randomness_of(interpreter)
+            kind = _NAMES[interpreter.key().value]
+            size, randomness = options_of_vmap(interpreter) if kind == "vmap" else (0, "")
             layers.append(Layer(pop_dynamic_layer_stack(), kind, size, randomness))
     finally:
         for layer in reversed(layers):
@@ -308,17 +336,15 @@ class shadows:
                     levels.append(_grad_increment_nesting())
                 else:
                     push_dynamic_layer_stack(layer.dynamic)
-                    levels.append(current_level())
+                    levels.append(maybe_current_level() or 0)
         except BaseException:
-            self._leave(len(levels))
+            self._layers = self._layers[: len(levels)]
+            self.__exit__()
             raise
         return levels
 
     def __exit__(self, *exception: object) -> None:
-        self._leave(len(self._layers))
-
-    def _leave(self, entered: int) -> None:
-        for layer in reversed(self._layers[:entered]):
+        for layer in reversed(self._layers):
             if layer.kind == "vmap":
                 _vmap_decrement_nesting()
             elif layer.kind == "functionalize":
@@ -342,6 +368,9 @@ class recording:
         torch._C._set_fwd_grad_enabled(self._before[1])
 
 
+set_grad_enabled = torch._C._set_grad_enabled
+
+
 class grad_mode:
     """`torch.set_grad_enabled`, which takes as long as a small operator."""
 
@@ -356,47 +385,6 @@ class grad_mode:
 
     def __exit__(self, *exception: object) -> None:
         torch._C._set_grad_enabled(self._before)
-
-
-class vmap_level:
-    """A vmap level for the time of a block, which is given its number."""
-
-    __slots__ = ("_options",)
-
-    def __init__(self, batch_size: int, randomness: str) -> None:
-        self._options = batch_size, randomness
-
-    def __enter__(self) -> int:
-        return _vmap_increment_nesting(*self._options)
-
-    def __exit__(self, *exception: object) -> None:
-        _vmap_decrement_nesting()
-
-
-class grad_level:
-    __slots__ = ()
-
-    def __enter__(self) -> int:
-        return _grad_increment_nesting()
-
-    def __exit__(self, *exception: object) -> None:
-        _grad_decrement_nesting()
-
-
-class recording_level:
-    """A grad level, and grad mode switched on."""
-
-    __slots__ = ("_mode",)
-
-    def __enter__(self) -> int:
-        self._mode = torch.is_grad_enabled()
-        level: int = _grad_increment_nesting()
-        torch._C._set_grad_enabled(True)
-        return level
-
-    def __exit__(self, *exception: object) -> None:
-        _grad_decrement_nesting()
-        torch._C._set_grad_enabled(self._mode)
 
 
 @contextmanager

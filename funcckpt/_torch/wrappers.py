@@ -6,7 +6,7 @@ Public torch has no such question, and without it nobody can tell what a functio
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 
 import torch
@@ -161,6 +161,11 @@ def fresh(x: Tensor) -> Tensor:
     return x.detach()
 
 
+def how_to_detach(tensors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    """`fresh`, or `detach` where that is the same."""
+    return fresh if is_tracing() or any(map(is_legacy_batchedtensor, tensors)) else Tensor.detach
+
+
 def wrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
     return [*map(_wrap_for_grad, tensors, repeat(level))]
 
@@ -284,15 +289,21 @@ def _constant_of(x: Tensor) -> Tensor | None:
         push_dynamic_layer_stack(layer)
 
 
+def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    """What tells the memory of tensors from that of others, where there is any."""
+    found: list[int | None] = []
+    for x in tensors:
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        try:
+            found.append(x.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse, or opaque
+            found.append(None)
+    return found
+
+
 def storage_of(x: Tensor) -> int | None:
-    """What tells the memory of `x` from that of others, where there is any."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    try:
-        cdata: int = x.untyped_storage()._cdata
-        return cdata
-    except (NotImplementedError, RuntimeError):  # sparse, or opaque
-        return None
+    return storages_of((x,))[0]
 
 
 def unwrapped_at(x: Tensor, levels: Sequence[int]) -> Tensor:

@@ -216,8 +216,8 @@ class Found:
                     names.add(value.__name__)
                 if how is Kind.DICT:
                     content = dict(value)
-                elif how in SPACES and names_that_count is None:
-                    content = value.__dict__.copy()
+                elif how in SPACES and not names_that_count:
+                    content = {} if names_that_count == () else value.__dict__.copy()
                 else:
                     content = read(how, value, names_that_count)
                 refers = {*map(id, content.values())}
@@ -290,13 +290,13 @@ class Found:
                 ):
                     changed.add(number)
                 continue
-            if kind is Kind.DICT:
+            if kind is Kind.DICT or kind is Kind.GLOBALS:
                 there = value
             elif kind in SPACES:
                 there = value.__dict__
             else:
                 there, names = read(kind, value, names), None
-            size = len(there) if names is None else sum(map(names.__contains__, there))
+            size = len(there) if names is None else len(there.keys() & names)
             if size != len(content) or not all(map(there.__contains__, content)):
                 changed.add(number)
             elif not all(map(operator.is_, map(there.get, content), content.values())):

@@ -154,8 +154,9 @@ class Rebuilt:
         new: Any
         new = (types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
         self._built[number] = new  # before what refers to it
+        slots = slots_of(new.__class__)
         # A module may have slots too, which are not followed.
-        state = {} if original is None else read(Kind.SLOTTED if slots_of(kind) else node.kind, original)
+        state = {} if original is None else read(Kind.SLOTTED if slots else node.kind, original)
         if node.names is not None:
             for name in [name for name in state if name in node.names and name not in content]:
                 del state[name]
@@ -168,7 +169,7 @@ class Rebuilt:
                 for x in parameters.values():
                     if type(x) is Tensor:
                         x._is_param = True  # what `isinstance(x, nn.Parameter)` asks
-        for name in slots_of(new.__class__):
+        for name in slots:
             if name in state:
                 object.__setattr__(new, name, state.pop(name))
         if state:

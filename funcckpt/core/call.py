@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
@@ -25,8 +25,9 @@ from ..policies.policies import Chooser
 from ..tape import drawing, recording
 from ..tape.tape import watch_of
 from . import dispatch
+from .buffers import GivenBuffers, Update, before_updates
 from .flat import Arguments, Outputs
-from .net import LEAF, Edge, edges_of
+from .net import LEAF, Edge
 from .program import Leaf, Tensors
 from .tensors import (
     MAX_BUFFER,
@@ -42,6 +43,7 @@ from .tensors import (
     references_of_private_leaf,
     requires_grad,
     version_of,
+    versions_of,
 )
 
 
@@ -52,13 +54,6 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     policy: Any = None
     chooser: Chooser | None = None
-
-
-class _Update(NamedTuple):
-    """What a tensor was that f may update without being told so: running statistics, a count of batches."""
-
-    version: int | None
-    before: Tensor
 
 
 class Call(Leaf):
@@ -84,6 +79,7 @@ class Call(Leaf):
         super().__init__()
         self._name, self._options = name, options
         self.code = code_of(f)
+        self._layers: list[functorch.Layer] | None = functorch.active_layers()
         self._arguments = arguments = Arguments(
             name, args, kwargs, options.static_argnums, options.static_argnames
         )
@@ -92,32 +88,37 @@ class Call(Leaf):
         root = f if self._is_f_alone else (f, arguments.others, arguments.static)
         self._found = found = Found(root)
         self.arity = arguments.arity
-        given = {id(x) for x in arguments.tensors}
         # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
-        lifted = {key for key, x in found.tensors.items() if is_lifted(x) or (lifts_all and x.requires_grad)}
-        self._lifted = [found.tensors[key] for key in found.tensors if key in lifted and key not in given]
+        self._lifted: list[Tensor] = []
         # The ids of the inputs by which f refers to them beside its arguments.
-        self._ids = {id(x): i for i, x in enumerate((*arguments.tensors, *self._lifted)) if id(x) in lifted}
-        self._attributes = [attributes_of(x) for x in (*arguments.tensors, *self._lifted)]
+        self._ids: dict[int, int] = {}
+        self._at_levels: set[int] = set()
+        if found.tensors and (lifts_all or self._layers or wrappers.has_dual_level()):
+            lifted = {
+                key: x for key, x in found.tensors.items() if is_lifted(x) or (lifts_all and x.requires_grad)
+            }
+            given = {*map(id, arguments.tensors)}
+            self._lifted = [x for key, x in lifted.items() if key not in given]
+            inputs = enumerate((*arguments.tensors, *self._lifted))
+            self._ids = {id(x): i for i, x in inputs if id(x) in lifted}
+            self._at_levels = {key for key, x in lifted.items() if is_lifted(x)} if lifts_all else {*lifted}
+        self._attributes = attributes_of((*arguments.tensors, *self._lifted))
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
-        self._constants = (
-            []
-            if self._is_lazy
-            else [(x, version_of(x)) for x in found.tensors.values() if id(x) not in self._ids]
-        )
-        self._layers: list[functorch.Layer] | None = functorch.active_layers()
+        # Captured tensors that are no inputs, and how often they were changed.
+        self._constants: list[tuple[Tensor, int | None]] = []
+        if not self._is_lazy:
+            for key, x in found.tensors.items():
+                if key not in self._ids:
+                    self._constants.append((x, None if x.is_inference() else x._version))
         # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
-        self._plain = [
-            (weakref.ref(x), version_of(x), i)
-            for i, x in enumerate(arguments.tensors)
-            if self._layers and not wrappers.is_functorch_wrapped_tensor(x)
-        ]
-        self._updated: dict[int, _Update] = {}
-        # Inputs that may be buffers: of levels, which of those f has updated, and of no level.
-        self._rebound: dict[int, Any] = {}
-        self._was_updated: set[int] = set()
-        self._in_place: dict[int, Tensor] = {}
-        self._buffers: set[int] = set()
+        self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
+        if self._layers:
+            for i, x in enumerate(arguments.tensors):
+                if not wrappers.is_functorch_wrapped_tensor(x):
+                    self._plain.append((weakref.ref(x), version_of(x), i))
+        # Of captured buffers that f has updated, what they were.
+        self._updated: dict[int, Update] = {}
+        self._buffers: GivenBuffers | None = None
         # The attributes of tensors that the graph owns, by their ids.
         self._marks: dict[int, dict[str, Any]] = {}
         # Tensors with a history that f has captured, and no output depends on.
@@ -140,56 +141,40 @@ class Call(Leaf):
         """Whether reverse mode looks at any tensor that f may use, so that there is something to save."""
         if self._is_lazy:  # a lazy module in its first call
             return False
-        if self._layers and any([layer.kind == "grad" for layer in self._layers]):
+        if self._layers and functorch.any_grad(self._layers):
             return True
         if functorch.is_tracing():
             return False  # make_fx records values, and no graph of plain autograd
-        return any(map(requires_grad, (*self._arguments.tensors, *self._found.tensors.values())))
+        tensors = (*self._arguments.tensors, *self._found.tensors.values())
+        return any(map(wrappers.require_grad, tensors)) or (
+            bool(self._layers) and any(map(requires_grad, tensors))
+        )
 
     def call(self) -> Any:
         """Run f under whatever transforms are active, keeping only its inputs."""
         inputs = self.take_inputs()
-        constants = [x for x, _ in self._constants]
-        buffers = self._take_buffers(inputs)
-        pure = [*inputs]
-        for i, x in buffers.items():
-            if wrappers.is_functorch_wrapped_tensor(x):
-                pure[i] = x.clone()
-            else:
-                with functorch.without_levels():
-                    pure[i] = x.clone()
+        handed_back: list[Tensor] = [*inputs]
+        for x, _ in self._constants:
+            handed_back.append(x)
+        if self._found.updates_statistics:
+            self._buffers = GivenBuffers(inputs)
+            inputs = self._buffers.saved(inputs)
         try:
-            outputs = dispatch.bind(self, pure)
+            outputs = dispatch.bind(self, inputs)
         finally:
             # What is kept belongs to the graph from here on.
             if self.kept is not None:
                 self.kept.tensors = []
                 self.kept = None
-        for i, x in reversed(self._rebound.items()):
-            outputs, updated = outputs[:-1], outputs[-1]
-            if i in self._was_updated:
-                with torch.no_grad():
-                    x.copy_(updated)
-        self._rebound = dict.fromkeys(self._rebound, None)
+        if self._buffers is not None:
+            outputs = self._buffers.settle(outputs)
         self.seal()
         assert self._outputs is not None
-        return self._outputs.assemble(outputs, [*inputs, *constants])
-
-    def _take_buffers(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Inputs that may be buffers given to `functional_call`: read as of the call, updated once.
-
-        A buffer of a level is updated through one more output, since the first run has no level.
-        """
-        if not self._found.updates_statistics:
-            return {}
-        buffers = {i: x for i, x in enumerate(inputs) if may_be_buffer(x)}
-        self._rebound = {i: x for i, x in buffers.items() if wrappers.is_functorch_wrapped_tensor(x)}
-        self._in_place = {i: x for i, x in buffers.items() if i not in self._rebound}
-        return buffers
+        return self._outputs.assemble(outputs, handed_back)
 
     def take_inputs(self) -> list[Tensor]:
         inputs = [*self._arguments.tensors, *self._lifted]
-        if self._layers:
+        if self._layers and not _PLAIN.issuperset(map(type, inputs)):
             self._refuse_subclasses(inputs)
         self._arguments.tensors, self._lifted = [], []
         return inputs
@@ -197,7 +182,12 @@ class Call(Leaf):
     def seal(self) -> None:
         """From now on the graph owns what it has made, and this refers to it by id."""
         found = self._found.tensors
-        owned = {key: x for key, x in found.items() if x.grad_fn is not None or is_lifted(x)}
+        if not found:
+            return
+        owned: dict[int, Tensor] = {}
+        for key, x in found.items():
+            if x.grad_fn is not None or key in self._at_levels:
+                owned[key] = x
         if owned:
             # f may read values through which nothing is differentiated.
             used = {*map(id, self.seen), *self._ids}
@@ -238,34 +228,36 @@ class Call(Leaf):
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
     def _run_first(self, inputs: Tensors) -> Tensors:
-        found, before = self._found, inputs
-        if self._rebound or self._in_place:
-            inputs = tuple([x.clone() if i in self._rebound else x for i, x in enumerate(inputs)])
-            inputs = tuple([self._in_place.get(i, x) for i, x in enumerate(inputs)])
-            self._buffers, self._in_place = {*self._rebound, *self._in_place}, {}
+        found, buffers, before = self._found, self._buffers, inputs
+        if buffers is not None:
+            inputs = buffers.of_first_run(inputs)
         for x, attributes in zip(inputs, self._attributes, strict=True):
-            dress(x, attributes)
-        updates = self._before_updates()
-        gradients = [
-            (x, gradient_of(x)) for x in found.tensors.values() if found.calls_backward and x.is_leaf
-        ]
-        mapped = {key: inputs[i] for key, i in self._ids.items()}
-        rebuilt = Rebuilt(found, mapped) if mapped else None
+            if attributes:
+                dress(x, attributes)
+        updates: dict[int, Update] = {}
+        if found.updates_statistics:
+            # And others that may be given in their place.
+            others = [*found.buffers_in_training(), *filter(may_be_buffer, found.tensors.values())]
+            updates = before_updates([x for x in others if id(x) not in self._ids])
+        gradients = []
+        if found.calls_backward:
+            gradients = [(x, gradient_of(x)) for x in found.tensors.values() if x.is_leaf]
+        rebuilt = None
+        if self._ids:
+            rebuilt = Rebuilt(found, {key: inputs[i] for key, i in self._ids.items()})
         self._world = world.World()
         self._states = world.states(self._streams)
         if functorch.is_tracing():
             self._drawn = drawing.Drawn(self._name)
-        contexts = (
+        with _within(
             rebuilt,
             world.cleared_autocast_cache() if self._world.casts else None,
             self._drawn,
-            world.parametrizations_anew(),
-        )
-        with _within(contexts):
-            f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
-            args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
-            content = self._arguments.content(args, kwargs)
-            if (watch := watch_of(self)) is not None:
+            autograd.parametrizations_anew(),
+        ):
+            f, args, kwargs = self._applied(found.root if rebuilt is None else rebuilt.callable, inputs)
+            content = None if self._arguments.is_flat else pytree.tree_flatten((args, kwargs))
+            if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
                 watch.begin([*inputs, *[x for x, _ in self._constants]])
             try:
                 out = f(*args, **kwargs)
@@ -278,30 +270,37 @@ class Call(Leaf):
                     rebuilt.write_back()
         self.random = (
             found.moves_streams
-            or world.have_moved(self._states)
+            or bool(world.moved(self._states))
             or (self._drawn is not None and self._drawn.seen)
         )
         if self.random:
             self._ends = world.marks(self._streams)
         else:
             self._states = None  # there is nothing to put back, and each is some kilobytes
-        self._arguments.check_unchanged(self._name, content, args, kwargs)
+        if content is not None:
+            self._arguments.check_unchanged(self._name, content, args, kwargs)
         if gradients:
             check_gradients(gradients, f"remat({self._name})", found.where)
-        self._settle_updates(updates)
-        for i in self._rebound:
-            if inputs[i]._version or not is_same(inputs[i], wrappers.physical(before[i])[0]):
-                self._was_updated.add(i)
-        self._outputs = Outputs(self._name, out, [*inputs, *[x for x, _ in self._constants]])
-        outputs = self._outputs.take()
+        if self._constants:
+            self._settle_updates(updates)
+        given = [*inputs]
+        for x, _ in self._constants:
+            given.append(x)
+        self._outputs = Outputs(self._name, out, given)
+        outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
         self._check_nothing_escaped(inputs)
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._values = [wrappers.physical(y.detach().clone()) for y in outputs]
-        return (*outputs, *[inputs[i] for i in self._rebound])
+        if buffers is None:
+            return outputs
+        buffers.note(inputs, before)
+        return (*outputs, *buffers.outputs(inputs))
 
     def _check_nothing_escaped(self, inputs: Tensors) -> None:
         changed = self._found.changed()
-        inside = {*map(id, inputs)} if changed else ()
+        if not changed:
+            return
+        inside = {*map(id, inputs)}
         for x, where in stored(self._found, changed):
             if id(x) in inside or wrappers.constant_of(x) is None:
                 raise EscapeError(
@@ -310,41 +309,26 @@ class Call(Leaf):
                     "or store a detached copy."
                 )
 
-    def _before_updates(self) -> dict[int, _Update]:
-        """Buffers of modules that are training, as they are: f may update them, and must not do so twice."""
-        return {
-            id(x): _Update(version_of(x), wrappers.physical(x.clone())[0])
-            for x in self._buffers_of_f()
-            if id(x) not in self._ids and not x.requires_grad and x.numel() <= MAX_BUFFER
-        }
-
-    def _buffers_of_f(self) -> list[Tensor]:
-        if not self._found.updates_statistics:
-            return []
-        # And others that may be given in their place.
-        others = [x for x in self._found.tensors.values() if may_be_buffer(x)]
-        return self._found.buffers_in_training() + others
-
-    def _settle_updates(self, updates: dict[int, _Update]) -> None:
+    def _settle_updates(self, updates: dict[int, Update]) -> None:
         """Keep what buffers were that f has updated; anything else that it has written to is an error."""
         for i, (x, version) in enumerate(self._constants):
+            now = None if x.is_inference() else x._version
             update = updates.get(id(x))
             if update is None:
-                if version_of(x) != version:
+                if now != version:
                     raise MutationError(
                         f"remat({self._name}) changed {self._found.where(id(x))} ({describe(x)}) in "
-                        "place. The "
-                        "recomputation would start from the changed values. Return the new value instead, or "
-                        f"make it a buffer, of at most {MAX_BUFFER} elements, of a module that is training."
+                        "place. The recomputation would start from the changed values. Return the new value "
+                        f"instead, or make it a buffer of a module that is training, of at most {MAX_BUFFER} "
+                        "elements."
                     )
-            elif version != version_of(x) or not is_same(x, update.before):
+            elif now != version or not is_same(x, update.before):
                 self._updated[id(x)] = update
                 self._constants[i] = x, None
 
-    def finish(self, record: recording.Record | None) -> None:
-        if record is not None:
-            with functorch.grad_mode(False):
-                self.kept = record.finish()
+    def finish(self, record: recording.Record) -> None:
+        with functorch.grad_mode(False):
+            self.kept = record.finish()
 
     def recorder(self) -> recording.Record | None:
         chooser = self._options.chooser
@@ -353,10 +337,16 @@ class Call(Leaf):
         return recording.Record(self, chooser)
 
     def captured_at(self, edges: Sequence[Edge], outputs: Sequence[Tensor]) -> list[Tensor]:
-        tensors = [x for x in self._found.tensors.values() if x.requires_grad]
-        found = dict(zip(edges_of(tensors), tensors, strict=True))
-        captured = [found[edge] if edge in found else self._not_found(edge, outputs) for edge in edges]
-        return [x for x in captured if x is not None]
+        found: dict[Edge, Tensor] = {}
+        for x in self._found.tensors.values():
+            if x.requires_grad:
+                found[(id(x), LEAF) if (node := x.grad_fn) is None else (node, x.output_nr)] = x
+        captured = []
+        for edge in edges:
+            here = found[edge] if edge in found else self._not_found(edge, outputs)
+            if here is not None:
+                captured.append(here)
+        return captured
 
     def _not_found(self, edge: Edge, outputs: Sequence[Tensor]) -> Tensor | None:
         if edge[1] == LEAF:
@@ -392,45 +382,33 @@ class Call(Leaf):
                 "outside of the function, and pass them as arguments, or trace the forward too."
             )
         for ref, version, i in self._plain:
-            if (x := ref()) is not None and version_of(x) != version and i not in self._buffers:
-                raise self._changed_between(self.where(i), x)
-        for x, attributes in zip(inputs, self._attributes, strict=True):
-            dress(x, attributes)
-        if self._buffers:
-            inputs = tuple([x.clone() if i in self._buffers else x for i, x in enumerate(inputs)])
-        buffers = [inputs[i] for i in self._rebound]
-        mapped = {key: inputs[i] for key, i in self._ids.items()}
-        mapped.update(self._unused)
-        for key, x in getattr(self._where, "captured", ()):
-            if id(x) != key:
-                mapped[key] = x
-                if not found.has_met(key):
-                    raise ClosureError(
-                        f"remat({self._name}) uses a tensor that requires grad ({describe(x)}) and that it "
-                        "was not given, in a way that could not be traced. Pass it as an argument."
-                    )
-        mapped.update({key: update.before.clone() for key, update in self._updated.items()})
-        for key, attributes in self._marks.items():
-            if key in mapped:
-                dress(mapped[key], attributes)
+            if (x := ref()) is not None and version_of(x) != version:
+                if self._buffers is None or i not in self._buffers:
+                    raise self._changed_between(self.where(i), x)
+        for y, attributes in zip(inputs, self._attributes, strict=True):
+            if attributes:
+                dress(y, attributes)
+        buffers: Sequence[Tensor] = ()
+        if self._buffers is not None:
+            inputs = self._buffers.of_recomputation(inputs)
+            buffers = self._buffers.outputs(inputs)
         changed = found.changed()
+        mapped = self._mapped(inputs)
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         draws = self.random and self._options.preserve_rng_state and self._states is not None
-        contexts = (
+        with _within(
             None if rebuilt is None else _with_effects(rebuilt),
-            self._refusing(),
+            self._refusing() if self._constants else None,
             None if self._world.is_here() else self._world.replayed(),
             world.cleared_autocast_cache() if self._world.casts else None,
             world.streams_at(self._states or []) if draws else None,
             functorch.without_vmap_mode() if draws else None,
             None if self._drawn is None else self._drawn.replayed(),
-            world.parametrizations_anew(),
-        )
-        with _within(contexts):
-            f, others, static = self._parts(found.root if rebuilt is None else rebuilt.callable)
-            args, kwargs = self._arguments.unflatten(inputs[: self.arity], others, static)
-            del inputs, mapped, others, static
-            if (watch := watch_of(self)) is not None:
+            autograd.parametrizations_anew(),
+        ):
+            f, args, kwargs = self._applied(found.root if rebuilt is None else rebuilt.callable, inputs)
+            del inputs, mapped
+            if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
                 watch.begin()
             out = f(*args, **kwargs)
             if draws and self._drawn is None and self._ends:
@@ -439,6 +417,26 @@ class Call(Leaf):
         if self._options.determinism_check != "none":
             self._compare(again)
         return (*again.as_in(self._outputs), *buffers)
+
+    def _mapped(self, inputs: Tensors) -> dict[int, Tensor]:
+        """What stands for captured tensors in a recomputation, by their ids."""
+        mapped = self._unused.copy()
+        for key, i in self._ids.items():
+            mapped[key] = inputs[i]
+        for key, x in getattr(self._where, "captured", ()):
+            if id(x) != key:
+                mapped[key] = x
+                if not self._found.has_met(key):
+                    raise ClosureError(
+                        f"remat({self._name}) uses a tensor that requires grad ({describe(x)}) and that it "
+                        "was not given, in a way that could not be traced. Pass it as an argument."
+                    )
+        for key, update in self._updated.items():
+            mapped[key] = update.before.clone()
+        for key, attributes in self._marks.items():
+            if key in mapped:
+                dress(mapped[key], attributes)
+        return mapped
 
     def _changed_between(self, where: str, x: Tensor) -> MutationError:
         return MutationError(
@@ -451,7 +449,10 @@ class Call(Leaf):
 
     def _refusing(self) -> AbstractContextManager[Any] | None:
         """If captured constants were changed in place since the forward: an error, if f uses one."""
-        changed = [x for x, version in self._constants if version is not None and version_of(x) != version]
+        changed = []
+        for x, version in self._constants:
+            if version is not None and x._version != version:
+                changed.append(x)
         return Refusing(changed, self._was_changed) if changed else None
 
     def _check_streams(self) -> None:
@@ -464,9 +465,13 @@ class Call(Leaf):
                 'own. If f may draw others, pass determinism_check="none".'
             )
 
-    def _parts(self, root: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[int | str, Any]]:
-        """f, and its arguments that are no tensors, out of what was searched."""
-        return (root, self._arguments.others, {}) if self._is_f_alone else root
+    def _applied(self, root: Any, inputs: Tensors) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        """f and its arguments, out of what was searched and the inputs."""
+        arguments = self._arguments
+        f, others, static = (root, arguments.others, {}) if self._is_f_alone else root
+        if arguments.are_tensors:
+            return f, [*inputs[: self.arity]], {}
+        return f, *arguments.unflatten(inputs[: self.arity], others, static)
 
     def _compare(self, again: Outputs) -> None:
         assert self._outputs is not None
@@ -490,17 +495,13 @@ class Call(Leaf):
 
     # -- versions -----------------------------------------------------------------------------------
 
-    def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
-        return [*map(version_of, inputs)]
-
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        for i, (version, x) in enumerate(zip(before, inputs, strict=True)):
-            if version != version_of(x):
+        for i, (version, now) in enumerate(zip(before, versions_of(inputs), strict=True)):
+            if version != now:
                 raise MutationError(
-                    f"remat({self._name}) changed {self.where(i)} ({describe(x)}) in place. The "
+                    f"remat({self._name}) changed {self.where(i)} ({describe(inputs[i])}) in place. The "
                     "recomputation would start from the changed values: work on a copy (x.clone()) inside "
-                    "the function, or "
-                    "return the new value."
+                    "the function, or return the new value."
                 )
 
     def changed_since(self, error: RuntimeError) -> RuntimeError:
@@ -547,12 +548,19 @@ def _with_effects(rebuilt: Rebuilt) -> Iterator[None]:
         rebuilt.repeat_effects()
 
 
-def _within(contexts: Iterable[AbstractContextManager[Any] | None]) -> AbstractContextManager[Any]:
-    """Those contexts that there are, entered one after the other."""
-    stack = ExitStack()
-    with ExitStack() as entering:
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
         for context in contexts:
-            if context is not None:
-                entering.enter_context(context)
-        stack = entering.pop_all()
-    return stack
+            stack.enter_context(context)
+        yield
+
+
+def _within(*contexts: AbstractContextManager[Any] | None) -> AbstractContextManager[Any]:
+    """Those contexts that there are, entered one after the other."""
+    some = [*filter(None, contexts)]
+    return _entered(some) if some else _NOWHERE
+
+
+_NOWHERE = nullcontext()
+_PLAIN = frozenset({Tensor, nn.Parameter})

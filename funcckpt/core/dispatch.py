@@ -13,9 +13,10 @@ level and call, and with what that route cannot express:
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -43,21 +44,30 @@ from .pullback import CotangentBatch, Vjp
 def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """R[program](inputs), under whatever transforms are active."""
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
-    inputs = wrappers.all_alive(inputs)
+    if any(map(wrappers.is_dead_tensor_wrapper, inputs)):
+        inputs = wrappers.all_alive(inputs)
     interpreter = functorch.peek_interpreter_stack()
-    if interpreter is None:
-        return _bind_plain(program, inputs)
-    return _RULES[functorch.kind_of(interpreter)](interpreter, program, inputs)
+    if interpreter is not None:
+        return _RULES[interpreter.key().value](interpreter, program, inputs)
+    # No functorch level is left: plain reverse and forward mode, or just the values.
+    if wrappers.in_dual_level():
+        primals, tangents, along = _split_duals(inputs)
+        if along:
+            return _bind_dual(program, inputs, primals, tangents, along)
+    if program.is_pullback and any(map(wrappers.is_legacy_batchedtensor, inputs)):
+        return _bind_legacy(program, inputs)
+    return _bind_values(program, inputs)
 
 
-def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
+def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     inputs = [*map(functorch.CGradInterpreterPtr(interpreter).lift, inputs)]
-    differentiated = [i for i, x in enumerate(inputs) if x.requires_grad] if torch.is_grad_enabled() else []
+    differentiated: Sequence[int] = ()
+    if torch.is_grad_enabled():
+        differentiated = (*compress(range(len(inputs)), map(wrappers.require_grad, inputs)),)
     recording = recorded(program, differentiated)
     unwrapped = wrappers.unwrapped_for_grad(inputs, level)
-    with functorch.lower(interpreter, "grad"):
-        outputs = bind(recording, unwrapped)
+    outputs = functorch.below(interpreter, bind, recording, unwrapped)
     outputs = tuple(wrappers.wrapped_for_grad(outputs, level))
     if not differentiated:
         return outputs
@@ -70,7 +80,7 @@ def _bind_grad(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tens
     return attach(program, outputs, active, inputs, level)
 
 
-def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
+def _bind_jvp(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     inputs = [*map(functorch.CJvpInterpreterPtr(interpreter).lift, inputs)]
     along: tuple[int, ...] = ()
@@ -80,12 +90,10 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tenso
         primals, tangents = inputs, []
     unwrapped = [wrappers._unwrap_for_grad(x, level) for x in (*primals, *tangents)]
     if not along:
-        with functorch.lower(interpreter, "jvp"):
-            outputs = bind(recorded(program, ()), unwrapped)
+        outputs = functorch.below(interpreter, bind, recorded(program, ()), unwrapped)
         return tuple(wrappers.wrapped_for_grad(outputs, level))
     jvp = Jvp(program, min(program.home, level - 1), len(inputs), along)
-    with functorch.lower(interpreter, "jvp"):
-        outputs = bind(jvp, unwrapped)
+    outputs = functorch.below(interpreter, bind, jvp, unwrapped)
     return _make_duals(jvp, tuple(wrappers.wrapped_for_grad(outputs, level)))
 
 
@@ -101,31 +109,22 @@ def _vmapped(
     # A level that was not there when the user called f has no say in its randomness.
     if level > program.home:
         randomness = "same"
-    if isinstance(program, Vjp) and all(dim is None for dim in in_dims[: program.arity]):
+    if isinstance(program, Vjp) and in_dims[: program.arity].count(None) == program.arity:
         if randomness == "same" or program.source.random is False:
             cotangents = CotangentBatch(in_dims[program.arity :], batch_size, randomness)
             return program.batched(home, cotangents)
     return Vmap(program, home, in_dims, batch_size, randomness)
 
 
-def _bind_vmap(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
+def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
-    unwrapped_and_dims = [functorch._unwrap_batched(x, level) for x in inputs]
-    unwrapped = [x for x, _ in unwrapped_and_dims]
-    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
-    randomness = functorch.randomness_of(interpreter)
-    if all(dim is None for dim in in_dims) and _may_skip_vmap(program, level, randomness):
-        with functorch.lower(interpreter, "vmap"):
-            return bind(program, unwrapped)
-    batched = _vmapped(program, level, in_dims, functorch.batch_size_of(interpreter), randomness)
-    with functorch.lower(interpreter, "vmap"):
-        outputs = bind(batched, unwrapped)
-    return tuple(
-        [
-            y if dim is None else functorch._add_batch_dim(y, dim, level)
-            for y, dim in zip(outputs, batched.out_dims, strict=True)
-        ]
-    )
+    unwrapped, in_dims = functorch.unbatched(inputs, level)
+    batch_size, randomness = functorch.options_of_vmap(interpreter)
+    if in_dims.count(None) == len(in_dims) and _may_skip_vmap(program, level, randomness):
+        return functorch.below(interpreter, bind, program, unwrapped)
+    batched = _vmapped(program, level, in_dims, batch_size, randomness)
+    outputs = functorch.below(interpreter, bind, batched, unwrapped)
+    return functorch.batched(outputs, batched.out_dims, level)
 
 
 def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -149,46 +148,37 @@ def _may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
     return randomness == "same" or level > program.home or program.source.random is False
 
 
-def _bind_functionalize(interpreter: Any, program: Program, inputs: list[Tensor]) -> Tensors:
+def _bind_functionalize(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     add_back_views = functorch.adds_back_views(interpreter)
     functional = Functional(program, min(program.home, level - 1), add_back_views)
     unwrapped = functorch.eager_transforms._unwrap_all_tensors_from_functional(
         tuple(inputs), reapply_views=add_back_views
     )
-    with functorch.lower(interpreter, "functionalize"):
-        outputs = bind(functional, unwrapped)
+    outputs = functorch.below(interpreter, bind, functional, unwrapped)
     wrapped: Tensors = functorch.eager_transforms._wrap_all_tensors_to_functional(outputs, level=level)
     return wrapped
 
 
 _RULES = {
-    "grad": _bind_grad,
-    "jvp": _bind_jvp,
-    "vmap": _bind_vmap,
-    "functionalize": _bind_functionalize,
+    functorch.GRAD: _bind_grad,
+    functorch.JVP: _bind_jvp,
+    functorch.VMAP: _bind_vmap,
+    functorch.FUNCTIONALIZE: _bind_functionalize,
 }
-
-
-def _bind_plain(program: Program, inputs: list[Tensor]) -> Tensors:
-    """No functorch level is left: plain reverse and forward mode, or just the values."""
-    if wrappers.in_dual_level():
-        primals, tangents, along = _split_duals(inputs)
-        if along:
-            return _bind_dual(program, inputs, primals, tangents, along)
-    if isinstance(program, Vjp) and any(map(wrappers.is_legacy_batchedtensor, inputs)):
-        return _bind_legacy(program, inputs)
-    return _bind_values(program, inputs)
 
 
 def _bind_values(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     program, outputs, active, inputs = _run(program, inputs)
-    return attach(program, outputs, active, inputs) if any(active) else outputs
+    if not any(active):
+        return outputs
+    attached: Tensors = _Node.apply(program, 0, outputs, active, *inputs)  # type: ignore[attr-defined]
+    return attached
 
 
 def _bind_dual(
     program: Program,
-    inputs: list[Tensor],
+    inputs: Sequence[Tensor],
     primals: Sequence[Tensor],
     tangents: Sequence[Tensor],
     along: tuple[int, ...],
@@ -228,23 +218,26 @@ def _run(
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
     records = records and (source.is_compiled or not functorch.is_tracing())
-    values = wrappers.without_forward_views(inputs, record=records)
+    values = inputs
+    if wrappers.has_dual_level():
+        values = wrappers.without_forward_views(inputs, record=records)
     active: Sequence[bool]
     if (layers := source.take_layers()) is not None:
-        outputs, active, captured, reached = net.run_first(program, values, layers)
+        outputs, active, captured, reached = net.run_first(program, source, values, layers)
         source.seen = captured
         if captured:
-            inputs = [
-                x if i < source.arity or i in reached else wrappers.fresh(x) for i, x in enumerate(inputs)
-            ]
+            if len(inputs) > source.arity:
+                arity = source.arity
+                inputs = [x if i < arity or i in reached else wrappers.fresh(x) for i, x in enumerate(inputs)]
             if layers:
                 source.captured = captured
     else:
         outputs, captured = net.run(program, values), source.captured
-        has_history = records and any(map(wrappers.require_grad, (*inputs, *captured)))
-        active = [has_history and is_differentiable(y) for y in outputs]
+        active = ()
+        if records and any(map(wrappers.require_grad, (*inputs, *captured))):
+            active = [*map(is_differentiable, outputs)]
     if not records:
-        active = [False] * len(outputs)
+        active = ()
     elif captured and any(active):
         program, inputs = WithCaptured(program, captured), [*inputs, *captured]
     return program, outputs, active, inputs
@@ -332,7 +325,7 @@ class _Backward:
         leading = len(needed) - arity
         last = _interpreter_of_last(level, ctx.thread, primals[0]) if level else None
         wrt = (*compress(range(arity), needed[leading:]),)
-        given = [ct is not None for ct in cotangents]
+        given = (*map(operator.is_not, cotangents, repeat(None)),)
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
@@ -341,8 +334,7 @@ class _Backward:
         del primals, cotangents
         if last is not None:
             arguments = wrappers.unwrapped_for_grad(arguments, level)
-            with functorch.lower(last, "grad"):
-                results = bind(vjp, arguments)
+            results = functorch.below(last, bind, vjp, arguments)
             results = tuple(wrappers.wrapped_for_grad(results, level))
         else:
             results = bind(vjp, arguments)

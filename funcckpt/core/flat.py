@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ class Arguments:
         # Most calls have tensors and numbers for arguments: no tree to take apart.
         self._keys = tuple(kwargs)
         values = [*leaves, *kwargs.values()]
-        self.is_flat = all([isinstance(x, LEAVES) for x in values])
+        self.is_flat = all(map(isinstance, values, repeat(LEAVES)))
         if self.is_flat:
             leaves = values
         else:
@@ -93,7 +95,10 @@ class Arguments:
         leaves = list(others)
         for i, number in zip(self.positions, self.numbers, strict=True):
             leaves[i] = tensors[number]
-        args, kwargs = self._assemble(leaves)
+        if self.is_flat:
+            args, kwargs = self._apart(leaves)
+        else:
+            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         for key, value in static.items():
             if isinstance(key, int):
                 args[key] = value
@@ -101,27 +106,17 @@ class Arguments:
                 kwargs[key] = value
         return args, kwargs
 
-    def _assemble(self, leaves: list[Any]) -> Any:
-        if not self.is_flat:
-            return pytree.tree_unflatten(leaves, self._structure)
+    def _apart(self, leaves: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         if not self._keys:
             return leaves, {}
         count = len(leaves) - len(self._keys)
         return leaves[:count], dict(zip(self._keys, leaves[count:], strict=True))
 
-    def content(self, args: Any, kwargs: Any) -> tuple[list[Any], Any] | None:
-        """What is in the containers that f is given, to be handed to `check_unchanged`."""
-        return None if self.is_flat else pytree.tree_flatten((args, kwargs))
-
-    def check_unchanged(
-        self, name: str, before: tuple[list[Any], Any] | None, args: Any, kwargs: Any
-    ) -> None:
+    def check_unchanged(self, name: str, before: tuple[list[Any], Any], args: Any, kwargs: Any) -> None:
         """f is given containers of its own: what it does to them nobody would see."""
-        if before is None:
-            return
         leaves, structure = before
         now, new_structure = pytree.tree_flatten((args, kwargs))
-        if structure != new_structure or any(x is not y for x, y in zip(leaves, now, strict=True)):
+        if structure != new_structure or any(map(operator.is_not, leaves, now)):
             raise MutationError(
                 f"remat({name}) changes a list or dict among its arguments. The caller would not see it: "
                 "return the changed one."
@@ -132,7 +127,8 @@ class Arguments:
         return self._where_leaf(self.positions[self.numbers.index(i)])
 
     def _where_leaf(self, i: int) -> str:
-        places = self._assemble(list(range(len(self.others))))
+        leaves = [*range(len(self.others))]
+        places = self._apart(leaves) if self.is_flat else pytree.tree_unflatten(leaves, self._structure)
         for path, position in pytree.tree_flatten_with_path(places)[0]:
             if position == i:
                 return f"argument {pytree.keystr(path[1:])}"
@@ -216,12 +212,10 @@ class Outputs:
                     "dict of tensors, or register the class with torch.utils._pytree."
                 )
 
-    def take(self) -> Tensors:
-        tensors, self.tensors = tuple(self.tensors), []
-        return tensors
-
     def as_in(self, first: Outputs) -> Tensors:
         """The tensors that were outputs in the first run, where this is another one."""
+        if self.structure is None and self._kept == first._kept:
+            return (*self.tensors,)
         return tuple([self.tensors[self._sources[i][1]] for i in first._kept])
 
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
@@ -261,8 +255,7 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> frozenset[i
     """Which outputs share memory with another one, or with an input."""
     if len(outputs) < 2 and not any(map(_may_share, outputs)):
         return frozenset()
-    storages = [wrappers.storage_of(y) for y in outputs]
-    shared = {wrappers.storage_of(x) for x in inputs}
+    storages, shared = wrappers.storages_of(outputs), {*wrappers.storages_of(inputs)}
     if len(storages) > 1:
         shared |= {key for key, count in Counter(storages).items() if count > 1}
     return frozenset([i for i, key in enumerate(storages) if key is not None and key in shared])
@@ -273,8 +266,8 @@ def _may_share(y: Tensor) -> bool:
 
 
 def _shares_memory(y: Tensor, inputs: Sequence[Tensor]) -> bool:
-    key = wrappers.storage_of(y)
-    return key is not None and key in map(wrappers.storage_of, inputs)
+    key, *others = wrappers.storages_of((y, *inputs))
+    return key is not None and key in others
 
 
 def _guarded(y: Tensor) -> Tensor:

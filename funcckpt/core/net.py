@@ -12,9 +12,9 @@ replaced, for one.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from .._torch import autograd, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute
 from .program import Leaf, Program, Recording, Tensors
+from .tensors import versions_of
 
 _HOW = {
     "grad": "that is being differentiated",
@@ -49,8 +50,11 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before, and record nothing."""
     if not torch.is_grad_enabled():
         return recompute.run(program, inputs)
-    with functorch.grad_mode(False):
+    functorch.set_grad_enabled(False)
+    try:
         return recompute.run(program, inputs)
+    finally:
+        functorch.set_grad_enabled(True)
 
 
 def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[bool] | None]:
@@ -61,7 +65,7 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
     if layers is None:
         return run(program, inputs), None
     with functorch.recording():
-        outputs, active, captured, reached = run_first(program, inputs, layers)
+        outputs, active, captured, reached = run_first(program, program.source, inputs, layers)
     if captured:
         raise _captured(program.source, captured[0], "that requires grad")
     source = program.source
@@ -71,32 +75,37 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
     return outputs, active
 
 
-def run_first(program: Program, inputs: Sequence[Tensor], layers: list[functorch.Layer]) -> Run:
+def run_first(program: Program, source: Leaf, inputs: Sequence[Tensor], layers: list[functorch.Layer]) -> Run:
     """Run a program for the first time, with no level active."""
-    source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    versions = source.versions(inputs)
-    differentiated = [i for i, x in enumerate(inputs) if x.requires_grad]
+    versions = versions_of(inputs)
+    differentiated = (*compress(range(len(inputs)), map(wrappers.require_grad, inputs)),)
     given: list[Tensor] = [*inputs]
     if source.is_compiled and differentiated:
         program = Recording(program, differentiated)
+    own: dict[Edge, int] = {}
+    detach = wrappers.how_to_detach(inputs)
     for i in differentiated:
-        given[i] = wrappers.fresh(inputs[i])
+        x = given[i] = detach(inputs[i])
         if records and not source.is_compiled:
-            given[i].requires_grad_()
+            x.requires_grad_()
+        own[(id(x), LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
+        del x
     first_node = functorch.next_sequence_number()
-    own = {edge_of(given[i]): i for i in differentiated}
-    record = source.recorder() if records or any([layer.kind == "grad" for layer in layers]) else None
-    with (
-        functorch.shadows(layers) as levels,
-        _NOWHERE if record is None or layers else autograd.hooks_asleep(),
-        record or _NOWHERE,
-    ):
+    record = source.recorder() if records or functorch.any_grad(layers) else None
+    if record is None and not layers:
         outputs = program.run(*given)
-        if layers:
-            outputs = tuple([_below_shadows(y, layers, levels, source) for y in outputs])
-        elif record is not None:
-            record.note_graph(outputs, first_node)
+    else:
+        with (
+            functorch.shadows(layers) as levels,
+            _NOWHERE if record is None or layers else autograd.hooks_asleep(),
+            record or _NOWHERE,
+        ):
+            outputs = program.run(*given)
+            if layers:
+                outputs = _below_shadows(outputs, layers, levels, source)
+            elif record is not None:
+                record.note_graph(outputs, first_node)
     if wrappers.has_dual_level():
         for y in outputs:
             if wrappers.tangent_of(y) is not None:
@@ -105,11 +114,13 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[functorch
         return Run(outputs, program.active, (), differentiated)
     active = [*map(wrappers.require_grad, outputs)]
     if not any(active):
-        if layers:
+        if layers and versions != versions_of(inputs):
             source.check_versions(versions, inputs)
-        source.finish(record)
+        if record is not None:
+            source.finish(record)
         return Run(outputs, active)
-    source.check_versions(versions, inputs)
+    if versions != versions_of(inputs):
+        source.check_versions(versions, inputs)
     reached: set[int] = set()
     others: list[Edge] = []
     for edge in entering(outputs, own, first_node):
@@ -120,8 +131,9 @@ def run_first(program: Program, inputs: Sequence[Tensor], layers: list[functorch
     captured = source.captured_at(others, outputs) if others else ()
     del given, others
     own.clear()
-    outputs = tuple([y.detach() for y in outputs])
-    source.finish(record)
+    outputs = (*map(Tensor.detach, outputs),)
+    if record is not None:
+        source.finish(record)
     return Run(outputs, active, captured, reached)
 
 
@@ -129,21 +141,24 @@ _NOWHERE = nullcontext()
 
 
 def _below_shadows(
-    y: Tensor, layers: Sequence[functorch.Layer], levels: Sequence[int], source: Leaf
-) -> Tensor:
-    if wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y)):
-        return wrappers.unwrapped_at(y, levels)  # it has hardly any operators, least of all these
-    for layer, level in zip(reversed(layers), reversed(levels), strict=True):
-        captured = False
-        if layer.kind == "vmap":
-            y, dim = functorch._unwrap_batched(y, level)
-            captured = dim is not None
-        else:
-            captured = wrappers.tangent_of(y) is not None if layer.kind == "jvp" else y.requires_grad
-            y = wrappers._unwrap_for_grad(y, level)
-        if captured:
-            raise _captured(source, y, f"{_HOW[layer.kind]} by {layer.kind} at level {level}")
-    return y
+    outputs: Tensors, layers: Sequence[functorch.Layer], levels: Sequence[int], source: Leaf
+) -> Tensors:
+    found = []
+    for y in outputs:
+        if wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y)):
+            found.append(wrappers.unwrapped_at(y, levels))  # it has hardly any operators, least of all these
+            continue
+        for layer, level in zip(reversed(layers), reversed(levels), strict=True):
+            if layer.kind == "vmap":
+                y, dim = functorch._unwrap_batched(y, level)
+                captured = dim is not None
+            else:
+                captured = wrappers.tangent_of(y) is not None if layer.kind == "jvp" else y.requires_grad
+                y = wrappers._unwrap_for_grad(y, level)
+            if captured:
+                raise _captured(source, y, f"{_HOW[layer.kind]} by {layer.kind} at level {level}")
+        found.append(y)
+    return (*found,)
 
 
 def _captured(source: Leaf, y: Tensor, how: str) -> ClosureError:
@@ -162,22 +177,15 @@ LEAF = -1
 _LAST = (1 << 64) - 1
 
 
-def edge_of(x: Tensor) -> Edge:
-    return (id(x), LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)
-
-
-def edges_of(tensors: Sequence[Tensor]) -> list[Edge]:
-    functions = map(operator.attrgetter("grad_fn"), tensors)
-    return [
-        (id(x), LEAF) if function is None else (function, x.output_nr)
-        for x, function in zip(tensors, functions, strict=True)
-    ]
-
-
 def entering(outputs: Sequence[Tensor], own: Collection[Edge], first_node: int) -> list[Edge]:
     """The edges at which the graph of some tensors begins: own ones, leaves, and results of older nodes."""
-    found = {edge_of(y): None for y in outputs if y.requires_grad and y.grad_fn is None}
-    pending: list[Edge] = [(y.grad_fn, y.output_nr) for y in outputs]
+    found: dict[Edge, None] = {}
+    pending: list[Edge] = []
+    for y in outputs:
+        if y.grad_fn is not None:
+            pending.append((y.grad_fn, y.output_nr))
+        elif y.requires_grad:
+            found[id(y), LEAF] = None
     seen = set()
     while pending:
         edge = pending.pop()
@@ -189,14 +197,9 @@ def entering(outputs: Sequence[Tensor], own: Collection[Edge], first_node: int) 
             found[edge] = None
             continue
         seen.add(node)
-        if order == _LAST and (variable := _variable(node)) is not None:
-            found[id(variable), LEAF] = None
+        # Other nodes may have an attribute `variable`.
+        if order == _LAST and node.name() == "torch::autograd::AccumulateGrad":
+            found[id(node.variable), LEAF] = None
         else:
             pending.extend(node.next_functions)
     return list(found)
-
-
-def _variable(node: Any) -> Tensor | None:
-    """The leaf to which a node leads, if it is the end of a graph."""
-    # Other nodes may have an attribute of this name.
-    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None

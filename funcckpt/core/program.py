@@ -11,7 +11,7 @@ A program never holds a tensor that is among its inputs: `autograd` owns those, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -72,7 +72,7 @@ class Leaf(Program):
     seen: Sequence[Tensor] = ()
 
     def __init__(self) -> None:
-        self.home = functorch.current_level()
+        self.home = functorch.maybe_current_level() or 0
         self.torch_function = functorch._get_torch_function_state()
 
     @property
@@ -83,7 +83,7 @@ class Leaf(Program):
         """The mode for the first run, if a policy has to see it."""
         return None
 
-    def finish(self, record: recording.Record | None) -> None:
+    def finish(self, record: recording.Record) -> None:
         """Take over what was recorded for a policy, after the first run."""
 
     @abstractmethod
@@ -101,10 +101,6 @@ class Leaf(Program):
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The inputs of a program made from this one, where no level is left."""
         return inputs
-
-    @abstractmethod
-    def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
-        """How often each input was changed in place."""
 
     def changed_since(self, error: RuntimeError) -> RuntimeError:
         """What to raise where autograd finds that an input is not what it was."""
@@ -147,13 +143,10 @@ class Vmap(Derived):
     ) -> None:
         super().__init__(inner, home)
         self.in_dims = in_dims
-        self.batch_size = batch_size
-        self.randomness = randomness
+        self.options = batch_size, randomness
 
     def run(self, *inputs: Tensor) -> Tensors:
-        outputs, self.out_dims = run_vmapped(
-            self.inner.run, inputs, self.in_dims, self.batch_size, self.randomness
-        )
+        outputs, self.out_dims = functorch.vmapped(self.inner.run, inputs, self.in_dims, *self.options)
         return outputs
 
 
@@ -171,11 +164,15 @@ class Recording(Derived):
     unused: Sequence[int] = ()
 
     def __init__(self, inner: Program, differentiated: Sequence[int] = ()) -> None:
-        super().__init__(inner, inner.home)
+        self.inner, self.source, self.home = inner, inner.source, inner.home
         self.differentiated = differentiated
 
     def run(self, *inputs: Tensor) -> Tensors:
-        with functorch.recording_level() if self.differentiated else functorch.grad_level() as level:
+        mode = torch.is_grad_enabled()
+        level = functorch._grad_increment_nesting()
+        try:
+            if self.differentiated:
+                functorch.set_grad_enabled(True)
             wrapped = wrappers.wrapped_for_grad(inputs, level)
             leaves = wrappers.require_grad_at_this_level(wrapped, self.differentiated)
             looks = bool(self.differentiated) and self.differentiated[-1] >= self.source.arity
@@ -184,10 +181,13 @@ class Recording(Derived):
                 used = {id(x) for x in wrappers.leaves_of(outputs)}
                 at = zip(self.differentiated, leaves, strict=True)
                 self.unused = [i for i, x in at if i >= self.source.arity and id(x) not in used]
-            if (watch := watch_of(self.source)) is not None:
+            if functorch.number_of_dispatch_modes() and (watch := watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(wrappers.require_grad, outputs),)
             return tuple(wrappers.unwrapped_for_grad(outputs, level))
+        finally:
+            functorch._grad_decrement_nesting()
+            functorch.set_grad_enabled(mode)
 
 
 def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:
@@ -201,7 +201,7 @@ class WithCaptured(Derived):
     """(inputs, captured tensors) -> outputs: what f refers to in plain autograd, as inputs."""
 
     def __init__(self, inner: Program, captured: Sequence[Tensor]) -> None:
-        super().__init__(inner, inner.home)
+        self.inner, self.source, self.home = inner, inner.source, inner.home
         self.numbers = [*map(id, captured)]
 
     def run(self, *inputs: Tensor) -> Tensors:
@@ -273,21 +273,3 @@ class Functional(Derived):
             lambda *xs: tuple(self.inner.run(*xs)), remove=self.remove
         )(*inputs)
         return outputs
-
-
-def run_vmapped(
-    run: Callable[..., Tensors],
-    inputs: Sequence[Tensor],
-    in_dims: tuple[int | None, ...],
-    batch_size: int,
-    randomness: str,
-) -> tuple[Tensors, tuple[int | None, ...]]:
-    with functorch.vmap_level(batch_size, randomness) as level:
-        outputs = run(
-            *[
-                x if dim is None else functorch._add_batch_dim(x, dim, level)
-                for x, dim in zip(inputs, in_dims, strict=True)
-            ]
-        )
-        unwrapped = [functorch._unwrap_batched(y, level) for y in outputs]
-    return tuple([y for y, _ in unwrapped]), tuple([dim for _, dim in unwrapped])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from .._torch import autograd, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute
 from ..tape.tape import watch_of
-from .program import Derived, Program, Recording, Tensors, WithCaptured, run_vmapped
+from .program import Derived, Program, Recording, Tensors, WithCaptured
 
 _NOWHERE = nullcontext()
 
@@ -76,12 +78,6 @@ class Vjp(Derived):
         batched._unbatched = self
         return batched
 
-    def settle(self, connected: tuple[bool, ...]) -> None:
-        """Say which gradients there are, here and to the program of which this is a vmap."""
-        self.connected = connected
-        if self._unbatched is not None:
-            self._unbatched.settle(connected)
-
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
         if source.torch_function != functorch._get_torch_function_state():
@@ -96,67 +92,80 @@ class Vjp(Derived):
         is_plain = (
             not self.at_level and functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         )
+        # Captured leaves that a recomputation may differentiate themselves: their hooks are for the backward.
+        own: dict[int, int] = {}
+        if is_plain and isinstance(self.inner, WithCaptured):
+            for i in range(arity - len(self.inner.numbers), arity):
+                if primals[i].is_leaf and not primals[i]._backward_hooks:
+                    own[i] = id(primals[i])
         if is_plain and not nested:
-            first = self._captured_from()
-            own = {id(x) for x in primals[first:] if _is_own_leaf(x)}
-            originals = [x for i in self.wrt if (x := primals[i]).requires_grad and id(x) not in own]
-        replay = watch_of(source)
+            leading = {*own.values()}
+            originals = []
+            for i in self.wrt:
+                if primals[i].requires_grad and id(primals[i]) not in leading:
+                    originals.append(primals[i])
+        replay = watch_of(source) if functorch.number_of_dispatch_modes() else None
         with replay.recording() if isinstance(replay, recompute.Replay) else _NOWHERE:
             if is_plain:
-                outputs, leaves = self._record_plain(primals, nested)
+                outputs, leaves = self._record_plain(primals, nested, own)
             else:
                 outputs, leaves = self._record_at_level(primals)
+        if len(self.of) < len(outputs):
+            outputs = [outputs[i] for i in self.of]
         primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
-        as_func = bool(self.batches) or (functorch.current_level() > 1 and functorch.number_of_vmaps() > 1)
+        as_func = bool(self.batches) or (
+            (functorch.maybe_current_level() or 0) > 1 and functorch.number_of_vmaps() > 1
+        )
         pull = functools.partial(self.pull, outputs, leaves, originals, nested or as_func)
         gradients = (self._batched(pull) if self.batches else pull)(*cotangents)
         if self.batches and not nested:
             gradients = tuple([wrappers.fresh(g) for g in gradients])
         return gradients
 
-    def _captured_from(self) -> int:
-        """Where the inputs begin that f refers to itself."""
-        captured = self.inner.numbers if isinstance(self.inner, WithCaptured) else ()
-        return self.arity - len(captured)
-
-    def _record_plain(self, primals: list[Tensor], nested: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def _record_plain(
+        self, primals: list[Tensor], nested: bool, own: Collection[int] = ()
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """With no level active plain autograd is enough, and takes what functorch refuses."""
         leaves = []
-        first = self._captured_from()
+        detach = wrappers.how_to_detach(primals)
         for i in self.wrt:
             x = primals[i]
-            if i >= first and x.requires_grad and _is_own_leaf(x):
+            if i in own and x.requires_grad:
                 leaf = x  # f refers to it, and no history leads on
             else:
-                leaf = x.view_as(x) if nested and x.requires_grad else wrappers.fresh(x).requires_grad_()
+                leaf = x.view_as(x) if nested and x.requires_grad else detach(x).requires_grad_()
             leaves.append(leaf)
             primals[i] = leaf
         if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
             with torch.inference_mode(False):
-                return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
-        with functorch.grad_mode(True):
-            return self._chosen(self.inner.run(*_as_arguments(primals))), leaves
+                return [*self.inner.run(*_as_arguments(primals))], leaves
+        functorch.set_grad_enabled(True)
+        try:
+            return [*self.inner.run(*_as_arguments(primals))], leaves
+        finally:
+            functorch.set_grad_enabled(nested)
 
     def _record_at_level(self, primals: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        source = self.source
-        if not torch.is_grad_enabled() and not source.captured:
-            # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
-            with functorch.grad_mode(True):
-                return self._record_at_level([wrappers.fresh(x) if x.requires_grad else x for x in primals])
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._record_at_level(primals)
-        with functorch.recording_level() as level:
+        mode = torch.is_grad_enabled()
+        if not mode and not self.source.captured:
+            if any(map(wrappers.require_grad, primals)):
+                primals = [wrappers.fresh(x) if x.requires_grad else x for x in primals]
+            # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
+            functorch.set_grad_enabled(True)
+        level = functorch._grad_increment_nesting()
+        try:
+            functorch.set_grad_enabled(True)
             wrapped = wrappers.wrapped_for_grad(primals, level)
             leaves = wrappers.require_grad_at_this_level(wrapped, self.wrt)
-            outputs = self.inner.run(*_as_arguments(wrapped))
-            return self._chosen(outputs), leaves
-
-    def _chosen(self, outputs: Tensors) -> list[Tensor]:
-        """The outputs that have cotangents."""
-        return [*outputs] if len(self.of) == len(outputs) else [outputs[i] for i in self.of]
+            return [*self.inner.run(*_as_arguments(wrapped))], leaves
+        finally:
+            functorch._grad_decrement_nesting()
+            functorch.set_grad_enabled(mode)
 
     def _batched(self, pull: Callable[..., Tensors]) -> Callable[..., Tensors]:
         # Each batch belongs to the program that it made, which wants to know its dimensions.
@@ -188,13 +197,12 @@ class Vjp(Derived):
                     "Use it as an argument only."
                 )
         gradients = gradients[: len(leaves)]
-        self.settle(tuple([g is not None for g in gradients]))
-        return (*wrappers.all_alive([g for g in gradients if g is not None]),)
-
-
-def _is_own_leaf(x: Tensor) -> bool:
-    """Whether a recomputation may differentiate a captured tensor itself: its hooks are for the backward."""
-    return x.is_leaf and not x._backward_hooks
+        connected = (*map(operator.is_not, gradients, repeat(None)),)
+        program: Vjp | None = self
+        while program is not None:
+            program.connected, program = connected, program._unbatched
+        some: Tensors = (*compress(gradients, connected),)  # type: ignore[arg-type]
+        return (*wrappers.all_alive(some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some
 
 
 def pulled(
@@ -207,21 +215,17 @@ def pulled(
     edges, used = [], []
     for y, ct in zip(outputs, cotangents, strict=True):
         if ct is not None and y.requires_grad:
-            edges.append(_edge(y))
+            # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
+            node = y.grad_fn
+            owner: Any = y if isinstance(node, FunctionCtx) else None
+            edges.append(y if node is None else GradientEdge(node, y.output_nr, owner))
+            del owner
             used.append(ct)
     del y
     outputs.clear()
     if not edges or not inputs:
         return (None,) * len(inputs)
     return autograd.gradients(edges, inputs, used, create_graph)
-
-
-def _edge(y: Tensor) -> Any:
-    if (node := y.grad_fn) is None:
-        return y
-    # A node of Python's is owned by the graph, of which the tensor is all that there is (torch 2.11).
-    owner: Any = y if isinstance(node, FunctionCtx) else None
-    return GradientEdge(node, y.output_nr, owner)
 
 
 def _as_arguments(leaves: list[Tensor]) -> list[Tensor]:
@@ -262,7 +266,7 @@ class CotangentBatch:
 
     def over(self, pull: Callable[..., Tensors], owner: Vjp) -> Callable[..., Tensors]:
         def batched(*cotangents: Tensor) -> Tensors:
-            outputs, owner.out_dims = run_vmapped(
+            outputs, owner.out_dims = functorch.vmapped(
                 pull, cotangents, self.in_dims, self.batch_size, self.randomness
             )
             return outputs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,10 +67,26 @@ def gradient_of(x: Tensor) -> Any:
     return None if x.grad is None else (id(x.grad), x.grad._version)
 
 
-def attributes_of(x: Tensor) -> dict[str, Any]:
-    """What code can tell of a tensor beside its values: it may be a parameter, and carry marks."""
-    # A copy: marks may be changed before the recomputation.
-    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__.copy()
+def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # inference tensors
+        return [*map(version_of, tensors)]
+
+
+_version = operator.attrgetter("_version")
+
+
+def attributes_of(tensors: Iterable[Tensor]) -> list[dict[str, Any] | None]:
+    """What code can tell of tensors beside their values: one may be a parameter, and carry marks."""
+    found: list[dict[str, Any] | None] = []
+    for x in tensors:
+        # A copy: marks may be changed before the recomputation.
+        attributes = x.__dict__.copy() or None
+        if isinstance(x, nn.Parameter):
+            attributes = {**x.__dict__, "_is_param": True}
+        found.append(attributes)
+    return found
 
 
 def dress(x: Tensor, attributes: dict[str, Any]) -> None:

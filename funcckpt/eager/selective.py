@@ -173,7 +173,7 @@ class Recompute(_Mode):
             return run_operator(func, args, kwargs)
         values, call.values = call.values, {}
         before, after = call.streams
-        if after and not world.have_moved(before):
+        if after and not world.moved(before):
             world.set_streams(after)  # as it would have left them for those that are run again
         with autograd.without_dispatch_modes():
             kinds = Versioned, Returning

@@ -146,6 +146,7 @@ class _Gradient(Vjp):
         else:
             outputs, leaves = self._record_at_level(primals)
         primals.clear()
+        del outputs[1:]
         one = torch.ones_like(outputs[0])
         gradients = self.pull(outputs, leaves, [], nested, one)
         if not self.with_zeros:

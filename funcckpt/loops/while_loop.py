@@ -97,7 +97,7 @@ def _sweep(
     while steps != max_steps:
         before = world.states(streams)
         holds = _holds(cond, carry, loop.name, steps)
-        if world.have_moved(before):
+        if world.moved(before):
             raise InputError(
                 f"{loop.name}: cond draws random numbers. Draw them in the body, and put what cond compares "
                 "with into the carry."
