@@ -187,7 +187,8 @@ def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
         if node.name() == "torch::autograd::AccumulateGrad":
             yield node.variable  # type: ignore[attr-defined]
         else:
-            pending.extend([n for n, _ in node.next_functions])
+            for following, _ in node.next_functions:
+                pending.append(following)
 
 
 # Asked of many tensors at once, without a frame of Python's.

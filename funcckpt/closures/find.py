@@ -49,7 +49,6 @@ from .kinds import (
     Kind,
     Node,
     emptied,
-    hole_of,
     kind_of,
     label,
     new_function,
@@ -87,7 +86,7 @@ _STATISTICS = (
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 # What does not change, and what no copy can stand for.
 _CONSTANT = (Kind.METHOD, Kind.BUILTIN, Kind.PARTIAL, Kind.TUPLE, Kind.MEMBER, Kind.COMPILED)
-_FIXED = (Kind.CLASS, Kind.VARIABLE)
+FIXED = (Kind.CLASS, Kind.VARIABLE)
 # What is everybody's: it holds what it holds now, whoever refers to it.
 _STAYING = (Kind.GLOBALS, Kind.MODULE)
 
@@ -319,7 +318,7 @@ class Found:
         while size < len(reached):
             size = len(reached)
             for number, node in backwards:
-                if number not in reached and node.kind not in _FIXED and not reached.isdisjoint(node.refers):
+                if number not in reached and node.kind not in FIXED and not reached.isdisjoint(node.refers):
                     reached.add(number)
         return reached
 
@@ -333,10 +332,11 @@ class Found:
         gone = {number for number in self.leading_to({*owned}) if number in self.nodes}
         for number, node in self.nodes.items():
             content = node.content
-            if number in gone or node.kind in _FIXED:
+            if number in gone or node.kind in FIXED:
                 for name, item in content.items():
                     if id(item) in owned:
-                        content[name] = hole_of(item)
+                        hole = content[name] = Hole(item)
+                        hole.number = id(item)
                     elif id(item) in gone and self.nodes[id(item)].kind not in _STAYING:
                         content[name] = Key(id(item))
         self.gone |= gone
@@ -350,8 +350,9 @@ class Found:
 
     def weaken(self, tensors: Iterable[Tensor]) -> None:
         """Hold tensors no longer, but for what refers to them now."""
-        holes = {id(x): hole_of(x) for x in tensors}
-        for key in holes:
+        holes = {id(x): Hole(x) for x in tensors}
+        for key, hole in holes.items():
+            hole.number = key
             del self.tensors[key]
         for node in self.nodes.values():
             for name, item in node.content.items():

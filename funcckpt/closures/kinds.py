@@ -79,13 +79,10 @@ class Hole(weakref.ref[Tensor]):
     number: int
 
 
-class Key:
-    """Stands for an object that was let go, by its id."""
+class Key(int):
+    """Stands for an object that was let go: its id."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    __slots__ = ()
 
 
 PARTS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
@@ -170,12 +167,6 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     if kind is Kind.COMPILED:
         return {"": value._orig_mod}
     return {"": value.fget if isinstance(value, property) else value.__func__}
-
-
-def hole_of(x: Tensor) -> Hole:
-    hole = Hole(x)
-    hole.number = id(x)
-    return hole
 
 
 def emptied(value: Any) -> Any:

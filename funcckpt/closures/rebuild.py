@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from .code import is_library, slots_of
-from .find import Found
+from .find import FIXED, Found
 from .kinds import (
     ATOMS,
     ATTRIBUTES,
@@ -26,6 +26,7 @@ from .kinds import (
     GLOBALS,
     KWDEFAULTS,
     OBJECTS,
+    SPACES,
     Hole,
     Key,
     Kind,
@@ -50,21 +51,20 @@ class Rebuilt:
         self._mapped = mapped
         self._changed = {*changed}
         self._dirty = found.leading_to({*mapped, *self._changed, *found.gone})
-        self._fixed = [
-            node
-            for number, node in found.nodes.items()
-            if node.kind in (Kind.CLASS, Kind.VARIABLE)
-            and (number in self._changed or not self._dirty.isdisjoint(node.refers))
-        ]
-        self._built: dict[int, Any] = {}
+        # What stands for something, by the id of that.
+        self._built: dict[int, Any] = {**mapped}
+        # What was put into the copies that f may write to.
         self._placed: dict[int, dict[Any, Any]] = {}
         self._undo: list[Callable[[], Any]] = []
         self.callable = found.root
 
     def __enter__(self) -> Any:
         try:
-            for node in self._fixed:
-                self._put_back(node)
+            for number, node in self._nodes.items():
+                if node.kind in FIXED and (
+                    number in self._changed or not self._dirty.isdisjoint(node.refers)
+                ):
+                    self._put_back(node)
             self.callable = self._item(self.callable)
             # What f reaches through a class alone, as the globals of a method.
             for number in self._changed - self._built.keys():
@@ -81,110 +81,84 @@ class Rebuilt:
 
     def _item(self, item: Any) -> Any:
         """What stands for something that the original refers to."""
-        kind = type(item)
-        if kind in ATOMS:
-            return item
-        number = item.number if kind is Hole or kind is Key else id(item)
-        if number in self._mapped:
-            return self._mapped[number]
-        if kind is Hole:
-            return item()
-        if number not in self._dirty:
-            return item
-        if number not in self._built:
-            self._make(number, self._nodes[number])
-        return self._built[number]
+        return self._items({"": item})[""]
 
     def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
-        needed, marks = self._dirty, (Hole, Key)
-        return {
-            name: self._item(x) if id(x) in needed or type(x) in marks else x for name, x in content.items()
-        }
+        built, dirty = self._built, self._dirty
+        items = {}
+        for name, x in content.items():
+            kind = type(x)
+            number = x.number if kind is Hole else int(x) if kind is Key else id(x)
+            if number in built:
+                x = built[number]
+            elif kind is Hole:
+                x = x()
+            elif number in dirty and kind not in ATOMS:
+                x = self._make(number, self._nodes[number])
+            items[name] = x
+        return items
 
-    def _make(self, number: int, node: Node) -> None:
-        kind, value, content, item = node.kind, node.value, node.content, self._item
+    def _make(self, number: int, node: Node) -> Any:
+        """A copy of an object around other things. It is known before what refers to it is made."""
+        kind, value = node.kind, node.value
         like = node.like if value is None else value
+        cls: Any = like if value is None else type(value)
         new: Any
         if kind is Kind.CELL:
             new = self._built[number] = types.CellType()
-            if content:
-                new.cell_contents = item(content[""])
         elif kind is Kind.GLOBALS:
             new = self._built[number] = dict(value)
-            new.update(self._items(content))
-        elif kind is Kind.DICT:
-            new = self._built[number] = emptied(like)
-            put = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
-            for name, x in self._items(content).items():
-                put(new, name, x)
-        elif kind is Kind.LIST:
-            new = self._built[number] = emptied(like)
-            items = self._items(content).values()
-            new.update(items) if isinstance(new, set) else new.extend(items)
+        elif kind is Kind.DICT or kind is Kind.LIST:
+            new = self._built[number] = {} if type(like) is dict else emptied(like)
         elif kind in OBJECTS:
-            new = self._make_object(number, node)
+            cls, original = like if value is None else (cls, value)
+            if value is None:
+                original = original()
+            new = (types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object).__new__(cls)
+            self._built[number] = new
+        items = self._items(node.content)
+        if kind is Kind.CELL:
+            if items:
+                new.cell_contents = items[""]
+        elif kind is Kind.GLOBALS:
+            new.update(items)
+        elif kind is Kind.DICT:
+            if type(new) is dict:
+                new.update(items)
+            else:
+                put = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
+                for name, x in items.items():
+                    put(new, name, x)
+        elif kind is Kind.LIST:
+            new.update(items.values()) if isinstance(new, set) else new.extend(items.values())
+        elif kind in OBJECTS:
+            _fill_object(new, node, original, items)
         elif kind is Kind.FUNCTION:
-            new = self._make_function(number, like, content)
+            names = like.__code__.co_freevars
+            cells = None if like.__closure__ is None else (*map(items.__getitem__, names),)
+            new = new_function(like, items.get(GLOBALS, like.__globals__), cells)
+            new.__defaults__, new.__kwdefaults__ = items[DEFAULTS], items[KWDEFAULTS]
+            if items[ATTRIBUTES]:
+                new.__dict__.update(items[ATTRIBUTES])
         elif kind is Kind.METHOD:
-            new = types.MethodType(item(content["function"]), item(content["self"]))
+            new = types.MethodType(items["function"], items["self"])
         elif kind is Kind.BUILTIN:
-            new = getattr(item(content["self"]), like if value is None else value.__name__)
+            new = getattr(items["self"], like if value is None else value.__name__)
         elif kind is Kind.PARTIAL:
-            new = (like if value is None else type(value))(
-                item(content["function"]), *item(content["args"]), **item(content["keywords"])
-            )
-            new.__dict__.update(item(content["attributes"]))
+            new = cls(items["function"], *items["args"], **items["keywords"])
+            new.__dict__.update(items["attributes"])
         elif kind is Kind.TUPLE:
-            cls, items = like if value is None else type(value), self._items(content).values()
             # A named tuple may have a __new__ of its own, which was called when the original was made.
-            new = frozenset(items) if cls is frozenset else tuple.__new__(cls, items)
+            new = frozenset(items.values()) if cls is frozenset else tuple.__new__(cls, items.values())
         elif kind is Kind.MEMBER:
-            new = (like if value is None else type(value))(item(content[""]))
+            new = cls(items[""])
         elif kind is Kind.COMPILED:
-            new = item(content[""])  # recomputed as it was written
+            new = items[""]  # recomputed as it was written
         else:
             new = value  # a class, a module of Python or a context variable
         self._built[number] = new
         if kind in _WRITABLE:
-            self._placed[number] = read(kind, new, node.names)
-
-    def _make_object(self, number: int, node: Node) -> Any:
-        value, content = node.value, node.content
-        kind, original = (type(value), value) if value is not None else (node.like[0], node.like[1]())
-        new: Any
-        new = (types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
-        self._built[number] = new  # before what refers to it
-        slots = slots_of(new.__class__)
-        # A module may have slots too, which are not followed.
-        state = {} if original is None else read(Kind.SLOTTED if slots else node.kind, original)
-        if node.names is not None:
-            for name in [name for name in state if name in node.names and name not in content]:
-                del state[name]
-        else:
-            state.clear()
-        state.update(self._items(content))
-        if node.kind is Kind.MODULE:
-            parameters = state["_parameters"]
-            if parameters is not content["_parameters"]:
-                for x in parameters.values():
-                    if type(x) is Tensor:
-                        x._is_param = True  # what `isinstance(x, nn.Parameter)` asks
-        for name in slots:
-            if name in state:
-                object.__setattr__(new, name, state.pop(name))
-        if state:
-            new.__dict__.update(state)
-        return new
-
-    def _make_function(self, number: int, like: Any, content: dict[Any, Any]) -> Any:
-        cells = None
-        if like.__closure__ is not None:
-            cells = tuple([self._item(content[name]) for name in like.__code__.co_freevars])
-        new = new_function(like, self._item(content.get(GLOBALS, like.__globals__)), cells)
-        self._built[number] = new
-        new.__defaults__, new.__kwdefaults__ = self._item(content[DEFAULTS]), self._item(content[KWDEFAULTS])
-        if content[ATTRIBUTES]:
-            new.__dict__.update(self._item(content[ATTRIBUTES]))
+            self._placed[number] = items
         return new
 
     def _put_back(self, node: Node) -> None:
@@ -223,21 +197,49 @@ class Rebuilt:
 
     def write_back(self) -> None:
         """Repeat on the originals what f has assigned on copies in its first run."""
-        tensors = self._found.tensors
-        originals = {id(x): tensors[key] for key, x in self._mapped.items()}
-        originals |= {id(new): self._nodes[number].value for number, new in self._built.items()}
+        originals = {}
+        for number, new in self._built.items():
+            there = self._found.tensors[number] if number in self._mapped else self._nodes[number].value
+            originals[id(new)] = there
         for number, placed in self._placed.items():
-            node = self._nodes[number]
-            now = read(node.kind, self._built[number], node.names)
+            node, new = self._nodes[number], self._built[number]
             if node.kind is Kind.LIST:
-                if [*map(id, now.values())] != [*map(id, placed.values())]:
-                    _fill(node.value, [originals.get(id(x), x) for x in now.values()])
+                if [*map(id, new)] != [*map(id, placed.values())]:
+                    _fill(node.value, [originals.get(id(x), x) for x in new])
                 continue
+            if node.kind is Kind.DICT or (node.kind in SPACES and node.names is None):
+                now = new if node.kind is Kind.DICT else new.__dict__
+            else:
+                now = read(node.kind, new, node.names)
             for name, x in now.items():
                 if (name not in placed or placed[name] is not x) and not _is_made_anew(node, name):
                     _assign(node, name, originals.get(id(x), x))
             for name in placed.keys() - now.keys():
                 _remove(node, name)
+
+
+def _fill_object(new: Any, node: Node, original: Any, items: dict[Any, Any]) -> None:
+    kind: Any = type(new)
+    slots, state = slots_of(kind), {**items}
+    if original is not None and (node.names is not None or slots):
+        # What does not count is as it is now. A module may have slots too, which are not followed.
+        state = read(Kind.SLOTTED if slots else node.kind, original)
+        for name in [*state]:
+            if name not in items and (node.names is None or name in node.names):
+                if node.kind is Kind.SLOTTED or name not in slots:
+                    del state[name]
+        state.update(items)
+    if node.kind is Kind.MODULE:
+        parameters = state["_parameters"]
+        if parameters is not node.content["_parameters"]:
+            for x in parameters.values():
+                if type(x) is Tensor:
+                    x._is_param = True  # what `isinstance(x, nn.Parameter)` asks
+    for name in slots:
+        if name in state:
+            object.__setattr__(new, name, state.pop(name))
+    if state:
+        new.__dict__.update(state)
 
 
 def _fill(there: Any, items: Iterable[Any]) -> None:

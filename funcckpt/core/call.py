@@ -32,12 +32,12 @@ from .program import Leaf, Tensors
 from .tensors import (
     MAX_BUFFER,
     Refusing,
+    at_active_levels,
     attributes_of,
     check_gradients,
     dress,
     gradient_of,
     is_close,
-    is_lifted,
     is_same,
     may_be_buffer,
     references_of_private_leaf,
@@ -94,14 +94,14 @@ class Call(Leaf):
         self._ids: dict[int, int] = {}
         self._at_levels: set[int] = set()
         if found.tensors and (lifts_all or self._layers or wrappers.has_dual_level()):
-            lifted = {
-                key: x for key, x in found.tensors.items() if is_lifted(x) or (lifts_all and x.requires_grad)
-            }
-            given = {*map(id, arguments.tensors)}
-            self._lifted = [x for key, x in lifted.items() if key not in given]
-            inputs = enumerate((*arguments.tensors, *self._lifted))
-            self._ids = {id(x): i for i, x in inputs if id(x) in lifted}
-            self._at_levels = {key for key, x in lifted.items() if is_lifted(x)} if lifts_all else {*lifted}
+            self._at_levels = at_active_levels(found.tensors.values())
+            numbers = {id(x): i for i, x in enumerate(arguments.tensors)}
+            for key, x in found.tensors.items():
+                if key in self._at_levels or (lifts_all and x.requires_grad):
+                    if key not in numbers:
+                        numbers[key] = len(numbers)
+                        self._lifted.append(x)
+                    self._ids[key] = numbers[key]
         self._attributes = attributes_of((*arguments.tensors, *self._lifted))
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
         # Captured tensors that are no inputs, and how often they were changed.

@@ -20,12 +20,18 @@ from ..errors import MutationError, describe
 MAX_BUFFER = 1 << 20
 
 
-def is_lifted(x: Tensor) -> bool:
-    """Whether a captured tensor belongs to a functorch level that is active, or is dual."""
-    if not wrappers.is_functorch_wrapped_tensor(x):
-        return wrappers.has_dual_level() and wrappers.is_plain_dual(x)
-    x = wrappers.alive(x)
-    return wrappers.is_functorch_wrapped_tensor(x) and not wrappers.is_left_over(x)
+def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
+    """The ids of captured tensors that belong to a functorch level that is active, or are dual."""
+    found, level, dual = set(), functorch.maybe_current_level() or 0, wrappers.has_dual_level()
+    for x in tensors:
+        if not wrappers.is_functorch_wrapped_tensor(x):
+            if dual and wrappers.is_plain_dual(x):
+                found.add(id(x))
+        elif wrappers.is_functorch_wrapped_tensor(y := wrappers.unwrap_if_dead(x)):
+            y = wrappers.alive(y) if wrappers.is_dead_tensor_wrapper(y) else y
+            if wrappers.maybe_get_level(y) <= level:
+                found.add(id(x))
+    return found
 
 
 def requires_grad(x: Tensor) -> bool:
