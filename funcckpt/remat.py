@@ -220,8 +220,14 @@ def _name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
             f"{taker} takes a callable, not {type(f).__name__}. Write {taker}(f)(x), not {taker}(f(x))."
         )
     name = _name(f)
+    unwrapped: Any
     for unwrapped in (f, getattr(f, "forward", None), type(f).__call__):
-        if _is_generator_or_coroutine(unwrapped):
+        # inspect's own functions ask an nn.Module for what it has not, which takes long.
+        while isinstance(unwrapped, types.MethodType | functools.partial):
+            unwrapped = unwrapped.func if isinstance(unwrapped, functools.partial) else unwrapped.__func__
+        if isinstance(unwrapped, types.FunctionType) and (
+            unwrapped.__code__.co_flags & _LAZY or inspect.iscoroutinefunction(unwrapped)
+        ):
             raise InputError(
                 f"{taker}({name}): a generator or coroutine function gives nothing that could be "
                 "recomputed. Return the values in a list or tuple."
@@ -229,14 +235,7 @@ def _name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
     return name
 
 
-def _is_generator_or_coroutine(f: Any) -> bool:
-    # inspect's own functions ask an nn.Module for what it has not, which takes long.
-    while isinstance(f, types.MethodType | functools.partial):
-        f = f.func if isinstance(f, functools.partial) else f.__func__
-    lazy = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-    return isinstance(f, types.FunctionType) and (
-        f.__code__.co_flags & lazy != 0 or inspect.iscoroutinefunction(f)
-    )
+_LAZY = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 class _Checkpointed:
@@ -296,6 +295,24 @@ class _Checkpointed:
             if operator.attrgetter(name)(sys.modules.get(self.__module__)) is self:
                 return name  # a decorated function is found by its name
         return _Checkpointed, self._made_of
+
+
+def call(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool,
+    determinism_check: str,
+    policy: Any,
+) -> Any:
+    """`remat(f, ...)(*args, **kwargs)`, of options that were looked at."""
+    if policy is not None or instead.get() is not None:
+        made = remat(
+            f, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, policy=policy
+        )
+        return made(*args, **kwargs)
+    options = Options(preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
+    return _call(f, _name_and_check(f), options, args, kwargs)
 
 
 def _call(

@@ -38,12 +38,13 @@ def test_functorch_is_touched_in_one_module_only(path):
 
 def test_blocks_of_cached_parametrizations_are_counted():
     parametrize = torch.nn.utils.parametrize
+    assert autograd.parametrizations_anew() is None
     with parametrize.cached(), parametrize.cached():
-        assert autograd.parametrizations_cached() == 2
-        autograd.add_to_parametrizations_cached(-2)
-        assert autograd.parametrizations_cached() == 0
-        autograd.add_to_parametrizations_cached(2)
-    assert autograd.parametrizations_cached() == 0
+        assert parametrize._cache_enabled == 2
+        with autograd.parametrizations_anew(), autograd.parametrizations_anew():
+            assert parametrize._cache_enabled == 0
+        assert parametrize._cache_enabled == 2
+    assert parametrize._cache_enabled == 0
 
 
 def test_layers_are_read_and_left_as_they_were():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -158,6 +159,8 @@ def fresh(x: Tensor) -> Tensor:
             view = x.view_as(x)
         if not view.requires_grad:
             return view
+        if view.is_leaf:  # what make_fx records requires grad also under no_grad
+            return view.requires_grad_(False)
     return x.detach()
 
 
@@ -176,8 +179,13 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 
 def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """The leaves to which the graph of some tensors leads."""
-    pending, seen = [y.grad_fn for y in outputs], set()
-    yield from [y for y in outputs if y.grad_fn is None]
+    pending: list[Any] = []
+    seen = set()
+    for y in outputs:
+        if y.grad_fn is None:
+            yield y
+        else:
+            pending.append(y.grad_fn)
     while pending:
         node = pending.pop()
         if node is None or node in seen:

@@ -46,7 +46,14 @@ class Rebuilt:
     Shared and cyclic references stay shared and cyclic.
     """
 
-    def __init__(self, found: Found, mapped: Mapping[int, Tensor], changed: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        found: Found,
+        mapped: Mapping[int, Tensor],
+        changed: Iterable[int] = (),
+        repeats_effects: bool = False,
+    ) -> None:
+        """With `repeats_effects`, what the run appends to copies of lists is appended to the originals."""
         self._found, self._nodes = found, found.nodes
         self._mapped = mapped
         self._changed = {*changed}
@@ -56,6 +63,7 @@ class Rebuilt:
         # What was put into the copies that f may write to.
         self._placed: dict[int, dict[Any, Any]] = {}
         self._undo: list[Callable[[], Any]] = []
+        self._repeats_effects = repeats_effects
         self.callable = found.root
 
     def __enter__(self) -> Any:
@@ -71,11 +79,16 @@ class Rebuilt:
                 if self._nodes[number].kind in _WRITABLE:
                     self._put_back_content(self._nodes[number])
         except BaseException:
-            self.__exit__()
+            self.__exit__(BaseException)
             raise
         return self.callable
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        if self._repeats_effects and kind is None:
+            for number, placed in self._placed.items():
+                there = self._nodes[number].value
+                if isinstance(there, list):
+                    there.extend(self._built[number][len(placed) :])
         while self._undo:
             self._undo.pop()()
 
@@ -187,13 +200,6 @@ class Rebuilt:
         for name in {**there, **node.content}:
             self._undo.append(functools.partial(_give, node, name, there.get(name, _NOTHING)))
             _give(node, name, self._item(node.content.get(name, _NOTHING)))
-
-    def repeat_effects(self) -> None:
-        """Append to the originals what a further run has appended to copies of lists."""
-        for number, placed in self._placed.items():
-            there = self._nodes[number].value
-            if isinstance(there, list):
-                there.extend(self._built[number][len(placed) :])
 
     def write_back(self) -> None:
         """Repeat on the originals what f has assigned on copies in its first run."""

@@ -191,9 +191,12 @@ class Call(Leaf):
         if owned:
             # f may read values through which nothing is differentiated.
             used = {*map(id, self.seen), *self._ids}
-            with functorch.without_levels():  # which would wrap the results
-                self._unused = {key: x.detach() for key, x in owned.items() if key not in used}
-            self._marks = {key: x.__dict__.copy() for key, x in owned.items() if x.__dict__}
+            if unused := owned.keys() - used:
+                with functorch.without_levels():  # which would wrap the results
+                    self._unused = {key: owned[key].detach() for key in unused}
+            for key, x in owned.items():
+                if x.__dict__:
+                    self._marks[key] = x.__dict__.copy()
             self._found.seal(owned.values())
             self._constants = [
                 (self._unused.get(id(x), x), version)
@@ -394,10 +397,12 @@ class Call(Leaf):
             buffers = self._buffers.outputs(inputs)
         changed = found.changed()
         mapped = self._mapped(inputs)
-        rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
+        rebuilt = None
+        if mapped or changed or found.gone:
+            rebuilt = Rebuilt(found, mapped, changed, repeats_effects=True)
         draws = self.random and self._options.preserve_rng_state and self._states is not None
         with _within(
-            None if rebuilt is None else _with_effects(rebuilt),
+            rebuilt,
             self._refusing() if self._constants else None,
             None if self._world.is_here() else self._world.replayed(),
             world.cleared_autocast_cache() if self._world.casts else None,
@@ -541,25 +546,15 @@ def code_of(f: Any) -> Any:
     return getattr(f, "__code__", None) or type(f)
 
 
-@contextmanager
-def _with_effects(rebuilt: Rebuilt) -> Iterator[None]:
-    with rebuilt:
-        yield
-        rebuilt.repeat_effects()
-
-
-@contextmanager
-def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
 def _within(*contexts: AbstractContextManager[Any] | None) -> AbstractContextManager[Any]:
     """Those contexts that there are, entered one after the other."""
     some = [*filter(None, contexts)]
-    return _entered(some) if some else _NOWHERE
+    if not some:
+        return _NOWHERE
+    with ExitStack() as entering:
+        for context in some:
+            entering.enter_context(context)
+        return entering.pop_all()
 
 
 _NOWHERE = nullcontext()

@@ -131,7 +131,7 @@ def run_first(program: Program, source: Leaf, inputs: Sequence[Tensor], layers: 
     captured = source.captured_at(others, outputs) if others else ()
     del given, others
     own.clear()
-    outputs = (*map(Tensor.detach, outputs),)
+    outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if record is not None:
         source.finish(record)
     return Run(outputs, active, captured, reached)

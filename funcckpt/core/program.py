@@ -141,7 +141,8 @@ class Vmap(Derived):
         batch_size: int,
         randomness: str,
     ) -> None:
-        super().__init__(inner, home)
+        self.inner, self.source, self.home = inner, inner.source, home
+        self.is_pullback = inner.is_pullback
         self.in_dims = in_dims
         self.options = batch_size, randomness
 

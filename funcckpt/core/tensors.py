@@ -57,7 +57,7 @@ def may_be_buffer(x: Tensor) -> bool:
     if (
         requires_grad(x)
         or x.numel() > MAX_BUFFER
-        or (wrappers.has_dual_level() and wrappers.is_plain_dual(x))
+        or (wrappers.has_dual_level() and wrappers.is_plain_dual(wrappers.below_wrappers(x)))
     ):
         return False
     return x.dim() == (1 if x.is_floating_point() else 0)

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import noop_context_fn
 from .. import compiled
 from .._torch import autograd, functorch, wrappers
 from ..errors import OptionError
-from ..remat import call_compiled, instead, remat
+from ..remat import call as call_remat
+from ..remat import call_compiled, instead
 from . import patched
 from .region import Contexts, Options, Region, title
 from .selective import Forward, create_selective_checkpoint_contexts
@@ -193,9 +194,5 @@ def _functional(
                 "funcckpt.create_selective_checkpoint_contexts. Enter others inside of the function."
             )
         policy = forward.policy
-    return remat(
-        patched.always(f) if patched.is_active() else f,
-        preserve_rng_state=options.preserve_rng_state,
-        determinism_check=options.determinism_check,
-        policy=policy,
-    )(*args, **kwargs)
+    f = patched.always(f) if patched.is_active() else f
+    return call_remat(f, args, kwargs, options.preserve_rng_state, options.determinism_check, policy)

@@ -256,9 +256,7 @@ class Region:
         with ExitStack() as stack:
             f, others = found.root
             if changed or instead:
-                rebuilt = Rebuilt(found, instead, changed)
-                f, others = stack.enter_context(rebuilt)
-                stack.callback(rebuilt.repeat_effects)
+                f, others = stack.enter_context(Rebuilt(found, instead, changed, repeats_effects=True))
             for i, x in others.items():
                 leaves[i] = x
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
