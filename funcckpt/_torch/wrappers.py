@@ -159,7 +159,8 @@ def fresh(x: Tensor) -> Tensor:
             view = x.view_as(x)
         if not view.requires_grad:
             return view
-        if view.is_leaf:  # what make_fx records requires grad also under no_grad
+        # What make_fx records requires grad also under no_grad.
+        if view.is_leaf and peek_interpreter_stack() is None:
             return view.requires_grad_(False)
     return x.detach()
 
