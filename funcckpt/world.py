@@ -40,20 +40,20 @@ class PythonStream:
             return None if isinstance(value, random.SystemRandom) else PythonStream(value)
         return None
 
-    def get_state(self) -> bytes:
+    def get_state(self) -> Any:
         source = self._source
         if isinstance(source, random.Random):
-            return pickle.dumps(source.getstate())
+            return source.getstate()
         return pickle.dumps(source.state if isinstance(source, BitGenerator) else source.get_state())
 
-    def set_state(self, state: bytes) -> None:
-        source, value = self._source, pickle.loads(state)
+    def set_state(self, state: Any) -> None:
+        source = self._source
         if isinstance(source, random.Random):
-            source.setstate(value)
+            source.setstate(state)
         elif isinstance(source, BitGenerator):
-            source.state = value
+            source.state = pickle.loads(state)
         else:
-            source.set_state(value)
+            source.set_state(pickle.loads(state))
 
 
 Stream = torch.Generator | PythonStream

@@ -50,7 +50,8 @@ def gradients(
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad` of what is known to fit: its checks take as long as a small backward."""
     # What torch puts around it is for logs, and for compiled code that runs in other threads.
-    run = torch.autograd.graph._engine_run_backward if has_compiled() else _run_backward
+    may_be_compiled = "torch._dynamo.eval_frame" in sys.modules and has_compiled()
+    run = torch.autograd.graph._engine_run_backward if may_be_compiled else _run_backward
     retain_graph, allow_unused = create_graph, True
     found: Sequence[Tensor | None] = run(
         (*outputs,),

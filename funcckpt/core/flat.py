@@ -159,6 +159,8 @@ class Outputs:
     _kept: Sequence[int] = (0,)
     _aliased: frozenset[int] = frozenset()
     tensors: list[Tensor]
+    # What another run has to give as well: how each tensor looks, and where it stands.
+    form: Any
 
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = (), views_tell: bool = False) -> None:
         """`inputs` are the tensors that f was given for them.
@@ -167,6 +169,7 @@ class Outputs:
         """
         if isinstance(out, Tensor) and id(out) not in map(id, inputs):  # as most of them are
             self.tensors, self.looks = [out], [_look_of(out)]
+            self.form = self.looks
             may_share = inputs and (
                 wrappers.below_wrappers(out)._is_view() if views_tell else _may_share(out)
             )
@@ -182,6 +185,7 @@ class Outputs:
         kept: list[int] = []
         everything = [leaves[i] for i in self.positions]
         self.looks = [_look_of(x) for x in everything]
+        self.form = self.looks, self.structure, self.positions
         outputs: dict[int, Tensor] = {}
         for i, x in enumerate(everything):
             if id(x) in given:

@@ -185,7 +185,8 @@ def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before."""
-    inputs = program.source.received(inputs)
+    if program.source.is_compiled:
+        inputs = program.source.received(inputs)
     replay = _replay_of(program, inputs)
     if replay is None:
         return program.run(*inputs)
@@ -224,9 +225,10 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
         return replay
     # No product of some of the inputs takes more FLOPs than half of them times the other half.
     elements = sum(map(Tensor.numel, inputs))
+    if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
+        return None
     # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
-    refused = functorch.has_compiled() or any(map(Tensor.is_complex, inputs))
-    if refused or elements * elements < 2 * FLOPS_WORTH_A_CALL:
+    if any(map(Tensor.is_complex, inputs)):
         return None
     key = _key(program, inputs)
     plan = _plans.get(key)
