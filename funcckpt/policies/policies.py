@@ -102,7 +102,13 @@ class Chooser:
         # Of torch's versions some give a context the result, and some do not know it.
         ctx: Any = SelectiveCheckpointContext.__new__(SelectiveCheckpointContext)
         ctx.is_recompute, ctx.op_output, ctx.name = False, out, current_name()
-        answer = self.policy(ctx, func, *args, **kwargs)
+        try:
+            answer = self.policy(ctx, func, *args, **kwargs)
+        except TypeError as error:  # which the operator around it would take for its own
+            raise FuncckptError(
+                f"{self._title}: the policy raised {error!r}. It is called as policy(ctx, op, *args, **kwargs): "
+                "call what makes a policy (save_only_these_names) before that."
+            ) from error
         if answer in _KEEPS or answer in _OFFLOADS:
             return Decision(True, answer in _OFFLOADS)
         if not isinstance(answer, (bool, CheckpointPolicy, type(None))):
