@@ -106,8 +106,8 @@ class Chooser:
             answer = self.policy(ctx, func, *args, **kwargs)
         except TypeError as error:  # which the operator around it would take for its own
             raise FuncckptError(
-                f"{self._title}: the policy raised {error!r}. It is called as policy(ctx, op, *args, **kwargs): "
-                "call what makes a policy (save_only_these_names) before that."
+                f"{self._title}: the policy raised {error!r}. It is called as policy(ctx, op, *args, "
+                "**kwargs): call what makes a policy (save_only_these_names) before that."
             ) from error
         if answer in _KEEPS or answer in _OFFLOADS:
             return Decision(True, answer in _OFFLOADS)
