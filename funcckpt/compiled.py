@@ -67,7 +67,7 @@ def _from_dynamo(
         layers = functorch.active_layers()
         if not differentiates() and len(layers) == level and not dynamo.has_transforms(f):
             return dynamo.torch_checkpoint_of_graph(f, args)
-        return _Graph(f, name, level, args, layers).call()
+        return _Graph(f, name, level, args).call()
 
     return run
 
@@ -83,11 +83,9 @@ class _Graph(Leaf):
         name: str,
         level: int,
         args: Sequence[Any],
-        layers: list[functorch.Layer],
     ) -> None:
-        super().__init__()
-        self._graph, self._name, self._level = graph, name, level
-        self._layers: list[functorch.Layer] | None = layers
+        super().__init__(name)
+        self._graph, self._level = graph, level
         self._args = list(args)
         self._inputs = [i for i, x in enumerate(args) if isinstance(x, Tensor) and wrappers.is_tracked(x)]
         self._constants = {
@@ -107,10 +105,6 @@ class _Graph(Leaf):
         self._same: dict[int, int] = {}
         self._new: list[int] = []
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def call(self) -> tuple[Any, ...]:
         """Run it under whatever transforms are active."""
         args = list(self._args)
@@ -125,10 +119,6 @@ class _Graph(Leaf):
         for i, y in zip(self._new, outputs, strict=True):
             out[i] = y
         return tuple(out)
-
-    def take_layers(self) -> list[functorch.Layer] | None:
-        layers, self._layers = self._layers, None
-        return layers
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Some of the inputs of a recomputation, behind an operator that waits for the newest cotangent."""
@@ -176,13 +166,6 @@ class _Graph(Leaf):
         self._out = [None if isinstance(y, Tensor) else y for y in out]
         return tuple([out[i] for i in self._new])
 
-    def held(self) -> list[Tensor]:
-        return []
-
-    @staticmethod
-    def versions(inputs: Sequence[Tensor]) -> list[int | None]:
-        return [x._version for x in inputs]
-
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         changed = [x for version, x in zip(before, inputs, strict=True) if x._version != version]
         if changed:
@@ -190,7 +173,7 @@ class _Graph(Leaf):
 
     def _changed(self, candidates: Sequence[Tensor]) -> MutationError:
         return MutationError(
-            f"remat({self._name}) writes in place to something that it was given or has captured, maybe "
+            f"remat({self.name}) writes in place to something that it was given or has captured, maybe "
             f"{' or '.join(map(describe, candidates))}. Work on a copy (x.clone()) inside the function."
         )
 

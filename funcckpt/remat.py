@@ -85,8 +85,7 @@ def remat(
         Draw in the recomputation the random numbers of the forward. Costs nothing if f draws none.
     determinism_check : {"default", "none", "values"}
         Compare structure, shapes, dtypes and devices of the recomputed outputs with those of the
-        forward; or nothing; or the values too, which keeps a copy of the outputs. The values are compared
-        by default as well if f has assigned something that it refers to.
+        forward; or nothing; or the values too, which keeps a copy of the outputs.
     policy : callable, list of operators, or None
         What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
         function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing.
@@ -129,25 +128,19 @@ def remat(
     """
     if torch.compiler.is_dynamo_compiling():
         return _made_compiled(f, preserve_rng_state, determinism_check, policy)
-    positions = _several(int, static_argnums, "static_argnums", f)
-    names = _several(str, static_argnames, "static_argnames", f)
+    title = "remat" if f is None else f"remat({_name(f)})"
+    positions = _several(int, static_argnums, "static_argnums", title)
+    names = _several(str, static_argnames, "static_argnames", title)
     if determinism_check not in _CHECKS:
-        raise InputError(
-            f"{_title(f)}: determinism_check is one of {', '.join(map(repr, _CHECKS))}, not "
-            f"{determinism_check!r}"
-        )
+        raise InputError(f"{title}: determinism_check is one of {_CHECKS}, not {determinism_check!r}")
+    chooser = chooser_of(policy, title)
 
-    chooser = chooser_of(policy, _title(f))
-
-    def made(f: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(f: Callable[..., Any]) -> Any:
+        if isinstance(f, staticmethod | classmethod):
+            return type(f)(wrap(f.__func__))
         name = _name_and_check(f)
         static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(
-            f, name, Options(*static, preserve_rng_state, determinism_check, policy, chooser)
-        )
-
-    def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
-        return type(f)(made(f.__func__)) if isinstance(f, staticmethod | classmethod) else made(f)
+        return _Checkpointed(f, name, Options(*static, preserve_rng_state, determinism_check, chooser))
 
     return wrap if f is None else wrap(f)
 
@@ -168,20 +161,16 @@ instead: ContextVar[Callable[[Any, str, Callable[[], Any], Callable[..., Any]], 
 instead = ContextVar("funcckpt_instead", default=None)
 
 
-def _title(f: Callable[..., Any] | None) -> str:
-    return "remat" if f is None else f"remat({_name(f)})"
-
-
 def _name(f: Any) -> str:
     # An nn.Module takes long to say that it has none.
     name: str = (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
     return name
 
 
-def _several(kind: type[T], value: Any, option: str, f: Any) -> tuple[T, ...]:
+def _several(kind: type[T], value: Any, option: str, title: str) -> tuple[T, ...]:
     values = tuple(value) if isinstance(value, (tuple, list, set, frozenset, range)) else (value,)
     if not all(isinstance(item, kind) for item in values):
-        raise InputError(f"{_title(f)}: {option} takes one {kind.__name__} or several, not {value!r}")
+        raise InputError(f"{title}: {option} takes one {kind.__name__} or several, not {value!r}")
     return values
 
 
@@ -196,18 +185,14 @@ def _positions_and_names(
     except (TypeError, ValueError):  # a builtin
         return frozenset(positions), frozenset(names)
     by_name = {p.name: i for i, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD}
-    known = {p.name for p in parameters}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters) and (missing := set(names) - known):
+    kinds, known, count = {p.kind for p in parameters}, {p.name for p in parameters}, len(parameters)
+    if inspect.Parameter.VAR_KEYWORD not in kinds and (missing := {*names} - known):
         raise InputError(
             f"remat({name}): static_argnames names {sorted(missing)}, and the parameters are {sorted(known)}."
         )
-    count = len(parameters)
-    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        outside = [i for i in positions if not -count <= i < count]
-        if outside:
-            raise InputError(
-                f"remat({name}): static_argnums names {outside}, and there are {count} parameters."
-            )
+    outside = [i for i in positions if not -count <= i < count]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and outside:
+        raise InputError(f"remat({name}): static_argnums names {outside}, and there are {count} parameters.")
     more_names = {n for n, i in by_name.items() if i in positions or i - count in positions}
     more_positions = {by_name[n] for n in names if n in by_name}
     return frozenset(positions) | more_positions, frozenset(names) | more_names
@@ -251,37 +236,12 @@ class _Checkpointed:
         self._made_of = f, name, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        f, name, options = self._made_of
         if torch.compiler.is_dynamo_compiling():
-            f, name, options = self._made_of
-            return call_compiled(f, name, args, kwargs, *options[2:5])
-        if (ask := instead.get()) is not None:
-            f, name, _ = self._made_of
-            return ask(
-                f,
-                f"remat({name})",
-                lambda: f(*args, **kwargs),
-                lambda **changes: _call(*self._with(changes), args, kwargs),
+            return call_compiled(
+                f, name, args, kwargs, options.preserve_rng_state, options.determinism_check, options.chooser
             )
-        return _call(*self._made_of, args, kwargs)
-
-    def _with(self, changes: dict[str, Any]) -> tuple[Callable[..., Any], str, Options]:
-        """What this is made of, were it made with other options."""
-        if not changes:
-            return self._made_of
-        f, _, options = self._made_of
-        other: Any = remat(
-            f,
-            static_argnums=tuple(options.static_argnums),
-            static_argnames=tuple(options.static_argnames),
-            **{
-                "preserve_rng_state": options.preserve_rng_state,
-                "determinism_check": options.determinism_check,
-                "policy": options.policy,
-                **changes,
-            },
-        )
-        made: tuple[Callable[..., Any], str, Options] = other._made_of
-        return made
+        return _call(f, name, options, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -300,24 +260,28 @@ class _Checkpointed:
 def call(
     f: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    preserve_rng_state: bool,
-    determinism_check: str,
-    policy: Any,
+    kwargs: dict[str, Any] | None = None,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    policy: Any = None,
+    name: str = "",
 ) -> Any:
-    """`remat(f, ...)(*args, **kwargs)`, of options that were looked at."""
-    if policy is not None or instead.get() is not None:
-        made = remat(
-            f, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check, policy=policy
-        )
-        return made(*args, **kwargs)
-    options = Options(preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
-    return _call(f, _name_and_check(f), options, args, kwargs)
+    """`remat(f, ...)(*args, **kwargs)`, where the options are known to be right."""
+    name = name or _name_and_check(f)
+    chooser = chooser_of(policy, f"remat({name})")
+    options = Options(frozenset(), frozenset(), preserve_rng_state, determinism_check, chooser)
+    return _call(f, name, options, args, kwargs or {})
 
 
-def _call(
-    f: Callable[..., Any], name: str, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call(f: Any, name: str, options: Options, args: Any, kwargs: Any, asks: bool = True) -> Any:
+    if asks and (ask := instead.get()) is not None:
+
+        def changed(**changes: Any) -> Any:
+            if "policy" in changes:
+                changes["chooser"] = chooser_of(changes.pop("policy"), f"remat({name})")
+            return _call(f, name, options._replace(**changes), args, kwargs, asks=False)
+
+        return ask(f, f"remat({name})", lambda: f(*args, **kwargs), changed)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         if functorch.differentiates_in_inference_mode():
             raise CheckpointError(
@@ -345,14 +309,5 @@ def call_compiled(
         compiled.refuse(f"remat({name}): policy")
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
-    untraced = functools.partial(
-        _call_untraced, name=name, preserve_rng_state=preserve_rng_state, determinism_check=determinism_check
-    )
-    return compiled.call(untraced, name, f, args, kwargs)
-
-
-def _call_untraced(
-    f: Callable[..., Any], name: str, preserve_rng_state: bool, determinism_check: str, args: Any
-) -> Any:
-    options = Options(preserve_rng_state=preserve_rng_state, determinism_check=determinism_check)
-    return _call(f, name, options, args, {})
+    how: Any = {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check}
+    return compiled.call(functools.partial(call, name=name, **how), name, f, args, kwargs)

@@ -178,28 +178,6 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
     return [*map(_unwrap_for_grad, tensors, repeat(level))]
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaves to which the graph of some tensors leads."""
-    pending: list[Any] = []
-    seen = set()
-    for y in outputs:
-        if y.grad_fn is None:
-            yield y
-        else:
-            pending.append(y.grad_fn)
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # Other nodes may have an attribute of this name.
-        if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable  # type: ignore[attr-defined]
-        else:
-            for following, _ in node.next_functions:
-                pending.append(following)
-
-
 # Asked of many tensors at once, without a frame of Python's.
 require_grad = operator.attrgetter("requires_grad")
 

@@ -1,4 +1,4 @@
-"""The whole of remat: `program`, `pullback`, `dispatch`, `primitive`, `net`, `call`, `flat`, in this order.
+"""The whole of remat: `program`, `dispatch`, `primitive`, `net`, `call`, `flat`, in this order.
 
 **The idea.** Write R[f] for "run f, keep only its inputs". Four lines are the library:
 
@@ -11,7 +11,7 @@ batching vmap of R[f] is R[vmap(f)]
 
 Each right-hand side is R of another function. So remat is closed under every transform: any order of them,
 at any depth, is built by the same four lines. `program` has the functions on the right: a *program* is a
-pure function of flat tensors, and `Vjp` (in `pullback`), `Jvp` and `Vmap` make the next one.
+pure function of flat tensors, and `Vjp`, `Jvp` and `Vmap` make the next one.
 
 **The levels.** torch.func has a stack of levels, one for each transform that is active. `dispatch` looks at
 the innermost, applies its line, leaves the level and starts again, until none is left. There the program

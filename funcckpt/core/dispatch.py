@@ -3,12 +3,7 @@
 `bind(program, inputs)` looks at the innermost active level, applies the rule for its kind, leaves
 that level and starts again, until none is left; there the program runs. This is what functorch
 does with an `autograd.Function` (`primitive` has remat as one), without a class built for each
-level and call, and with what that route cannot express:
-
-* forward mode gives primal and tangent in one evaluation;
-* `torch.func.functionalize` has a rule;
-* under randomness="different" the rule for vmap is reached although no input is batched;
-* the last backward of `torch.func.grad` records nothing at its own level.
+level and call, and without what that one cannot express.
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, repeat
 from typing import Any
 
@@ -24,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._torch import autograd, functorch, wrappers
+from ..errors import MutationError
 from ..tape import recompute, recording
 from . import net
 from .program import (
@@ -32,13 +29,13 @@ from .program import (
     Program,
     Recording,
     Tensors,
+    Vjp,
     Vmap,
     WithCaptured,
     is_differentiable,
     recorded,
     zeros_for_none,
 )
-from .pullback import CotangentBatch, Vjp
 
 
 def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -56,7 +53,7 @@ def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             return _bind_dual(program, inputs, primals, tangents, along)
     if program.is_pullback and any(map(wrappers.is_legacy_batchedtensor, inputs)):
         return _bind_legacy(program, inputs)
-    return _bind_values(program, inputs)
+    return _bind_values(program, inputs)[0]
 
 
 def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -83,26 +80,19 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
 def _bind_jvp(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     inputs = [*map(functorch.CJvpInterpreterPtr(interpreter).lift, inputs)]
-    along: tuple[int, ...] = ()
-    if torch._C._is_fwd_grad_enabled():
-        primals, tangents, along = _split_duals(inputs)
-    else:
-        primals, tangents = inputs, []
+    looks = torch._C._is_fwd_grad_enabled()
+    primals, tangents, along = _split_duals(inputs) if looks else (inputs, [], ())
     unwrapped = [wrappers._unwrap_for_grad(x, level) for x in (*primals, *tangents)]
     if not along:
         outputs = functorch.below(interpreter, bind, recorded(program, ()), unwrapped)
         return tuple(wrappers.wrapped_for_grad(outputs, level))
     jvp = Jvp(program, min(program.home, level - 1), len(inputs), along)
     outputs = functorch.below(interpreter, bind, jvp, unwrapped)
-    return _make_duals(jvp, tuple(wrappers.wrapped_for_grad(outputs, level)))
+    return _make_duals(*jvp.split(tuple(wrappers.wrapped_for_grad(outputs, level))))
 
 
 def _vmapped(
-    program: Program,
-    level: int,
-    in_dims: tuple[int | None, ...],
-    batch_size: int,
-    randomness: str,
+    program: Program, level: int, in_dims: functorch.Dims, batch_size: int, randomness: str
 ) -> Vmap | Vjp:
     """vmap of a program, at a level; the pullback alone where only cotangents are batched."""
     home = min(program.home, level - 1)
@@ -111,8 +101,7 @@ def _vmapped(
         randomness = "same"
     if isinstance(program, Vjp) and in_dims[: program.arity].count(None) == program.arity:
         if randomness == "same" or program.source.random is False:
-            cotangents = CotangentBatch(in_dims[program.arity :], batch_size, randomness)
-            return program.batched(home, cotangents)
+            return program.batched(home, in_dims[program.arity :], batch_size, randomness)
     return Vmap(program, home, in_dims, batch_size, randomness)
 
 
@@ -120,7 +109,10 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     level = interpreter.level()
     unwrapped, in_dims = functorch.unbatched(inputs, level)
     batch_size, randomness = functorch.options_of_vmap(interpreter)
-    if in_dims.count(None) == len(in_dims) and _may_skip_vmap(program, level, randomness):
+    # Under "different" each sample draws its own numbers even from unbatched inputs, and under "error"
+    # f must be allowed to fail.
+    draws = randomness != "same" and level <= program.home and program.source.random is not False
+    if not draws and in_dims.count(None) == len(in_dims):
         return functorch.below(interpreter, bind, program, unwrapped)
     batched = _vmapped(program, level, in_dims, batch_size, randomness)
     outputs = functorch.below(interpreter, bind, batched, unwrapped)
@@ -129,32 +121,20 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
 
 def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
-    unwrapped_and_dims = [wrappers.unwrap_legacy(x) for x in inputs]
-    in_dims = tuple([dim for _, dim in unwrapped_and_dims])
-    unwrapped = [x for x, _ in unwrapped_and_dims]
-    size = next(x.shape[dim] for x, dim in unwrapped_and_dims if dim is not None)
+    unwrapped, in_dims = zip(*map(wrappers.unwrap_legacy, inputs), strict=True)
+    size = next(x.shape[dim] for x, dim in zip(unwrapped, in_dims, strict=True) if dim is not None)
     batched = _vmapped(program, program.home + 1, in_dims, size, "same")
     with functorch.without_vmap_mode():
-        outputs = _bind_values(batched, unwrapped)
-    return tuple([wrappers.wrap_legacy(y, dim) for y, dim in zip(outputs, batched.out_dims, strict=True)])
-
-
-def _may_skip_vmap(program: Program, level: int, randomness: str) -> bool:
-    """Whether a level at which no input is batched makes no difference to a program.
-
-    Under "different" each sample draws its own numbers even from unbatched inputs, and under "error"
-    f must be allowed to fail.
-    """
-    return randomness == "same" or level > program.home or program.source.random is False
+        outputs, _ = _bind_values(batched, unwrapped)
+    return (*map(wrappers.wrap_legacy, outputs, batched.out_dims),)
 
 
 def _bind_functionalize(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
-    add_back_views = functorch.adds_back_views(interpreter)
-    functional = Functional(program, min(program.home, level - 1), add_back_views)
-    unwrapped = functorch.eager_transforms._unwrap_all_tensors_from_functional(
-        tuple(inputs), reapply_views=add_back_views
-    )
+    views = functorch.adds_back_views(interpreter)
+    functional = Functional(program, min(program.home, level - 1), views)
+    unwrap = functorch.eager_transforms._unwrap_all_tensors_from_functional
+    unwrapped = unwrap(tuple(inputs), reapply_views=views)
     outputs = functorch.below(interpreter, bind, functional, unwrapped)
     wrapped: Tensors = functorch.eager_transforms._wrap_all_tensors_to_functional(outputs, level=level)
     return wrapped
@@ -166,14 +146,6 @@ _RULES = {
     functorch.VMAP: _bind_vmap,
     functorch.FUNCTIONALIZE: _bind_functionalize,
 }
-
-
-def _bind_values(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    program, outputs, active, inputs = _run(program, inputs)
-    if not any(active):
-        return outputs
-    attached: Tensors = _Node.apply(program, 0, outputs, active, *inputs)  # type: ignore[attr-defined]
-    return attached
 
 
 def _bind_dual(
@@ -189,19 +161,16 @@ def _bind_dual(
     inner = recorded(program, differentiated) if differentiated else program
     jvp = Jvp(inner, program.home, len(inputs), along)
     arguments = [*primals, *tangents]
+    captured: Sequence[Tensor] = ()
     if any(map(wrappers.is_legacy_batchedtensor, arguments)):
-        outputs, out_tangents = jvp.split(_bind_legacy(jvp, arguments))
-        captured: Sequence[Tensor] = ()
+        results = _bind_legacy(jvp, arguments)
     else:
-        of, results, active, found = _run(jvp, arguments)
-        captured = found[len(arguments) :]
-        if any(active):
-            results = attach(of, results, active, found)
-        outputs, out_tangents = jvp.split(results)
+        results, captured = _bind_values(jvp, arguments)
+    outputs, out_tangents = jvp.split(results)
     if not any(map(wrappers.require_grad, (*inputs, *captured))) or not records:
-        return _make_duals_plain(outputs, out_tangents)
+        return _make_duals(outputs, out_tangents)
     if captured:
-        program = WithCaptured(program, captured)
+        program = WithCaptured(program, program.home, [*map(id, captured)])
     # The graph of the primal has to lead back to the dual inputs, so that a backward through it is
     # differentiated in forward mode too.
     outputs = tuple([wrappers.with_memory_for_each(y) for y in outputs])
@@ -210,10 +179,8 @@ def _bind_dual(
     return dual
 
 
-def _run(
-    program: Program, inputs: Sequence[Tensor]
-) -> tuple[Program, Tensors, Sequence[bool], Sequence[Tensor]]:
-    """The values of a program; of which program and inputs, and which of them plain autograd looks at."""
+def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
+    """In plain reverse mode. With the results come the captured tensors that their graph leads to."""
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
@@ -221,26 +188,23 @@ def _run(
     values = inputs
     if wrappers.has_dual_level():
         values = wrappers.without_forward_views(inputs, record=records)
-    active: Sequence[bool]
-    if (layers := source.take_layers()) is not None:
+    active: Sequence[bool] = ()
+    layers, source.layers = source.layers, None
+    if layers is not None:
         outputs, active, captured, reached = net.run_first(program, source, values, layers)
-        source.seen = captured
-        if captured:
-            if len(inputs) > source.arity:
-                arity = source.arity
-                inputs = [x if i < arity or i in reached else wrappers.fresh(x) for i, x in enumerate(inputs)]
-            if layers:
-                source.captured = captured
+        source.captured = captured
+        if captured and len(inputs) > source.arity:
+            arity = source.arity
+            inputs = [x if i < arity or i in reached else wrappers.fresh(x) for i, x in enumerate(inputs)]
     else:
         outputs, captured = net.run(program, values), source.captured
-        active = ()
-        if records and any(map(wrappers.require_grad, (*inputs, *captured))):
+        if any(map(wrappers.require_grad, (*inputs, *captured))):
             active = [*map(is_differentiable, outputs)]
-    if not records:
-        active = ()
-    elif captured and any(active):
-        program, inputs = WithCaptured(program, captured), [*inputs, *captured]
-    return program, outputs, active, inputs
+    if not records or not any(active):
+        return outputs, ()
+    if captured:
+        program, inputs = WithCaptured(program, program.home, [*map(id, captured)]), [*inputs, *captured]
+    return attach(program, outputs, active, inputs), captured
 
 
 def attach(
@@ -250,14 +214,12 @@ def attach(
 
     `active` says for each whether it depends on an input that requires grad.
     """
-    if level:
-        functorch.set_single_level_autograd_function_allowed(True)
+    functorch.set_single_level_autograd_function_allowed(True)
     try:
         attached: Tensors = _Node.apply(program, level, outputs, active, *inputs)  # type: ignore[attr-defined]
+        return attached
     finally:
-        if level:
-            functorch.set_single_level_autograd_function_allowed(False)
-    return attached
+        functorch.set_single_level_autograd_function_allowed(False)
 
 
 def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
@@ -276,103 +238,78 @@ def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
     return None
 
 
-class _Backward:
-    """What the autograd nodes of remat share: they save their inputs, and what a policy keeps."""
+@autograd.without_detour
+class _Node(functorch.SingleLevelFunction):
+    """R in plain autograd or at one grad level: values that were computed before get a history.
+
+    It saves its inputs, and what a policy keeps.
+    """
 
     @staticmethod
-    def keep(
-        ctx: Any,
-        program: Program,
-        inputs: Sequence[Tensor],
-        outputs: Tensors,
-        home: int,
-        level: int,
-        active: Sequence[bool] | None = None,
+    def forward(
+        ctx: Any, program: Program, level: int, outputs: Tensors, active: Sequence[bool], *inputs: Tensor
     ) -> Tensors:
-        if active is None:
-            active = [is_differentiable(y) for y in outputs]
         ctx.set_materialize_grads(False)
-        ctx.program, ctx.home, ctx.level = program, home, level
+        ctx.program, ctx.level = program, level
+        ctx.home = program.home
         if level:
-            ctx.thread = threading.get_ident()
+            ctx.home, ctx.thread = min(program.home, level - 1), threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
         ctx.save_for_backward(*inputs, *tensors)
         if not all(active):
-            ctx.mark_non_differentiable(
-                *[y for y, is_active in zip(outputs, active, strict=True) if not is_active]
-            )
+            ctx.mark_non_differentiable(*compress(outputs, map(operator.not_, active)))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.kept is None:
-            try:
-                inputs = ctx.saved_tensors
-            except RuntimeError as error:
-                raise ctx.program.source.changed_since(error) from None
-            return _Backward.pull(ctx, inputs, cotangents)
-        inputs, kept = recording.split(ctx.kept, ctx.saved_tensors)
-        with recompute.handing_out(ctx.program.source, ctx.kept, kept):
-            return _Backward.pull(ctx, inputs, cotangents)
-
-    @staticmethod
-    def pull(
-        ctx: Any, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
         program, level, needed = ctx.program, ctx.level, ctx.needs_input_grad
-        primals, arity = [*inputs], len(inputs)
-        del inputs
+        try:
+            arguments: Any = [*ctx.saved_tensors]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise MutationError(
+                f"an input of remat({program.source.name}), or a tensor that it captured, was changed in "
+                f"place between the forward and the backward. Pass a copy of it (x.clone()): {error}"
+            ) from None
+        handing_out: AbstractContextManager[None] = _NOWHERE
+        if ctx.kept is not None:
+            arguments, kept = recording.split(ctx.kept, arguments)
+            handing_out = recompute.handing_out(program.source, ctx.kept, kept)
+            del kept
+        arity = len(arguments)
         leading = len(needed) - arity
-        last = _interpreter_of_last(level, ctx.thread, primals[0]) if level else None
+        last = _interpreter_of_last(level, ctx.thread, arguments[0]) if level else None
         wrt = (*compress(range(arity), needed[leading:]),)
         given = (*map(operator.is_not, cotangents, repeat(None)),)
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
         vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
-        arguments: list[Any] = [*primals, *compress(cotangents, given)]
-        del primals, cotangents
-        if last is not None:
-            arguments = wrappers.unwrapped_for_grad(arguments, level)
-            results = functorch.below(last, bind, vjp, arguments)
-            results = tuple(wrappers.wrapped_for_grad(results, level))
-        else:
-            results = bind(vjp, arguments)
-        if len(results) == arity:
-            return (*(None,) * leading, *results)
+        arguments += compress(cotangents, given)
+        del cotangents
+        with handing_out:
+            if last is not None:
+                arguments = wrappers.unwrapped_for_grad(arguments, level)
+                results = functorch.below(last, bind, vjp, arguments)
+                results = tuple(wrappers.wrapped_for_grad(results, level))
+            else:
+                results = bind(vjp, arguments)
         gradients: list[Tensor | None] = [None] * len(needed)
-        remaining = iter(results)
-        for i, connected in zip(wrt, vjp.connected, strict=True):
-            if connected:
-                gradients[leading + i] = next(remaining)
+        for i, gradient in zip(compress(wrt, vjp.connected), results, strict=True):
+            gradients[leading + i] = gradient
         return tuple(gradients)
 
 
-@autograd.without_detour
-class _Node(_Backward, functorch.SingleLevelFunction):
-    """R in plain autograd or at one grad level: values that were computed before get a history."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, program: Program, level: int, outputs: Tensors, active: Sequence[bool], *inputs: Tensor
-    ) -> Tensors:
-        home = min(program.home, level - 1) if level else program.home
-        return _Backward.keep(ctx, program, inputs, outputs, home, level, active)
-
-
-class _AtDualLevel(_Backward, torch.autograd.Function):
+class _AtDualLevel(torch.autograd.Function):
     """R at plain autograd and plain forward mode together."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        program: Program,
-        outputs: list[Tensor],
-        tangents: list[Tensor | None],
-        *inputs: Tensor,
-    ) -> Tensors:
+    def forward(ctx: Any, program: Program, outputs: Any, tangents: Any, *inputs: Tensor) -> Tensors:
         ctx.tangents = zeros_for_none(outputs, tangents)
-        return _Backward.keep(ctx, program, inputs, tuple(outputs), program.home, 0)
+        return _Node.forward(ctx, program, 0, tuple(outputs), [*map(is_differentiable, outputs)], *inputs)
+
+    backward = staticmethod(_Node.backward)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -393,14 +330,9 @@ def _split_duals(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], 
     return primals, tangents, tuple(along)
 
 
-def _make_duals(jvp: Jvp, outputs: Tensors) -> Tensors:
-    return _make_duals_plain(*jvp.split(outputs))
+def _make_duals(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensors:
+    duals = zip(primals, tangents, strict=True)
+    return tuple([y if t is None else forward_ad.make_dual(y, t, level=0) for y, t in duals])
 
 
-def _make_duals_plain(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensors:
-    return tuple(
-        [
-            y if t is None else forward_ad.make_dual(y, t, level=0)
-            for y, t in zip(primals, tangents, strict=True)
-        ]
-    )
+_NOWHERE = nullcontext()

@@ -10,24 +10,30 @@ A program never holds a tensor that is among its inputs: `autograd` owns those, 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+import operator
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge
 
-from .._torch import functorch, wrappers
-from ..tape import recording
+from .._torch import autograd, functorch, wrappers
+from ..policies.policies import Chooser
+from ..tape import recompute, recording
 from ..tape.tape import watch_of
+from .tensors import LEAF, Edge, entering
 
 Tensors = tuple[Tensor, ...]
 
-_NOWHERE = nullcontext()
 
-
-class Program(ABC):
+class Program:
     """A pure function from flat tensors to flat tensors.
 
     Attributes
@@ -44,16 +50,12 @@ class Program(ABC):
     # Whether this is, or is made from, the pullback of another program.
     is_pullback = False
 
-    @abstractmethod
-    def run(self, *inputs: Tensor) -> Tensors: ...
-
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
+    def run(self, *inputs: Tensor) -> Tensors:
+        raise NotImplementedError
 
 
 class Leaf(Program):
-    """The user's function, flat. `remat` says how it runs the first time, and how again."""
+    """The user's function, flat. `run` says how it runs the first time, and how again."""
 
     # Whether this is a graph that `torch.compile` traces: plain autograd goes through it.
     is_compiled = False
@@ -65,92 +67,67 @@ class Leaf(Program):
     kept: recording.Kept | None = None
     # How many of the inputs are arguments. The others f has captured at levels, and maybe does not use.
     arity = 1 << 30
-    # What f has captured of plain autograd, if it was called under a transform: nodes above hold no such.
+    # The tensors of plain autograd that f has captured and uses. After the call they are held here only if
+    # that was under a transform: nodes above hold no such.
     captured: Sequence[Tensor] = ()
     # Of captured inputs, those that require grad in plain autograd, and on which no output depends.
     unused: Sequence[int] = ()
-    seen: Sequence[Tensor] = ()
+    # What a policy asks in the first run.
+    chooser: Chooser | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.source = self
         self.home = functorch.maybe_current_level() or 0
         self.torch_function = functorch._get_torch_function_state()
+        # The levels that are active at the call, until the first run.
+        self.layers: list[functorch.Layer] | None = functorch.active_layers()
 
-    @property
-    def source(self) -> Leaf:  # type: ignore[override]
-        return self
-
-    def recorder(self) -> recording.Record | None:
-        """The mode for the first run, if a policy has to see it."""
-        return None
-
-    def finish(self, record: recording.Record) -> None:
-        """Take over what was recorded for a policy, after the first run."""
-
-    @abstractmethod
-    def take_layers(self) -> list[functorch.Layer] | None:
-        """The levels that were active at the call, before the first run; None from then on."""
-
-    def captured_at(self, edges: Sequence[Any], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def captured_at(self, edges: Mapping[Edge, Tensor | None]) -> Sequence[Tensor]:
         """The captured tensors at the edges by which the graph of the outputs leaves f."""
         raise AssertionError(edges)
-
-    def where_is(self, captured: Sequence[tuple[int, Tensor]]) -> AbstractContextManager[None]:
-        """For a recomputation, the captured tensors, with the ids that they had in the forward."""
-        return _NOWHERE
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The inputs of a program made from this one, where no level is left."""
         return inputs
 
-    def changed_since(self, error: RuntimeError) -> RuntimeError:
-        """What to raise where autograd finds that an input is not what it was."""
-        return error
-
-    @abstractmethod
     def held(self) -> list[Tensor]:
         """The tensors that are kept for a recomputation, beside the inputs."""
+        return []
 
-    @abstractmethod
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         """Raise if f has changed an input in place."""
 
 
+@dataclass(eq=False)
 class Derived(Program):
-    def __init__(self, inner: Program, home: int) -> None:
-        self.inner = inner
-        self.source = inner.source
-        self.home = home
-        if inner.is_pullback:
-            self.is_pullback = True
+    """A program made from another one."""
 
-    @property
-    def name(self) -> str:
-        return f"{type(self).__name__.lower()}({self.inner.name})"
+    inner: Program
+    home: int
+
+    def __post_init__(self) -> None:
+        self.source = self.inner.source
+        self.is_pullback = self.is_pullback or self.inner.is_pullback
 
 
+@dataclass(eq=False)
 class Vmap(Derived):
     """vmap of a program; `out_dims` is known once it has run."""
 
-    out_dims: tuple[int | None, ...]
-
-    def __init__(
-        self,
-        inner: Program,
-        home: int,
-        in_dims: tuple[int | None, ...],
-        batch_size: int,
-        randomness: str,
-    ) -> None:
-        self.inner, self.source, self.home = inner, inner.source, home
-        self.is_pullback = inner.is_pullback
-        self.in_dims = in_dims
-        self.options = batch_size, randomness
+    in_dims: functorch.Dims
+    batch_size: int
+    randomness: str
+    out_dims: functorch.Dims = ()
 
     def run(self, *inputs: Tensor) -> Tensors:
-        outputs, self.out_dims = functorch.vmapped(self.inner.run, inputs, self.in_dims, *self.options)
+        outputs, self.out_dims = functorch.vmapped(
+            self.inner.run, inputs, self.in_dims, self.batch_size, self.randomness
+        )
         return outputs
 
 
+@dataclass(eq=False)
 class Recording(Derived):
     """A program at a grad level of its own, as f would find it without remat.
 
@@ -159,14 +136,11 @@ class Recording(Derived):
     `torch.autograd.grad`. What the level records goes when it closes.
     """
 
+    differentiated: Sequence[int] = ()
     # Which outputs depend on an input that requires grad, once it has run; and which such inputs that f has
     # captured no output depends on.
-    active: tuple[bool, ...]
+    active: Sequence[bool] = ()
     unused: Sequence[int] = ()
-
-    def __init__(self, inner: Program, differentiated: Sequence[int] = ()) -> None:
-        self.inner, self.source, self.home = inner, inner.source, inner.home
-        self.differentiated = differentiated
 
     def run(self, *inputs: Tensor) -> Tensors:
         mode = torch.is_grad_enabled()
@@ -176,12 +150,11 @@ class Recording(Derived):
                 functorch.set_grad_enabled(True)
             wrapped = wrappers.wrapped_for_grad(inputs, level)
             leaves = wrappers.require_grad_at_this_level(wrapped, self.differentiated)
-            looks = bool(self.differentiated) and self.differentiated[-1] >= self.source.arity
             outputs = self.inner.run(*wrapped)
-            if looks:
-                used = {id(x) for x in wrappers.leaves_of(outputs)}
+            if self.differentiated and self.differentiated[-1] >= self.source.arity:
+                used = entering(outputs)
                 at = zip(self.differentiated, leaves, strict=True)
-                self.unused = [i for i, x in at if i >= self.source.arity and id(x) not in used]
+                self.unused = [i for i, x in at if i >= self.source.arity and (id(x), LEAF) not in used]
             if functorch.number_of_dispatch_modes() and (watch := watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(wrappers.require_grad, outputs),)
@@ -195,22 +168,34 @@ def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recor
     """`program` as it runs at a grad or jvp level. A pullback brings a level of its own."""
     if program.is_pullback or (isinstance(program, Recording) and not differentiated):
         return program
-    return Recording(program, differentiated)
+    return Recording(program, program.home, differentiated)
 
 
+@dataclass(eq=False)
 class WithCaptured(Derived):
-    """(inputs, captured tensors) -> outputs: what f refers to in plain autograd, as inputs."""
+    """(inputs, captured tensors) -> outputs: what f refers to in plain autograd, by its ids, as inputs."""
 
-    def __init__(self, inner: Program, captured: Sequence[Tensor]) -> None:
-        self.inner, self.source, self.home = inner, inner.source, inner.home
-        self.numbers = [*map(id, captured)]
+    ids: Sequence[int]
 
     def run(self, *inputs: Tensor) -> Tensors:
-        arity = len(inputs) - len(self.numbers)
-        with self.source.where_is([*zip(self.numbers, inputs[arity:], strict=True)]):
+        arity = len(inputs) - len(self.ids)
+        before = here.captured
+        here.captured = self.source, [*zip(self.ids, inputs[arity:], strict=True)]
+        try:
             return self.inner.run(*inputs[:arity])
+        finally:
+            here.captured = before
 
 
+class _Here(threading.local):
+    # Of the function that runs again in this thread: captured tensors, with their ids in the forward.
+    captured: tuple[Any, Sequence[tuple[int, Tensor]]] = None, ()
+
+
+here = _Here()
+
+
+@dataclass(eq=False)
 class Jvp(Derived):
     """(inputs, tangents) -> (outputs, tangents), in one evaluation.
 
@@ -218,12 +203,9 @@ class Jvp(Derived):
     one: `active` says which, once the program has run.
     """
 
-    active: tuple[bool, ...]
-
-    def __init__(self, inner: Program, home: int, arity: int, along: tuple[int, ...]) -> None:
-        super().__init__(inner, home)
-        self.arity = arity
-        self.along = along
+    arity: int
+    along: tuple[int, ...]
+    active: Sequence[bool] = ()
 
     def run(self, *inputs: Tensor) -> Tensors:
         # Some backward formulas inside of the program are differentiable only where grad mode is on.
@@ -248,29 +230,188 @@ class Jvp(Derived):
         return outputs[:arity], [next(tangents) if has else None for has in self.active]
 
 
+@dataclass(eq=False)
+class Functional(Derived):
+    """A program under `torch.func.functionalize`."""
+
+    adds_back_views: bool
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        remove = "mutations" if self.adds_back_views else "mutations_and_views"
+        outputs: Tensors = torch.func.functionalize(self.inner.run, remove=remove)(*inputs)
+        return outputs
+
+
+@dataclass(eq=False)
+class Vjp(Derived):
+    """(inputs, cotangents) -> gradients.
+
+    Differentiates with respect to the inputs `wrt`; the cotangents are those of the outputs
+    `of`. Gradients come for those of `wrt` on which the outputs depend: `connected` says
+    which, once the program has run, so that an unused input gets None and not zeros.
+
+    `at_level` says whether f was recorded at a functorch level: then it is recorded again at one, and
+    meets the same kernels, refusals and wrappers. Plain autograd takes more, and is faster.
+
+    `batched` is the same under a vmap over the cotangents alone. It applies to the pullback and not to the
+    program, which therefore runs once for a whole Jacobian.
+    """
+
+    is_pullback = True
+
+    arity: int
+    wrt: tuple[int, ...]
+    of: tuple[int, ...]
+    at_level: bool
+    connected: Sequence[bool] = ()
+    # Of a batched one, what it was before, and the dimensions of cotangents, batch size and randomness.
+    unbatched: Vjp | None = None
+    batch: tuple[functorch.Dims, int, str] = (), 0, ""
+    out_dims: functorch.Dims = ()
+
+    def __post_init__(self) -> None:
+        # A pullback records by itself. But f may look for a graph of what only an inner level differentiates.
+        if isinstance(self.inner, Recording) and set(self.inner.differentiated) <= set(self.wrt):
+            self.inner = self.inner.inner
+        self.source = self.inner.source
+
+    def batched(self, home: int, in_dims: functorch.Dims, batch_size: int, randomness: str) -> Vjp:
+        """This program, vmapped over its cotangents."""
+        return replace(self, home=home, unbatched=self, batch=(in_dims, batch_size, randomness))
+
+    def run(self, *inputs: Tensor) -> Tensors:
+        source = self.source
+        if source.torch_function != functorch._get_torch_function_state():
+            with functorch.torch_function_as(source.torch_function):
+                return self.run(*inputs)
+        arity = self.arity
+        primals, cotangents = [*inputs[:arity]], inputs[arity:]
+        del inputs
+        # Grad mode on means that this program is itself being differentiated.
+        nested = torch.is_grad_enabled()
+        is_plain = (
+            not self.at_level and functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
+        )
+        # Captured leaves that a recomputation may differentiate themselves: their hooks are for the backward.
+        own: list[int] = []
+        if is_plain and isinstance(self.inner, WithCaptured):
+            for i in range(arity - len(self.inner.ids), arity):
+                if primals[i].is_leaf and not primals[i]._backward_hooks:
+                    own.append(i)
+        replay = watch_of(source) if functorch.number_of_dispatch_modes() else None
+        with replay.recording() if isinstance(replay, recompute.Replay) else _NOWHERE:
+            outputs, leaves = self.record(primals, is_plain, own)
+        if len(self.of) < len(outputs):
+            outputs = [outputs[i] for i in self.of]
+        primals.clear()
+        # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
+        # nobody looks have no right batching rule (lu_solve under two vmaps).
+        create_graph = nested or self.unbatched is not None
+        if not create_graph and (functorch.maybe_current_level() or 0) > 1:
+            create_graph = functorch.number_of_vmaps() > 1
+        gradients = self._pull_batched((outputs, leaves, create_graph), *cotangents)
+        if self.unbatched is None or nested:
+            return gradients
+        return tuple([wrappers.fresh(g) for g in gradients])
+
+    def _pull_batched(self, how: tuple[Any, ...], *cotangents: Tensor) -> Tensors:
+        if self.unbatched is None:
+            return self.pull(*how, *cotangents)
+        inner = functools.partial(self.unbatched._pull_batched, how)
+        outputs, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
+        return outputs
+
+    def record(
+        self, primals: list[Tensor], is_plain: bool, own: Collection[int] = ()
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of f on leaves, and these. Plain autograd takes what functorch refuses."""
+        if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
+            with torch.inference_mode(False), torch.no_grad():
+                return self.record(primals, is_plain, own)
+        mode, level = torch.is_grad_enabled(), 0
+        if not is_plain:
+            if not mode and not self.source.captured:
+                if any(map(wrappers.require_grad, primals)):
+                    primals = [wrappers.fresh(x) if x.requires_grad else x for x in primals]
+                # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
+                functorch.set_grad_enabled(True)
+            level = functorch._grad_increment_nesting()
+        try:
+            functorch.set_grad_enabled(True)
+            if is_plain:
+                leaves = []
+                detach = wrappers.how_to_detach(primals)
+                for i in self.wrt:
+                    x = leaf = primals[i]
+                    if not x.requires_grad or (i not in own and not mode):
+                        leaf = detach(x).requires_grad_()
+                    elif i not in own:
+                        leaf = x.view_as(x)
+                    leaves.append(leaf)
+                    primals[i] = leaf
+            else:
+                primals = wrappers.wrapped_for_grad(primals, level)
+                leaves = wrappers.require_grad_at_this_level(primals, self.wrt)
+            # A module tracker puts hooks on what f is given, and must not on a leaf in a backward.
+            if functorch.has_global_module_hook():
+                primals = [x.view_as(x) if x.requires_grad and x.is_leaf else x for x in primals]
+            return [*self.inner.run(*primals)], leaves
+        finally:
+            if level:
+                functorch._grad_decrement_nesting()
+            functorch.set_grad_enabled(mode)
+
+    def pull(
+        self, outputs: list[Tensor], leaves: list[Tensor], create_graph: bool, *cotangents: Tensor
+    ) -> Tensors:
+        if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
+            _refuse_once_differentiable(outputs)
+        edges, used = [], []
+        for y, ct in zip(outputs, cotangents, strict=True):
+            if y.requires_grad:
+                # A node of Python's is owned by the graph, of which there is the tensor alone (torch 2.11).
+                owner: Any = y if isinstance(y.grad_fn, FunctionCtx) else None
+                edges.append(y if y.grad_fn is None else GradientEdge(y.grad_fn, y.output_nr, owner))
+                used.append(ct)
+        del y
+        owner = None
+        outputs.clear()  # no value of them is needed any more
+        gradients: Sequence[Tensor | None] = (None,) * len(leaves)
+        if edges:
+            gradients = autograd.gradients(edges, leaves, used, create_graph)
+        self.connected = (*map(operator.is_not, gradients, repeat(None)),)
+        some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
+        return (*wrappers.all_alive(some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some
+
+
+def _refuse_once_differentiable(outputs: Sequence[Tensor]) -> None:
+    """Raise what `once_differentiable` raises in a backward, and not in `torch.autograd.grad`.
+
+    The node that raises leads nowhere, so that a search for the gradient of given inputs passes it by.
+    """
+    pending: list[Any] = [y.grad_fn for y in outputs]
+    seen: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError(
+                "trying to differentiate twice a function that was marked with @once_differentiable"
+            )
+        pending += [following for following, _ in node.next_functions]
+
+
 def zeros_for_none(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Any]:
     """Tangents as an autograd.Function has to give them: None only where there can be none."""
-    return [
-        torch.zeros_like(y, memory_format=torch.contiguous_format)
-        if t is None and is_differentiable(y)
-        else t
-        for y, t in zip(primals, tangents, strict=True)
-    ]
+    zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
+    pairs = zip(primals, tangents, strict=True)
+    return [zeros(y) if t is None and is_differentiable(y) else t for y, t in pairs]
 
 
 def is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-class Functional(Derived):
-    """A program under `torch.func.functionalize`."""
-
-    def __init__(self, inner: Program, home: int, add_back_views: bool) -> None:
-        super().__init__(inner, home)
-        self.remove = "mutations" if add_back_views else "mutations_and_views"
-
-    def run(self, *inputs: Tensor) -> Tensors:
-        outputs: Tensors = torch.func.functionalize(
-            lambda *xs: tuple(self.inner.run(*xs)), remove=self.remove
-        )(*inputs)
-        return outputs
+_NOWHERE = nullcontext()

@@ -1,11 +1,12 @@
-"""What a call asks of single tensors."""
+"""What a call asks of tensors: levels, versions, marks; buffers among them; the graph that leads to them."""
 
 from __future__ import annotations
 
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..errors import MutationError, describe
 
 # Elements up to which a buffer of a module that is training is copied before the forward.
 MAX_BUFFER = 1 << 20
+Tensors = tuple[Tensor, ...]
 
 
 def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
@@ -27,8 +29,7 @@ def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
         if not wrappers.is_functorch_wrapped_tensor(x):
             if dual and wrappers.is_plain_dual(x):
                 found.add(id(x))
-        elif wrappers.is_functorch_wrapped_tensor(y := wrappers.unwrap_if_dead(x)):
-            y = wrappers.alive(y) if wrappers.is_dead_tensor_wrapper(y) else y
+        elif wrappers.is_functorch_wrapped_tensor(y := wrappers.alive(x)):
             if wrappers.maybe_get_level(y) <= level:
                 found.add(id(x))
     return found
@@ -45,22 +46,12 @@ def requires_grad(x: Tensor) -> bool:
 
 @functools.cache
 def references_of_private_leaf() -> int:
-    """How many there are to a leaf that one local variable holds, and the graph."""
+    """How many there are to a leaf that only the graph holds, and what `entering` returns."""
     with torch.enable_grad():
-        y = torch.zeros((), requires_grad=True).sin()
-    leaf = next(iter(wrappers.leaves_of([y])))
-    return sys.getrefcount(leaf)
-
-
-def may_be_buffer(x: Tensor) -> bool:
-    """Whether a tensor looks like running statistics, or a count of batches."""
-    if (
-        requires_grad(x)
-        or x.numel() > MAX_BUFFER
-        or (wrappers.has_dual_level() and wrappers.is_plain_dual(wrappers.below_wrappers(x)))
-    ):
-        return False
-    return x.dim() == (1 if x.is_floating_point() else 0)
+        edges = entering([torch.zeros((), requires_grad=True).sin()])
+    for leaf in edges.values():
+        return sys.getrefcount(leaf)
+    raise AssertionError
 
 
 def version_of(x: Tensor) -> int | None:
@@ -83,16 +74,9 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
 _version = operator.attrgetter("_version")
 
 
-def attributes_of(tensors: Iterable[Tensor]) -> list[dict[str, Any] | None]:
-    """What code can tell of tensors beside their values: one may be a parameter, and carry marks."""
-    found: list[dict[str, Any] | None] = []
-    for x in tensors:
-        # A copy: marks may be changed before the recomputation.
-        attributes = x.__dict__.copy() or None
-        if isinstance(x, nn.Parameter):
-            attributes = {**x.__dict__, "_is_param": True}
-        found.append(attributes)
-    return found
+def attributes_of(x: Tensor) -> dict[str, Any]:
+    """What code can tell of a tensor beside its value: it may be a parameter, and carry marks."""
+    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__.copy()
 
 
 def dress(x: Tensor, attributes: dict[str, Any]) -> None:
@@ -126,8 +110,8 @@ def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Call
     for x, gradient in before:
         if gradient_of(x) != gradient:
             raise MutationError(
-                f"{name}: the function calls backward(), which accumulates the gradient of {where(id(x))} "
-                f"({describe(x)}), and would do so again in the recomputation. Use torch.autograd.grad there."
+                f"{name}: the function calls backward(), which would accumulate the gradient of "
+                f"{where(id(x))} ({describe(x)}) again in the recomputation. Use torch.autograd.grad there."
             )
 
 
@@ -145,3 +129,125 @@ class Refusing(world.Mode):
                 if id(x) in self._changed:
                     raise self._error(x)
         return out
+
+
+# -- buffers: what f may update without being told so ------------------------------------------------------
+#
+# Running statistics, a count of batches. They are read as of the call, and updated once: by the first run.
+
+
+def may_be_buffer(x: Tensor) -> bool:
+    """Whether a tensor looks like running statistics, or a count of batches."""
+    if (
+        requires_grad(x)
+        or x.numel() > MAX_BUFFER
+        or (wrappers.has_dual_level() and wrappers.is_plain_dual(wrappers.below_wrappers(x)))
+    ):
+        return False
+    return x.dim() == (1 if x.is_floating_point() else 0)
+
+
+def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
+    """What captured buffers are before the first run, by their ids."""
+    return {
+        id(x): wrappers.physical(x.clone())[0]
+        for x in buffers
+        if not x.requires_grad and x.numel() <= MAX_BUFFER
+    }
+
+
+class GivenBuffers:
+    """Inputs that may be buffers, such as `functional_call` is given.
+
+    One of no level is updated by f itself. One of a level is updated through one more output, since f runs
+    below all levels.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        # Until they are updated.
+        self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if may_be_buffer(x)}
+        self._at_levels = [i for i, x in self._originals.items() if wrappers.is_functorch_wrapped_tensor(x)]
+        self._updated: set[int] = set()
+
+    def __contains__(self, i: int) -> bool:
+        return i in self._originals
+
+    def saved(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs as the graph saves them: with the buffers of the call."""
+        saved = [*inputs]
+        for i, x in self._originals.items():
+            with nullcontext() if i in self._at_levels else functorch.without_levels():
+                saved[i] = x.clone()
+        return saved
+
+    def of_first_run(self, inputs: Tensors) -> Tensors:
+        """The inputs that f is given: it may update a buffer of no level itself."""
+        given = [*inputs]
+        for i, x in self._originals.items():
+            given[i] = inputs[i].clone() if i in self._at_levels else x
+        return tuple(given)
+
+    def of_recomputation(self, inputs: Tensors) -> Tensors:
+        return tuple([x.clone() if i in self._originals else x for i, x in enumerate(inputs)])
+
+    def note(self, inputs: Tensors, before: Tensors) -> None:
+        """See which buffers of levels the first run has updated."""
+        for i in self._at_levels:
+            if inputs[i]._version or not is_same(inputs[i], wrappers.physical(before[i])[0]):
+                self._updated.add(i)
+
+    def outputs(self, inputs: Tensors) -> list[Tensor]:
+        """What is returned beside the outputs of f."""
+        return [inputs[i] for i in self._at_levels]
+
+    def settle(self, outputs: Tensors) -> Tensors:
+        """Update the buffers of levels, after the first run; the outputs of f alone."""
+        count = len(outputs) - len(self._at_levels)
+        for i, updated in zip(self._at_levels, outputs[count:], strict=True):
+            if i in self._updated:
+                with torch.no_grad():
+                    self._originals[i].copy_(updated)
+        self._originals = dict.fromkeys(self._originals)
+        return outputs[:count]
+
+
+# -- the graph of plain autograd ----------------------------------------------------------------------------
+
+# A place in the graph: a node and the number of one of its outputs, or the id of a leaf and LEAF.
+Edge = tuple[Any, int]
+LEAF = -1
+# The number of the nodes that accumulate in a leaf, whenever they were made.
+_LAST = (1 << 64) - 1
+
+
+def entering(
+    outputs: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0
+) -> dict[Edge, Tensor | None]:
+    """The edges at which the graph of some tensors begins: own ones, leaves, and results of older nodes.
+
+    With a leaf comes that tensor.
+    """
+    found: dict[Edge, Tensor | None] = {}
+    pending: list[Edge] = []
+    for y in outputs:
+        if y.grad_fn is not None:
+            pending.append((y.grad_fn, y.output_nr))
+        elif y.requires_grad:
+            found[id(y), LEAF] = y
+    seen = {None}
+    while pending:
+        edge = pending.pop()
+        node = edge[0]
+        if node in seen:
+            continue
+        order = node._sequence_nr()
+        if order < first_node or edge in own:
+            found[edge] = None
+            continue
+        seen.add(node)
+        # Other nodes may have an attribute `variable`.
+        if order == _LAST and node.name() == "torch::autograd::AccumulateGrad":
+            found[id(node.variable), LEAF] = node.variable
+        else:
+            pending.extend(node.next_functions)
+    return found

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
-from ..core import net, tensors
+from ..core import tensors
 from ..errors import CheckpointError, MutationError, describe
 from . import patched
 
@@ -195,13 +195,13 @@ class Region:
         found = self._found
         is_one = isinstance(out, Tensor)
         outputs = (out,) if is_one else [y for y in pytree.tree_leaves(out) if isinstance(y, Tensor)]
-        edges = dict(net.entering(outputs, (), first_node))
+        edges = tensors.entering(outputs, (), first_node)
         known = {*found.tensors, *map(id, self._given)}
-        hidden = [key for key, number in edges.items() if number == net.LEAF and key not in known]
-        for x in wrappers.leaves_of(outputs) if hidden else ():
-            if id(x) in hidden:
-                self._constants[id(x)] = x, x._version
-        unused = [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in edges]
+        for (key, _), leaf in edges.items():
+            if leaf is not None and key not in known:
+                self._constants[key] = leaf, leaf._version
+        nodes = {node for node, _ in edges}
+        unused = [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in nodes]
         if unused:
             self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
             found.weaken(unused)

@@ -27,8 +27,7 @@ from .._torch import functorch, wrappers
 from ..core import dispatch, net
 from ..core.call import Call, Options
 from ..core.primitive import Remat
-from ..core.program import Derived, Jvp, Program, Tensors, Vmap, is_differentiable, zeros_for_none
-from ..core.pullback import Vjp
+from ..core.program import Derived, Jvp, Program, Tensors, Vjp, Vmap, is_differentiable, zeros_for_none
 from ..errors import InputError, OptionError
 from ..remat import _name_and_check
 from .steps import in_words
@@ -141,14 +140,11 @@ class _Gradient(Vjp):
         nested = torch.is_grad_enabled()
         # With no level active and nobody to differentiate it, plain autograd records, and is leaner.
         plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
-        if plain and not nested:
-            outputs, leaves = self._record_plain(primals, nested)
-        else:
-            outputs, leaves = self._record_at_level(primals)
+        outputs, leaves = self.record(primals, plain and not nested)
         primals.clear()
         del outputs[1:]
         one = torch.ones_like(outputs[0])
-        gradients = self.pull(outputs, leaves, [], nested, one)
+        gradients = self.pull(outputs, leaves, nested, one)
         if not self.with_zeros:
             return gradients
         found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
