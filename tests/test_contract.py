@@ -299,10 +299,17 @@ def from_numpy(x):
     return x * numpy.random.random()
 
 
+DICE = random
+
+
+def by_another_name(x):
+    return x * DICE.gauss(0, 1)
+
+
 @pytest.mark.parametrize(
     "transforms", [s for s in STACKS if "vmap_x" not in s and "hessian_x" not in s], ids=".".join
 )
-@pytest.mark.parametrize("draw", [from_torch, from_a_generator, from_python, from_numpy])
+@pytest.mark.parametrize("draw", [from_torch, from_a_generator, from_python, from_numpy, by_another_name])
 def test_random_numbers(draw, transforms, wrap):
     def program(wrap):
         GENERATOR.manual_seed(3)

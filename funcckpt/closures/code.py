@@ -16,23 +16,16 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "func
 @functools.lru_cache(maxsize=4096)
 def is_library(module: Any) -> bool:
     """Whether a module, given by its name, is of torch, numpy, Python or an installed package."""
-    package = _package(module)
-    return package in _LIBRARIES or is_installed(module)
+    # Cython's types may have something else in the place of the name.
+    return str(module).partition(".")[0] in _LIBRARIES or is_installed(module)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: Any) -> bool:
     """Whether a module is of an installed package, other than torch and numpy."""
-    package = _package(module)
-    if package in _LIBRARIES:
-        return False
+    package = str(module).partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
-
-
-def _package(module: Any) -> str:
-    # Cython's types may have something else in the place of the name.
-    return module.partition(".")[0] if isinstance(module, str) else ""
+    return package not in _LIBRARIES and ("site-packages" in file or "dist-packages" in file)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,77 +35,54 @@ def own_classes(kind: Any) -> tuple[type, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def libraries_of(kind: Any) -> frozenset[str]:
-    """The modules of the libraries in which bases of a class are."""
-    return frozenset([base.__module__ for base in kind.__mro__ if is_library(base.__module__)])
+def is_of_installed(kind: Any) -> bool:
+    """Whether a class, or a base of it, is of an installed package."""
+    return any([is_installed(base.__module__) for base in kind.__mro__])
 
 
 @functools.lru_cache(maxsize=4096)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that code loads, in itself or in a function within it."""
-    names = dict.fromkeys([i.argval for i in dis.get_instructions(code) if i.opname in _LOADS])
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(global_names(constant)))
-    return tuple(names)
+def names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
+    """What code looks up, in itself or in a function within it; of that, which globals; what it imports.
 
-
-@functools.lru_cache(maxsize=4096)
-def imported(code: types.CodeType) -> tuple[str, ...]:
-    """The modules that code imports, in itself or in a function within it."""
-    names = dict.fromkeys([i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"])
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(imported(constant)))
-    return tuple(names)
-
-
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
-
-
-@functools.lru_cache(maxsize=4096)
-def names_of(code: types.CodeType) -> frozenset[str]:
-    """All names that code looks up, and its strings, which it may hand to `getattr`."""
-    names = {*code.co_names}
+    What it looks up are all names, and its strings, which it may hand to `getattr`.
+    """
+    looked_up = {*code.co_names}
+    instructions = [*dis.get_instructions(code)]
+    of_globals = [i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    imported = [i.argval for i in instructions if i.opname == "IMPORT_NAME"]
     pending = [*code.co_consts]
     while pending:
         constant = pending.pop()
         if isinstance(constant, types.CodeType):
-            names |= names_of(constant)
+            inner = names_in(constant)
+            looked_up |= inner[0]
+            of_globals += inner[1]
+            imported += inner[2]
         elif isinstance(constant, tuple):  # of a loop over names, or of a class pattern
             pending.extend(constant)
         elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return frozenset(names)
+            looked_up.add(constant)
+    return frozenset(looked_up), (*of_globals,), (*imported,)
 
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(kind: Any) -> tuple[str, ...]:
     """The names of the slots of a class."""
-    return tuple(
-        [
-            name
-            for base in kind.__mro__
-            for name, member in base.__dict__.items()
-            if isinstance(member, types.MemberDescriptorType) and "__slots__" in base.__dict__
-        ]
-    )
+    members: dict[str, Any] = {}
+    for base in kind.__mro__:
+        members.update(base.__dict__ if "__slots__" in base.__dict__ else ())
+    return tuple([name for name, x in members.items() if isinstance(x, types.MemberDescriptorType)])
 
 
 @functools.lru_cache(maxsize=4096)
 def is_plain_python(kind: Any) -> bool:
     """Whether an instance is fully described by its `__dict__` and slots."""
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by an extension
-    if (kind.__dictoffset__ == 0 and not slots_of(kind)) or _package(kind.__module__) in _OPAQUE:
+    if (kind.__dictoffset__ == 0 and not slots_of(kind)) or str(kind.__module__).partition(".")[0] in _OPAQUE:
         return False
-    for base in kind.__mro__:
-        if base in (object, types.SimpleNamespace):
-            continue
-        if not base.__flags__ & heap_type or isinstance(
-            base.__dict__.get("__new__"), types.BuiltinFunctionType
-        ):
-            return False
-    return True
+    bases = [base for base in kind.__mro__ if base not in (object, types.SimpleNamespace)]
+    makers = [base.__dict__.get("__new__") for base in bases if base.__flags__ & heap_type]
+    return len(makers) == len(bases) and types.BuiltinFunctionType not in map(type, makers)
 
 
 # Objects of these packages stand for something outside of Python that a copy would not share.

@@ -18,77 +18,34 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Iterable
-from itertools import compress
+from collections.abc import Collection, Iterable
 from typing import Any
 
-import numpy as np
 import torch
+from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 
-from .code import (
-    global_names,
-    imported,
-    is_installed,
-    is_library,
-    libraries_of,
-    names_of,
-    own_classes,
-)
-from .kinds import (
-    ATOMS,
-    ATTRIBUTES,
-    DEFAULTS,
-    GLOBALS,
-    KWDEFAULTS,
-    OBJECTS,
-    PARTS,
-    SPACES,
-    Hole,
-    Key,
-    Kind,
-    Node,
-    emptied,
-    kind_of,
-    label,
-    new_function,
-    read,
-)
+from . import kinds
+from .code import is_installed, is_library, is_of_installed, names_in, own_classes
+from .kinds import Hole, Node
 
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
-# What a module has in any case, and need not be looked at while it is empty.
-_OFTEN_EMPTY = frozenset({*PARTS, *_HOOKS, "_non_persistent_buffers_set"})
-# What torch's code looks up in modules and autograd functions, and Python's in callables.
+# What a module or function has in any case, and need not be looked at while it is empty.
+_OFTEN_EMPTY = frozenset(
+    {*kinds.PARTS, *_HOOKS, "_non_persistent_buffers_set", "__dict__", "__annotations__"}
+)
+# What torch's code looks up in modules and autograd functions, and Python's in any object.
 _ALWAYS_NAMED = frozenset(
-    {*PARTS, *_HOOKS, "training", "forward", "__call__", "setup_context", "backward", "vjp", "jvp", "vmap"}
-) | {
-    f"__{name}__"
-    for name in (
-        "getitem setitem getattr len iter next contains enter exit bool float int index neg abs invert eq ne "
-        "lt le gt ge add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow matmul rmatmul and or"
-    ).split()
-}
+    {*kinds.PARTS, *_HOOKS, "training", "forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
+    | {f"__{side}{name.strip('_')}__" for name in dir(operator) for side in ("", "r")}
+    | {f"__{name}__" for name in ("getattr", "len", "iter", "next", "enter", "exit", "bool", "float", "int")}
+)
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
-_STREAMS = (
-    torch.Generator,
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-)
-# Modules of libraries from whose own random streams code may draw, if it names "random" as well.
-_DRAWING = frozenset({"random", "numpy", "numpy.random", "statistics"})
+_STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
 # Functions that update the running statistics that they are given.
-_STATISTICS = (
-    *("batch_norm", "instance_norm", "native_batch_norm"),
-    *("_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm"),
-)
+_STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_norm" in name]
+_DRAWING = ("random", "numpy.random")  # from whose streams code may draw by any name
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
-# What does not change, and what no copy can stand for.
-_CONSTANT = (Kind.METHOD, Kind.BUILTIN, Kind.PARTIAL, Kind.TUPLE, Kind.MEMBER, Kind.COMPILED)
-FIXED = (Kind.CLASS, Kind.VARIABLE)
-# What is everybody's: it holds what it holds now, whoever refers to it.
-_STAYING = (Kind.GLOBALS, Kind.MODULE)
 
 
 class Found:
@@ -102,30 +59,13 @@ class Found:
         By their ids. `seal` takes away those that the graph owns.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
-    moves_streams : bool
-        Whether code may draw random numbers and leave the streams where they were.
-    calls_backward : bool
-        Whether code names `backward`.
-    updates_statistics : bool
-        Whether f may update running statistics, of which no version counter tells.
-    draws_elsewhere : bool
-        Whether code is reached that may draw from the streams of Python's and numpy's modules.
+    gone : set of int
+        The ids of objects that have to be made anew, since what they hold was let go.
+    moves_streams, calls_backward, updates_statistics, draws_elsewhere : bool
+        Whether code may draw random numbers and leave the streams where they were; whether it names
+        `backward`; whether it may update running statistics, of which no version counter tells; whether it
+        may draw from the streams of Python's and numpy's modules.
     """
-
-    __slots__ = (
-        "_empty",
-        "_places",
-        "_training",
-        "calls_backward",
-        "draws_elsewhere",
-        "gone",
-        "moves_streams",
-        "nodes",
-        "root",
-        "streams",
-        "tensors",
-        "updates_statistics",
-    )
 
     def __init__(self, root: Any, everything: bool = False) -> None:
         """With `everything`, also attributes that no code names."""
@@ -133,143 +73,99 @@ class Found:
         self.nodes: dict[int, Node] = {}
         self.tensors: dict[int, Tensor] = {}
         self._places: dict[int, tuple[int, Any]] = {}
-        self._training: list[int] = []  # the dicts of buffers of modules that are training
-        self._empty: list[tuple[Any, int, str]] = []  # parts of modules, in which there was nothing to follow
+        self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules that are training
+        self._empty: list[tuple[Any, int, str]] = []  # in which there was nothing to follow
         self.streams: list[Any] = []
         self.draws_elsewhere = self.calls_backward = False
-        # The ids of objects that have to be made anew, since what they hold was let go.
         self.gone: set[int] = set()
-        self._search(root, everything)
-
-    def _search(self, root: Any, everything: bool) -> None:
-        nodes, tensors, places, names = self.nodes, self.tensors, self._places, set(_ALWAYS_NAMED)
+        nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
         # Objects of which only attributes count that are named, and how many names there were then.
         named: list[Node] = []
         known, expanded = len(names), 0
-        libraries: set[Any] = set()
         first = root[0] if type(root) is tuple and root else root
-        if type(first) is types.MethodType:
-            first = first.__func__
+        first = first.__func__ if type(first) is types.MethodType else first
         pending: list[tuple[Any, int, Any]] = [(root, 0, "")]
         while pending:
-            value, parent, key = pending.pop()
-            kind: Any = type(value)
-            number = id(value)
-            if number in nodes or number in tensors:
-                pass
-            elif kind is types.FunctionType:
-                space = value.__globals__
-                module = space.get("__name__")
-                is_own = value is first or not is_library(module)
-                if not is_own:
-                    libraries.add(module)
-                    names.add(value.__name__)
-                if is_own or value.__closure__ or value.__defaults__ or value.__kwdefaults__:
-                    content = read(Kind.FUNCTION, value)
-                    if is_own:
-                        content[GLOBALS] = space
-                    nodes[number] = Node(
-                        Kind.FUNCTION, value, content, {*map(id, content.values())}, parent, key
-                    )
-                    for name, item in content.items():
-                        if item is not None and item is not space:
-                            pending.append((item, number, name))
-                    if is_own:
-                        names |= names_of(value.__code__)
-                        self.calls_backward |= "backward" in value.__code__.co_names
-                        for name in imported(value.__code__):
-                            if name in sys.modules:
-                                pending.append((sys.modules[name], number, "__class__"))
-                            else:
-                                self.draws_elsewhere = True  # for all that is known
-                        node = nodes.get(id(space))
-                        if node is None:
-                            node = Node(Kind.GLOBALS, space, {}, set(), number, GLOBALS, set())
-                            nodes[id(space)] = node
-                        for name in global_names(value.__code__):
-                            if name not in node.names:
-                                node.names.add(name)
-                                if name in space:
-                                    item = node.content[name] = space[name]
-                                    if type(item) not in ATOMS:
-                                        node.refers.add(id(item))
-                                        pending.append((item, id(space), name))
-            elif isinstance(value, Tensor):
-                tensors[number], places[number] = value, (parent, key)
-            elif (how := kind_of(kind)) is None:
-                if isinstance(value, _STREAMS) and not isinstance(value, random.SystemRandom):
-                    self.streams.append(value)
-            else:
-                names_that_count: Any = None
-                if how in OBJECTS or how is Kind.CLASS:
-                    module = value.__name__ if isinstance(value, types.ModuleType) else kind.__module__
-                    if isinstance(value, type):
-                        names_that_count = names if value in own_classes(value) else ()
-                    elif not is_library(module):
-                        names_that_count = names
-                    else:
-                        libraries.add(module)
-                        if how is Kind.CLASS:
-                            names_that_count = ()
-                elif how is Kind.BUILTIN:
-                    names.add(value.__name__)
-                if how is Kind.DICT:
-                    content = dict(value)
-                elif how in SPACES and not names_that_count:
-                    content = {} if names_that_count == () else value.__dict__.copy()
+            while pending:
+                value, parent, key = pending.pop()
+                number = id(value)
+                if number in nodes or number in tensors:
+                    continue
+                if isinstance(value, Tensor):
+                    tensors[number], self._places[number] = value, (parent, key)
+                    continue
+                cls: Any = type(value)
+                kind = kinds.kind_of(cls)
+                if kind is None:
+                    if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
+                        self.streams.append(value)
+                    continue
+                of = value if isinstance(value, type) else cls
+                module = of.__module__
+                if kind is kinds.FUNCTION:
+                    module = value.__globals__.get("__name__")
+                elif isinstance(value, types.ModuleType):
+                    module = value.__name__
+                is_own = not is_library(module) or (kind is kinds.FUNCTION and value is first)
+                self.draws_elsewhere |= is_of_installed(of) or is_installed(module) or module in _DRAWING
+                if kind is kinds.CLASS and not is_own:
+                    continue  # it holds nothing of the user's
+                counted = names if is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS) else None
+                content: dict[Any, Any] = {}
+                if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
+                    content.update(value if kind is kinds.DICT else value.__dict__)
                 else:
-                    content = read(how, value, names_that_count)
+                    content = kinds.read(kind, value, counted)
                 refers = {*map(id, content.values())}
-                node = nodes[number] = Node(how, value, content, refers, parent, key, names_that_count)
-                if names_that_count is names:
+                node = nodes[number] = Node(kind, cls, value, content, refers, parent, key, counted)
+                if counted is not None:
                     named.append(node)
-                if how is Kind.MODULE:
-                    for name, item in content.items():
-                        if type(item) not in ATOMS:
-                            if name not in _OFTEN_EMPTY or item:
-                                pending.append((item, number, name))
-                            else:
-                                self._empty.append((item, number, name))
-                    if content.get("_buffers") and value.training:
-                        self._training.append(id(value._buffers))
-                else:
-                    for name, item in content.items():
-                        if type(item) not in ATOMS:
+                if kind is kinds.MODULE and value.training and content.get("_buffers"):
+                    self._training.append(value._buffers)
+                elif kind is kinds.FUNCTION:
+                    space = value.__globals__
+                    node = Node(kinds.GLOBALS, dict, space, {}, set(), number, "__globals__", set())
+                    node = nodes.setdefault(id(space), node)
+                for name, item in content.items():
+                    if type(item) not in kinds.ATOMS:
+                        if name in _OFTEN_EMPTY and not item:
+                            self._empty.append((item, number, name))
+                        else:
                             pending.append((item, number, name))
-                if how in OBJECTS:
-                    libraries |= libraries_of(kind)
-                    for base in own_classes(kind):
-                        pending.append((base, number, "__class__"))
-                elif isinstance(value, type):
-                    for base in own_classes(value):
-                        pending.append((base, number, "__class__"))
-            if not pending and (known < len(names) or (everything and expanded < len(named))):
-                known, expanded = len(names), len(named)  # new code names more
-                has_all = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
+                for base in own_classes(of):
+                    pending.append((base, number, "__class__"))
+                if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
+                    names.add(value.__name__)
+                if kind is kinds.FUNCTION and is_own:
+                    looked_up, of_globals, imported = names_in(value.__code__)
+                    names |= looked_up
+                    self.calls_backward |= "backward" in looked_up
+                    for name in imported:
+                        self.draws_elsewhere |= name not in sys.modules  # for all that is known
+                        pending.append((sys.modules.get(name), number, "__class__"))
+                    for name in of_globals:
+                        if name in space and name not in node.names:
+                            item = node.content[name] = space[name]
+                            node.refers.add(id(item))
+                            pending.append((item, id(space), name))
+                    node.names.update(of_globals)
+            if known < len(names) or (everything and expanded < len(named)):  # new code names more
+                known, expanded = len(names), len(named)
                 for node in named:
-                    now = read(node.kind, node.value)
-                    if has_all and node.kind in OBJECTS:
-                        node.names, counted = None, [*now]
-                    else:
-                        counted = [*compress(now, map(names.__contains__, now))]
-                    for name in counted:
+                    if node.kind in kinds.OBJECTS and (everything or not names.isdisjoint(_LOOK_UP_ANYTHING)):
+                        node.names = None
+                    for name, item in kinds.read(node.kind, node.value, node.names).items():
                         if name not in node.content:
-                            item = node.content[name] = now[name]
-                            if type(item) not in ATOMS:
-                                node.refers.add(id(item))
-                                pending.append((item, id(node.value), name))
-        self.draws_elsewhere |= any(map(is_installed, libraries)) or (
-            "random" in names and not libraries.isdisjoint(_DRAWING)
-        )
+                            node.content[name] = item
+                            node.refers.add(id(item))
+                            pending.append((item, id(node.value), name))
+        self.draws_elsewhere |= "random" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
 
     def buffers_in_training(self) -> list[Tensor]:
         """The buffers of the modules that are training."""
-        buffers: list[Tensor] = []
-        for number in self._training:
-            buffers += [x for x in self.nodes[number].content.values() if isinstance(x, Tensor)]
-        return buffers
+        return [x for buffers in self._training for x in buffers.values() if isinstance(x, Tensor)]
 
     # -- as it was ----------------------------------------------------------------------------------
 
@@ -279,85 +175,78 @@ class Found:
         for number, node in self.nodes.items():
             value, content, kind, names = node.value, node.content, node.kind, node.names
             there: Any
-            if value is None or kind in _CONSTANT:
+            if value is None or kind in kinds.CONSTANT:
                 continue
-            if kind is Kind.FUNCTION:
-                if (
-                    value.__defaults__ is not content[DEFAULTS]
-                    or value.__kwdefaults__ is not content[KWDEFAULTS]
-                    or (value.__dict__ or None) is not content[ATTRIBUTES]
-                ):
+            if kind is kinds.FUNCTION:
+                at_call = content["__defaults__"], content["__kwdefaults__"]
+                if any(map(operator.is_not, (value.__defaults__, value.__kwdefaults__), at_call)):
                     changed.add(number)
                 continue
-            if kind is Kind.DICT or kind is Kind.GLOBALS:
+            if kind in kinds.MAPPINGS:
                 there = value
-            elif kind in SPACES:
+            elif kind in kinds.SPACES:
                 there = value.__dict__
             else:
-                there, names = read(kind, value, names), None
+                there, names = kinds.read(kind, value, names), None
             size = len(there) if names is None else len(there.keys() & names)
             if size != len(content) or not all(map(there.__contains__, content)):
                 changed.add(number)
             elif not all(map(operator.is_, map(there.get, content), content.values())):
-                for name, before in content.items():
-                    x = there[name]
-                    if x is not before and type(before) is not Key:
-                        if type(before) is not Hole or before() is not x:
-                            changed.add(number)
-                            break
+                for name, x in content.items():
+                    is_let_go = type(x) is Hole and (x.ref is None or x.ref() is there[name])
+                    if there[name] is not x and not is_let_go:
+                        changed.add(number)
         for there, number, name in self._empty:
             if there and id(there) not in self.nodes:
-                self.nodes[id(there)] = Node(Kind.DICT, there, {}, set(), number, name)
+                self.nodes[id(there)] = Node(kinds.DICT, dict, there, {}, set(), number, name)
                 changed.add(id(there))
         return changed
 
     def leading_to(self, reached: set[int]) -> set[int]:
         """The objects with some ids, and those that refer to them by a way that can be rebuilt."""
-        backwards = [*self.nodes.items()][::-1]  # most of what an object refers to was met after it
         size = -1
         while size < len(reached):
             size = len(reached)
-            for number, node in backwards:
-                if number not in reached and node.kind not in FIXED and not reached.isdisjoint(node.refers):
+            for number, node in reversed(self.nodes.items()):  # most of what an object holds was met after it
+                if (
+                    number not in reached
+                    and node.kind not in kinds.FIXED
+                    and not reached.isdisjoint(node.refers)
+                ):
                     reached.add(number)
         return reached
 
-    def seal(self, tensors: Iterable[Tensor]) -> None:
-        """Let go of tensors that the graph owns from now on, and of all that would hold them."""
-        owned = {id(x): x for x in tensors if id(x) in self.tensors}
-        if not owned:
-            return
-        for key in owned:
-            del self.tensors[key]
-        gone = {number for number in self.leading_to({*owned}) if number in self.nodes}
-        for number, node in self.nodes.items():
-            content = node.content
-            if number in gone or node.kind in FIXED:
-                for name, item in content.items():
-                    if id(item) in owned:
-                        hole = content[name] = Hole(item)
-                        hole.number = id(item)
-                    elif id(item) in gone and self.nodes[id(item)].kind not in _STAYING:
-                        content[name] = Key(id(item))
-        self.gone |= gone
-        for number in gone:
-            node = self.nodes[number]
-            if node.kind not in _STAYING:
-                node.like = _like(node)
-                node.value = None
-        if id(self.root) in gone:
-            self.root = Key(id(self.root))
-
     def weaken(self, tensors: Iterable[Tensor]) -> None:
         """Hold tensors no longer, but for what refers to them now."""
-        holes = {id(x): Hole(x) for x in tensors}
-        for key, hole in holes.items():
-            hole.number = key
-            del self.tensors[key]
+        holes = {}
+        for x in tensors:
+            hole = holes[id(x)] = Hole(id(x))
+            hole.ref = weakref.ref(x)
+            del self.tensors[id(x)]
+        self._put_into_contents(holes)
+
+    def _put_into_contents(self, holes: dict[int, Hole]) -> None:
         for node in self.nodes.values():
-            for name, item in node.content.items():
-                if id(item) in holes:
-                    node.content[name] = holes[id(item)]
+            if not holes.keys().isdisjoint(node.refers):
+                for name, item in node.content.items():
+                    node.content[name] = holes.get(id(item), item)
+
+    def seal(self, tensors: Collection[Tensor]) -> None:
+        """Let go of tensors that the graph owns from now on, and of all that would hold them."""
+        gone = self.leading_to({*map(id, tensors)}) & self.nodes.keys()
+        self.gone |= gone
+        self.weaken(tensors)
+        # A module and globals are everybody's: they hold what they hold now, whoever refers to them.
+        gone = {number for number in gone if self.nodes[number].kind not in (kinds.MODULE, kinds.GLOBALS)}
+        self._put_into_contents({number: Hole(number) for number in gone})
+        for node in map(self.nodes.__getitem__, gone):
+            if node.kind is kinds.DICT or node.kind is kinds.LIST:
+                node.like = kinds.emptied(node.value)
+            elif node.kind in kinds.OBJECTS and node.cls.__weakrefoffset__:
+                node.like = weakref.ref(node.value)
+            node.value = None
+        if id(self.root) in gone:
+            self.root = Hole(id(self.root))
 
     # -- in words -----------------------------------------------------------------------------------
 
@@ -371,27 +260,14 @@ class Found:
 
     def path(self, number: int, key: Any) -> str:
         """An item of an object, and how f refers to that, in words."""
-        parts = []
+        words = []
         while number in self.nodes:
             node = self.nodes[number]
-            parts.append(label(node, key))
+            if node.key in kinds.PARTS:
+                words.append(f"{node.key[1:-1]} {key!r}")
+            elif key in ("__defaults__", "__kwdefaults__"):
+                words.append("a default argument")
+            elif node.kind.label and key not in kinds.PARTS and not str(key).startswith("__"):
+                words.append(node.kind.label.format(key))
             number, key = node.parent, node.key
-        return " of ".join([part for part in parts if part]) or "a captured tensor"
-
-
-def _like(node: Node) -> Any:
-    """What is needed of an object to make another one like it."""
-    value, kind = node.value, node.kind
-    if kind is Kind.FUNCTION:
-        cells = value.__closure__
-        return new_function(value, value.__globals__, cells and (*[types.CellType() for _ in cells],))
-    if kind in (Kind.DICT, Kind.LIST):
-        return emptied(value)
-    if kind is Kind.BUILTIN:
-        return value.__name__
-    if kind in OBJECTS:
-        try:
-            return type(value), weakref.ref(value)
-        except TypeError:
-            return type(value), lambda: None
-    return type(value)
+        return " of ".join(words) or "a captured tensor"

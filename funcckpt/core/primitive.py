@@ -47,32 +47,26 @@ class _Rules(torch.autograd.Function):
         ctx.mark_non_differentiable(*[y for y in output if not _is_differentiable(y)])
 
     @classmethod
-    def pull(cls, ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    def backward(cls, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         """The pullback of R[f] at x, applied to ct, is R[(x, ct) -> vjp(f, x)(ct)](x, ct)."""
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
         wrt = [i for i, x in enumerate(inputs) if needed[i] and _is_differentiable(x)]
         of = [i for i, ct in enumerate(cotangents) if ct is not None]
-        gradients: list[Tensor | None] = [None] * (1 + len(inputs))
+        gradients: dict[int, Tensor] = {}
         if wrt and of:
             pullback = functools.partial(_pullback, ctx.program, len(inputs), wrt, of)
             results = cls.apply(pullback, *inputs, *[cotangents[i] for i in of])
-            for i, gradient in zip(wrt, results, strict=True):
-                gradients[1 + i] = gradient
-        return tuple(gradients)
+            gradients.update(zip(wrt, results, strict=True))
+        return None, *map(gradients.get, range(len(inputs)))
 
 
 class Remat(_Rules):
     """R with hand-written rules for vmap and jvp."""
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        return Remat.pull(ctx, cotangents)
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], program: Program, *inputs: Tensor) -> Any:
         """vmap of R[f] is R[vmap(f, in_dims, randomness)]."""
-        _, *dims = in_dims
-        batched = vmap(program, tuple(dims), randomness=info.randomness)
+        batched = vmap(program, in_dims[1:], randomness=info.randomness)
         outputs = Remat.apply(batched, *inputs)
         return outputs, (0,) * len(outputs)
 
@@ -90,10 +84,6 @@ class Generated(_Rules):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        return Generated.pull(ctx, cotangents)
-
 
 def _is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
@@ -101,7 +91,7 @@ def _is_differentiable(x: Tensor) -> bool:
 
 def _pullback(
     program: Program, arity: int, wrt: Sequence[int], of: Sequence[int], *inputs: Tensor
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     primals, cotangents = inputs[:arity], inputs[arity:]
     return vjp(_partly(program, primals, wrt, of), *[primals[i] for i in wrt])[1](cotangents)
 
@@ -110,10 +100,9 @@ def _tangent(program: Program, arity: int, along: Sequence[int], *inputs: Tensor
     """By two pullbacks: plain forward mode would not nest."""
     primals, tangents = inputs[:arity], inputs[arity:]
     outputs, pull = vjp(_partly(program, primals, along), *[primals[i] for i in along])[:2]
-    differentiable = [_is_differentiable(y) for y in outputs]
-    zeros = tuple([torch.zeros_like(y) for y in outputs])
-    results: Tensors = vjp(pull, zeros)[1](tangents)[0]
-    return tuple([t if d else torch.zeros_like(t) for t, d in zip(results, differentiable, strict=True)])
+    results: Tensors = vjp(pull, tuple(map(torch.zeros_like, outputs)))[1](tangents)[0]
+    pairs = zip(results, outputs, strict=True)
+    return tuple([t if _is_differentiable(y) else torch.zeros_like(t) for t, y in pairs])
 
 
 def _partly(
@@ -122,10 +111,8 @@ def _partly(
     """A program as a function of some of its inputs, and with some of its outputs."""
 
     def run(*some: Tensor) -> Tensors:
-        inputs = [*primals]
-        for i, x in zip(wrt, some, strict=True):
-            inputs[i] = x
-        outputs = program(*inputs)
+        inputs = dict(enumerate(primals)) | dict(zip(wrt, some, strict=True))
+        outputs = program(*inputs.values())
         return outputs if of is None else tuple([outputs[i] for i in of])
 
     return run
@@ -143,26 +130,21 @@ class _Call:
         captured = [x for key, x in self._found.tensors.items() if key not in map(id, given)]
         self.inputs = [*given, *captured]
         self._captured = [*map(id, captured)]
-        self._state: Tensor | None = None
+        self._state = torch.get_rng_state()
         self.outputs: Any = None
 
     def run(self, *inputs: Tensor) -> Tensors:
         mapped = dict(zip(self._captured, inputs[len(self._positions) :], strict=True))
-        with torch.random.fork_rng(enabled=self._state is not None):
-            if self._state is None:
-                self._state = torch.get_rng_state()
-            else:
-                torch.set_rng_state(self._state)
+        with torch.random.fork_rng(enabled=self.outputs is not None):
+            torch.set_rng_state(self._state)
             with Rebuilt(self._found, mapped, self._found.changed()) as (f, others):
                 leaves = [*others]
                 for i, x in zip(self._positions, inputs, strict=False):
                     leaves[i] = x
                 args, kwargs = pytree.tree_unflatten(leaves, self._structure)
                 flat, structure = pytree.tree_flatten(f(*args, **kwargs))
-        tensors = [x for x in flat if isinstance(x, Tensor)]
-        if self.outputs is None:
-            self.outputs = [_PLACE if isinstance(x, Tensor) else x for x in flat], structure
-        return tuple(tensors)
+        self.outputs = [_PLACE if isinstance(x, Tensor) else x for x in flat], structure
+        return tuple([x for x in flat if isinstance(x, Tensor)])
 
     def assemble(self, tensors: Tensors) -> Any:
         others, structure = self.outputs
