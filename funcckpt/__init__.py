@@ -26,9 +26,11 @@ prints and other side effects                         happen twice
 import warnings as _warnings
 
 try:
-    from ._torch import autograd as _autograd  # noqa: F401, all private names are needed below
-    from ._torch import dynamo as _dynamo  # noqa: F401
-    from ._torch import wrappers as _wrappers  # noqa: F401
+    from ._torch import (
+        autograd as _autograd,  # noqa: F401, all private names are needed below
+        dynamo as _dynamo,  # noqa: F401
+        wrappers as _wrappers,  # noqa: F401
+    )
 except ImportError as error:
     _warnings.warn(
         f"{error} Until then remat is a plain torch.autograd.Function, slower, and all else is missing.",
@@ -36,60 +38,42 @@ except ImportError as error:
     )
     from .core.primitive import remat as remat
 else:
-    from . import nn as nn
-    from . import policies as policies
+    from . import nn as nn, policies as policies
     from .eager.checkpoint import checkpoint as checkpoint
-    from .eager.patched import install as install
-    from .eager.patched import patched as patched
-    from .eager.patched import uninstall as uninstall
+    from .eager.patched import install as install, patched as patched, uninstall as uninstall
     from .eager.scope import checkpoint_scope as checkpoint_scope
-    from .eager.selective import CheckpointPolicy as CheckpointPolicy
-    from .eager.selective import SelectiveCheckpointContext as SelectiveCheckpointContext
     from .eager.selective import (
+        CheckpointPolicy as CheckpointPolicy,
+        SelectiveCheckpointContext as SelectiveCheckpointContext,
         create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
     )
-    from .eager.sequential import checkpoint_sequential as checkpoint_sequential
-    from .eager.sequential import plan_segments as plan_segments
+    from .eager.sequential import (
+        checkpoint_sequential as checkpoint_sequential,
+        plan_segments as plan_segments,
+    )
     from .errors import (
         CheckpointError as CheckpointError,
-    )
-    from .errors import (
         ClosureError as ClosureError,
-    )
-    from .errors import (
         EscapeError as EscapeError,
-    )
-    from .errors import (
         FuncckptError as FuncckptError,
-    )
-    from .errors import (
         InputError as InputError,
-    )
-    from .errors import (
         MutationError as MutationError,
-    )
-    from .errors import (
         OptionError as OptionError,
-    )
-    from .errors import (
         OutputError as OutputError,
-    )
-    from .errors import (
         TransformError as TransformError,
     )
     from .inspect.explain import explain as explain
-    from .inspect.plot import plot_memory as plot_memory
-    from .inspect.plot import plot_tradeoff as plot_tradeoff
+    from .inspect.plot import plot_memory as plot_memory, plot_tradeoff as plot_tradeoff
     from .inspect.residuals import (
         print_saved_residuals as print_saved_residuals,
-    )
-    from .inspect.residuals import (
         saved_residuals as saved_residuals,
     )
-    from .loops import fori_loop as fori_loop
-    from .loops import inner_grad as inner_grad
-    from .loops import scan as scan
-    from .loops import while_loop as while_loop
+    from .loops import (
+        fori_loop as fori_loop,
+        inner_grad as inner_grad,
+        scan as scan,
+        while_loop as while_loop,
+    )
     from .policies import checkpoint_name as checkpoint_name
     from .remat import remat as remat  # type: ignore[assignment]
 

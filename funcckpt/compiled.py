@@ -145,7 +145,7 @@ class _Graph(Leaf):
             functorch.without_vmap_mode(),
             self._drawn.replayed(),
         ):
-            out = dynamo.interpret(self._graph, self._level, *args, tags=self._tags)
+            out = dynamo.interpret(self._graph, self._level, *args, **self._tags)
         return tuple([out[i] for i in self._new])
 
     def _run_first(self, args: list[Any]) -> Tensors:
@@ -156,7 +156,7 @@ class _Graph(Leaf):
                 if any(words in str(error) for words in autograd.WRITES_TO_INPUT):
                     raise self._changed([args[i] for i in self._inputs]) from error
                 raise
-        self.random = self._drawn.seen
+        self.random = bool(self._drawn.results)
         places = {id(x): i for i, x in enumerate(args) if isinstance(x, Tensor)}
         for i, y in enumerate(out):
             if id(y) in places:

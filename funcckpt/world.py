@@ -9,10 +9,9 @@ import ctypes
 import functools
 import pickle
 import random
-import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ._torch import functorch
-from .errors import CheckpointError
 
 
 class PythonStream:
     """A stream of Python's or numpy's random numbers, with the methods of a `torch.Generator`."""
 
     def __init__(self, source: random.Random | RandomState | BitGenerator) -> None:
-        self._source = source
+        self._source: Any = source
 
     @staticmethod
     def of(value: Any) -> PythonStream | None:
@@ -40,20 +38,11 @@ class PythonStream:
             return None if isinstance(value, random.SystemRandom) else PythonStream(value)
         return None
 
-    def get_state(self) -> Any:
-        source = self._source
-        if isinstance(source, random.Random):
-            return source.getstate()
-        return pickle.dumps(source.state if isinstance(source, BitGenerator) else source.get_state())
+    def get_state(self) -> bytes:
+        return pickle.dumps(self._source.__getstate__())
 
-    def set_state(self, state: Any) -> None:
-        source = self._source
-        if isinstance(source, random.Random):
-            source.setstate(state)
-        elif isinstance(source, BitGenerator):
-            source.state = pickle.loads(state)
-        else:
-            source.set_state(pickle.loads(state))
+    def set_state(self, state: bytes) -> None:
+        self._source.__setstate__(pickle.loads(state))
 
 
 Stream = torch.Generator | PythonStream
@@ -66,21 +55,18 @@ def autocast_devices() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-# Whether casts are cached, and for each of the devices whether there are any, and to which dtype.
-_Autocast = tuple[bool, tuple[bool, ...], tuple[torch.dtype, ...]]
-
-
-def _state() -> tuple[torch.device, torch.dtype, _Autocast]:
-    devices = autocast_devices()
-    enabled, dtypes = map(torch.is_autocast_enabled, devices), map(torch.get_autocast_dtype, devices)
-    return (
-        functorch.default_device() if functorch.has_function_modes() else _CPU,
-        torch.get_default_dtype(),
-        (torch.is_autocast_cache_enabled(), (*enabled,), (*dtypes,)),
-    )
-
-
 _CPU = torch.device("cpu")
+
+
+def _state() -> tuple[torch.device, torch.dtype, tuple[bool, ...], tuple[torch.dtype, ...], bool]:
+    """Default device and dtype, for each device whether autocast is on and to which dtype, and its cache."""
+    device = _CPU
+    if functorch.has_function_modes():  # of which the default device is one
+        with functorch.without_levels():  # torch may have to ask a tensor that it makes
+            device = torch.get_default_device()
+    kinds = autocast_devices()
+    enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
+    return device, torch.get_default_dtype(), (*enabled,), (*dtypes,), torch.is_autocast_cache_enabled()
 
 
 class Mode(TorchFunctionMode):
@@ -100,7 +86,7 @@ class World:
             self._modes = [m for m in modes if not isinstance(m, (Mode, functorch.DeviceContext))]
         self._state = _state()
         # Whether autocast is enabled.
-        self.casts = any(self._state[2][1])
+        self.casts = any(self._state[2])
 
     def is_here(self) -> bool:
         """Whether it is as it was."""
@@ -109,41 +95,31 @@ class World:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Put it back for the time of a block."""
-        device, dtype, autocast = self._state
+        device, dtype, *autocast, cache = self._state
+        now = _state()
         with ExitStack() as stack:
-            if self._modes:
-                active = functorch.function_modes()
-                for mode in self._modes:
-                    if mode not in active:
-                        stack.enter_context(mode)
-            if autocast != (now := _state()[2]):
-                cache, *states = autocast
-                for kind, enabled, cast, *current in zip(autocast_devices(), *states, *now[1:], strict=True):
-                    if current != [enabled, cast]:
-                        stack.enter_context(torch.autocast(kind, cast, enabled=enabled, cache_enabled=cache))
-                stack.callback(torch.set_autocast_cache_enabled, now[0])
-                torch.set_autocast_cache_enabled(cache)
-            if device != functorch.default_device():
+            active = functorch.function_modes() if self._modes else ()
+            for mode in self._modes:
+                if mode not in active:
+                    stack.enter_context(mode)
+            if self._state[2:] != now[2:]:
+                for kind, enabled, cast in zip(autocast_devices(), *autocast, strict=True):
+                    stack.enter_context(torch.autocast(kind, cast, enabled=enabled, cache_enabled=cache))
+            if device != now[0]:
                 stack.enter_context(device)
-            if dtype != (before := torch.get_default_dtype()):
-                stack.callback(torch.set_default_dtype, before)
+            if dtype != now[1]:
+                stack.callback(torch.set_default_dtype, now[1])
                 torch.set_default_dtype(dtype)
             yield
 
 
-def own_autocast_cache() -> AbstractContextManager[None]:
+@contextmanager
+def own_autocast_cache() -> Iterator[None]:
     """Casts of a parameter are not shared between the inside of a checkpoint and the outside.
 
     A cached cast is a graph node that belongs to whoever asked for it first: found by a checkpoint, it
     would be a captured tensor; left behind by one, it would have lost its gradient.
     """
-    if any([torch.is_autocast_enabled(device) for device in autocast_devices()]):
-        return cleared_autocast_cache()
-    return nullcontext()
-
-
-@contextmanager
-def cleared_autocast_cache() -> Iterator[None]:
     torch.clear_autocast_cache()
     try:
         yield
@@ -191,25 +167,20 @@ def moved(before: States) -> States:
     """Those of the streams from which random numbers were drawn since."""
     found: States = []
     for stream, state in before:
-        if not _same_bytes(state, stream.get_state()):
+        if _bytes(state) != _bytes(stream.get_state()):
             found.append((stream, state))
     return found
 
 
-def marks(streams: Iterable[Stream]) -> list[int]:
-    """What tells where streams are, in less room than a state."""
-    return [hash(_bytes(stream.get_state())) for stream in streams]
+def marks(recorded: States) -> list[int]:
+    """What tells where streams were, in less room than a state."""
+    return [hash(_bytes(state)) for _, state in recorded]
 
 
 def ended_elsewhere(before: States, ends: Sequence[int]) -> bool:
     """Whether a run that has drawn from streams has left one of them where another run has not."""
-    streams = [stream for stream, _ in before]
-    return any(
-        [
-            now != end and now != hash(_bytes(start))
-            for (_, start), now, end in zip(before, marks(streams), ends, strict=True)
-        ]
-    )
+    now = marks(states([stream for stream, _ in before]))
+    return any([here not in (start, end) for here, start, end in zip(now, marks(before), ends, strict=True)])
 
 
 def set_streams(recorded: States) -> None:
@@ -219,42 +190,18 @@ def set_streams(recorded: States) -> None:
 
 # A process has one stream a device, and may go backward in several threads.
 _rewound = threading.RLock()
-# Seconds. A backward may wait for that of another device, which has a thread of its own.
-_PATIENCE = 600
 
 
 @contextmanager
 def streams_at(recorded: States) -> Iterator[None]:
     """Random streams as they were recorded for the time of a block, and then as they are now."""
-    if not recorded:
-        yield
-        return
-    if not _rewound.acquire(timeout=_PATIENCE):
-        raise CheckpointError(
-            f"a recomputation has waited {_PATIENCE} seconds for one in another thread to be done with the "
-            "random streams: they may wait for each other. Run the backwards one after the other, or draw "
-            "the random numbers outside of the checkpoint."
-        )
-    try:
+    with _rewound if recorded else nullcontext():
         now = states([stream for stream, _ in recorded])
         try:
             set_streams(recorded)
             yield
         finally:
             set_streams(now)
-    finally:
-        _rewound.release()
-
-
-# Of the C library: states are compared where they are.
-_memcmp: Any = (ctypes.CDLL("msvcrt") if sys.platform == "win32" else ctypes.PyDLL(None)).memcmp
-_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-
-
-def _same_bytes(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return a.nbytes == b.nbytes and _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
-    return bool(a == b)
 
 
 def _bytes(state: Any) -> bytes:

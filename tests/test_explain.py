@@ -9,8 +9,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from funcckpt import InputError, checkpoint, explain, remat
-from funcckpt.inspect.explain import Calls
-from funcckpt.inspect.explain import measure as measure_with
+from funcckpt.inspect.explain import Calls, measure as measure_with
 from funcckpt.inspect.residuals import Subject
 from funcckpt.meter import measure
 from funcckpt.nn import apply_remat

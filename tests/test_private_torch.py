@@ -36,13 +36,13 @@ def test_functorch_is_touched_in_one_module_only(path):
         assert not list(private_imports(path))
 
 
-def test_blocks_of_cached_parametrizations_are_counted():
+def test_blocks_of_cached_parametrizations_are_left():
     parametrize = torch.nn.utils.parametrize
     assert autograd.parametrizations_anew() is None
     with parametrize.cached(), parametrize.cached():
         assert parametrize._cache_enabled == 2
-        with autograd.parametrizations_anew(), autograd.parametrizations_anew():
-            assert parametrize._cache_enabled == 0
+        with autograd.parametrizations_anew():
+            assert parametrize._cache_enabled == 0 and autograd.parametrizations_anew() is None
         assert parametrize._cache_enabled == 2
     assert parametrize._cache_enabled == 0
 
@@ -200,9 +200,9 @@ def test_backwards_are_told_apart():
 def test_settings_of_torchs_checkpoint_are_read():
     from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
-    assert autograd.checkpoint_early_stop() is None and autograd.checkpoint_debug_enabled() is None
+    assert autograd.checkpoint_settings() == (None, None)
     with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
-        assert autograd.checkpoint_early_stop() is False and autograd.checkpoint_debug_enabled() is True
+        assert autograd.checkpoint_settings() == (False, True)
 
 
 def test_an_alias_shares_the_version_and_no_graph():

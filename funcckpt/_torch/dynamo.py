@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-import torch.utils.checkpoint
 from torch import Tensor
 
-from .functorch import T, _get_current_dispatch_mode_stack, current_level, get_proxy_mode
-
-# -- for torch.compile, whose parts take seconds to import, and are there when they are needed -----------
+from .functorch import T, current_level, dispatch_modes, get_proxy_mode
 
 
 def known_to_dynamo(f: T) -> T:
@@ -38,30 +33,23 @@ def torch_checkpoint_of_graph(graph: torch.fx.GraphModule, args: Sequence[Any]) 
     return tag_activation_checkpoint(graph, *args, use_reentrant=False)
 
 
-def _functional_tensor() -> Any:
-    # Imported as soon as one is made.
-    return sys.modules.get("torch._subclasses.functional_tensor")
-
-
 def is_traced_by_aot_autograd() -> bool:
     """Whether `torch.compile` traces what is done, below Dynamo; the eager backend does not."""
-    if (module := _functional_tensor()) is None:
-        return False
-    return any(isinstance(mode, module.FunctionalTensorMode) for mode in _get_current_dispatch_mode_stack())
+    return any([type(mode).__name__ == "FunctionalTensorMode" for mode in dispatch_modes()])
 
 
-def traced_value(x: Tensor) -> Tensor:
+def traced_value(x: Any) -> Any:
     """What a graph that is being recorded knows as the value of `x` now, whatever is written to `x` later."""
-    value: Tensor = cast(Any, x).from_functional() if hasattr(x, "from_functional") else x.clone()
-    return value
+    return x.from_functional() if hasattr(x, "from_functional") else x.clone()
 
 
-def of_traced_value(x: Tensor) -> Tensor:
+def of_traced_value(x: Tensor) -> Any:
     """A new tensor with a value that was known before."""
     if not is_traced_by_aot_autograd():
         return x.clone()
-    functional: Tensor = _functional_tensor().FunctionalTensor.to_functional(x)
-    return functional
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FunctionalTensor.to_functional(x)
 
 
 def number_of_traced() -> int:
@@ -77,7 +65,6 @@ def tagged(tags: dict[str, Any]) -> AbstractContextManager[Any]:
     return fx_traceback.set_current_meta(node)
 
 
-_TRANSFORMS = frozenset({"_grad_increment_nesting", "_jvp_increment_nesting", "_vmap_increment_nesting"})
 # Which argument of what Dynamo records for a transform is the number of a level.
 _LEVEL_AT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_for_grad": 1, "_wrap_for_grad": 1}
 
@@ -85,7 +72,7 @@ _LEVEL_AT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_for_grad": 1,
 def has_transforms(graph: torch.fx.GraphModule) -> bool:
     """Whether transforms are entered inside of a graph of Dynamo."""
     return any(
-        getattr(node.target, "__name__", None) in _TRANSFORMS
+        getattr(node.target, "__name__", "").endswith("_increment_nesting")
         for module in graph.modules()
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
@@ -95,9 +82,16 @@ def has_transforms(graph: torch.fx.GraphModule) -> bool:
 class _Interpreter(torch.fx.Interpreter):
     """Runs a graph of Dynamo at another level than that which was active when the graph was made."""
 
-    def __init__(self, graph: torch.fx.GraphModule, level: int) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, level: int, tags: dict[str, Any]) -> None:
         super().__init__(graph)
-        self._shift = current_level() - level
+        self._shift, self._tags = current_level() - level, tags
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        before, node.meta = node.meta, {**node.meta, **self._tags}
+        try:
+            return super().run_node(node)
+        finally:
+            node.meta = before
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._shift and (i := _LEVEL_AT.get(getattr(target, "__name__", ""))) is not None:
@@ -105,17 +99,7 @@ class _Interpreter(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def interpret(
-    graph: torch.fx.GraphModule, level: int, *args: Any, tags: Mapping[str, Any] = MappingProxyType({})
-) -> Any:
+def interpret(graph: torch.fx.GraphModule, level: int, *args: Any, **tags: Any) -> Any:
     """Run a graph that was made at a level, and annotate its nodes as they are traced."""
-    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    before = [node.meta for node in nodes]
-    for node in nodes:
-        node.meta = {**node.meta, **tags}
-    try:
-        with fx_traceback.preserve_node_meta():
-            return _Interpreter(graph, level).run(*args)
-    finally:
-        for node, meta in zip(nodes, before, strict=True):
-            node.meta = meta
+    with fx_traceback.preserve_node_meta():
+        return _Interpreter(graph, level, tags).run(*args)

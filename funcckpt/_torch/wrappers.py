@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.utils.checkpoint
 from torch import Tensor
 
 from . import unknown
 from .functorch import (
     _set_fwd_grad_enabled,
+    below,
     current_level,
     eager_transforms,
     is_tracing,
     kind_of,
+    no_torch_function,
     peek_interpreter_stack,
-    pop_dynamic_layer_stack,
-    push_dynamic_layer_stack,
 )
 
 try:
@@ -55,19 +54,13 @@ def in_dual_level() -> bool:
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
-def unpack_dual(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The primal and tangent of `x` at the level on top, without what public torch does for exports."""
-    primal, tangent = torch._VF._unpack_dual(x, level=0)  # type: ignore[attr-defined]
-    return primal, tangent
-
-
 def tangent_of(x: Tensor) -> Tensor | None:
     """The tangent of `x` at the level on top; both dual levels of torch use number 0."""
     if not (x.is_floating_point() or x.is_complex()) or is_legacy_batchedtensor(x):
         return None
     if x.is_inference() and not is_functorch_wrapped_tensor(x):
         return None  # it has none, and some levels cannot even be asked
-    return unpack_dual(x)[1]
+    return forward_ad.unpack_dual(x, level=0).tangent
 
 
 def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
@@ -88,31 +81,16 @@ def is_plain_dual(x: Tensor) -> bool:
     # Inside of a transform the question would be answered by its level: ask below all of them.
     if not has_dual_level() or eager_transforms.JVP_NESTING > 0:
         return False
-    if peek_interpreter_stack() is None:
-        return tangent_of(x) is not None
-    layer = pop_dynamic_layer_stack()
-    try:
-        return is_plain_dual(x)
-    finally:
-        push_dynamic_layer_stack(layer)
+    interpreter = peek_interpreter_stack()
+    return tangent_of(x) is not None if interpreter is None else below(interpreter, is_plain_dual, x)
 
 
 def is_tracked(x: Tensor) -> bool:
     """Whether some transform looks at `x`: it requires grad, belongs to a level, or is dual."""
     x = alive(x)
-    if is_functorch_wrapped_tensor(x):
-        return not is_left_over(x)
+    if is_functorch_wrapped_tensor(x):  # by a vmap that is over, maybe: no operator could take it
+        return maybe_get_level(x) <= current_level()
     return x.requires_grad or is_plain_dual(x)
-
-
-def is_left_over(x: Tensor) -> bool:
-    """Whether `x` was stored somewhere by a transform that is over: no operator could take it."""
-    level = maybe_get_level(alive(x))
-    return level is not None and level > current_level()
-
-
-def all_alive(inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [*map(alive, inputs)] if any(map(is_dead_tensor_wrapper, inputs)) else [*inputs]
 
 
 def alive(x: Tensor) -> Tensor:
@@ -141,9 +119,8 @@ def wrap_legacy(x: Tensor, dim: int | None) -> Tensor:
 
 
 def _legacy_level() -> int:
-    level: int = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return level - 1
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
 
 
 def fresh(x: Tensor) -> Tensor:
@@ -184,21 +161,18 @@ require_grad = operator.attrgetter("requires_grad")
 
 def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
     """`x.requires_grad_()` of some, which functorch otherwise forbids inside of a transform."""
-    chosen = []
     set_inplace_requires_grad_allowed(True)
     try:
-        for i in indices:
-            chosen.append(tensors[i].requires_grad_())
+        return [tensors[i].requires_grad_() for i in indices]
     finally:
         set_inplace_requires_grad_allowed(False)
-    return chosen
 
 
 def has_torch_function(x: Tensor) -> bool:
     """Whether `x` is of a subclass that takes part in what operators do."""
     return type(x) not in (Tensor, torch.nn.Parameter) and not (
         getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-        or type(x).__torch_function__ is torch._C._disabled_torch_function_impl
+        or type(x).__torch_function__ is no_torch_function
     )
 
 
@@ -223,58 +197,34 @@ def below_wrappers(x: Tensor) -> Tensor:
     return x
 
 
-def all_below_wrappers(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [*map(below_wrappers, tensors)]
-
-
 def everything_below(x: Tensor) -> list[Tensor]:
     """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels."""
-    if not has_dual_level() and not (eager_transforms.JVP_NESTING > 0):
+    if not has_dual_level() and not eager_transforms.JVP_NESTING:
         return [below_wrappers(x)]
-    with _set_fwd_grad_enabled(True):
-        return _everything_below(x)
-
-
-def _everything_below(x: Tensor) -> list[Tensor]:
-    x = alive(x)
-    found = [x]
+    found = [x := alive(x)]
+    # Whether it has a tangent at a level shows only where that level is the innermost.
     interpreter = peek_interpreter_stack()
-    if (interpreter is None or kind_of(interpreter) == "jvp") and (tangent := tangent_of(x)) is not None:
-        found.append(tangent)
+    if interpreter is None or kind_of(interpreter) == "jvp":
+        with _set_fwd_grad_enabled(True):
+            if (tangent := tangent_of(x)) is not None:
+                found.append(tangent)
     if interpreter is None:
         return found
     level = interpreter.level()
     found = [get_unwrapped(y) if maybe_get_level(y) == level else y for y in found]
-    layer = pop_dynamic_layer_stack()
-    try:
-        return [z for y in found for z in _everything_below(y)]
-    finally:
-        push_dynamic_layer_stack(layer)
+    return [z for y in found for z in below(interpreter, everything_below, y)]
 
 
-def constant_of(x: Tensor) -> Tensor | None:
-    """What is inside of a tensor that no active transform looks at; None if one does."""
-    with _set_fwd_grad_enabled(True):
-        return _constant_of(x)
-
-
-def _constant_of(x: Tensor) -> Tensor | None:
+def is_constant(x: Tensor) -> bool:
+    """Whether no active transform looks at what is inside of `x`."""
     x = alive(x)
-    if x.requires_grad or is_batchedtensor(x) or is_legacy_batchedtensor(x):
-        return None
-    # Whether it has a tangent at a level shows only where that level is the innermost.
-    interpreter = peek_interpreter_stack()
-    if (interpreter is None or kind_of(interpreter) == "jvp") and tangent_of(x) is not None:
-        return None
-    if interpreter is None:
-        return x
-    if maybe_get_level(x) == interpreter.level():
+    if len(everything_below(x)) > 1:
+        return False
+    while not (x.requires_grad or is_batchedtensor(x) or is_legacy_batchedtensor(x)):
+        if not is_functorch_wrapped_tensor(x):
+            return True
         x = get_unwrapped(x)
-    layer = pop_dynamic_layer_stack()
-    try:
-        return _constant_of(x)
-    finally:
-        push_dynamic_layer_stack(layer)
+    return False
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:
@@ -292,13 +242,6 @@ def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:
 
 def storage_of(x: Tensor) -> int | None:
     return storages_of((x,))[0]
-
-
-def unwrapped_at(x: Tensor, levels: Sequence[int]) -> Tensor:
-    """`x` without the wrappers of some grad and jvp levels."""
-    for level in reversed(levels):
-        x = _unwrap_for_grad(x, level)
-    return x
 
 
 def physical(x: Tensor) -> tuple[Tensor, int]:

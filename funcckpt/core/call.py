@@ -113,7 +113,7 @@ class Call(Leaf):
         """Whether reverse mode looks at any tensor that f may use, so that there is something to save."""
         if self._is_lazy:
             return False
-        if self.layers and functorch.any_grad(self.layers):
+        if self.layers and any([layer.kind == "grad" for layer in self.layers]):
             return True
         if functorch.is_tracing():
             return False  # make_fx records values, and no graph of plain autograd
@@ -187,7 +187,7 @@ class Call(Leaf):
         self, stack: ExitStack, inputs: Tensors, rebuilt: Rebuilt | None, *others: Any
     ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
         """f and its arguments, as they stand for what was searched, and what is around each run."""
-        casts = world.cleared_autocast_cache() if self._world.casts else None
+        casts = world.own_autocast_cache() if self._world.casts else None
         for context in filter(None, (rebuilt, *others, casts, autograd.parametrizations_anew())):
             stack.enter_context(context)
         root, arguments = self._found.root if rebuilt is None else rebuilt.callable, self._arguments
@@ -238,10 +238,10 @@ class Call(Leaf):
         self.random = (
             found.moves_streams
             or bool(world.moved(self._states))
-            or (self._drawn is not None and self._drawn.seen)
+            or (self._drawn is not None and bool(self._drawn.results))
         )
         if self.random:
-            self._ends = world.marks(self._streams)
+            self._ends = world.marks(world.states(self._streams))
         else:
             self._states = None  # there is nothing to put back, and each is some kilobytes
         if content is not None:
@@ -252,7 +252,7 @@ class Call(Leaf):
         self._outputs = Outputs(self.name, out, [*inputs, *map(_tensor, self._constants)])
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
         for x, where in stored(found, found.changed()):
-            if id(x) in map(id, inputs) or wrappers.constant_of(x) is None:
+            if id(x) in map(id, inputs) or not wrappers.is_constant(x):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}, and its gradient would "
                     "be lost: return it from the function, or store a detached copy."

@@ -42,7 +42,7 @@ def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """R[program](inputs), under whatever transforms are active."""
     # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
     if any(map(wrappers.is_dead_tensor_wrapper, inputs)):
-        inputs = wrappers.all_alive(inputs)
+        inputs = [*map(wrappers.alive, inputs)]
     interpreter = functorch.peek_interpreter_stack()
     if interpreter is not None:
         return _RULES[interpreter.key().value](interpreter, program, inputs)
@@ -131,7 +131,7 @@ def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 def _bind_functionalize(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
-    views = functorch.adds_back_views(interpreter)
+    views = functorch.CFunctionalizeInterpreterPtr(interpreter).functionalizeAddBackViews()
     functional = Functional(program, min(program.home, level - 1), views)
     unwrap = functorch.eager_transforms._unwrap_all_tensors_from_functional
     unwrapped = unwrap(tuple(inputs), reapply_views=views)
@@ -238,7 +238,6 @@ def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
     return None
 
 
-@autograd.without_detour
 class _Node(functorch.SingleLevelFunction):
     """R in plain autograd or at one grad level: values that were computed before get a history.
 
@@ -324,7 +323,7 @@ def _split_duals(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], 
     for i, x in enumerate(inputs):
         tangent = wrappers.tangent_of(x)
         if tangent is not None:
-            primals[i] = wrappers.unpack_dual(x)[0]
+            primals[i] = forward_ad.unpack_dual(x, level=0).primal
             tangents.append(tangent)
             along.append(i)
     return primals, tangents, tuple(along)

@@ -46,7 +46,7 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
     layers, source.layers = source.layers, None
     if layers is None:
         return run(program, inputs), None
-    with functorch.recording():
+    with torch.enable_grad(), functorch._set_fwd_grad_enabled(True):
         outputs, active, captured, reached = run_first(program, source, inputs, layers)
     if captured:
         raise _captured(source, captured[0], "that requires grad")
@@ -75,7 +75,11 @@ def run_first(
         del x
     first_node = functorch.next_sequence_number()
     record = None
-    if source.chooser is not None and (records or functorch.any_grad(layers)) and not functorch.is_tracing():
+    if (
+        source.chooser is not None
+        and (records or any([layer.kind == "grad" for layer in layers]))
+        and not functorch.is_tracing()
+    ):
         record = recording.Record(source, source.chooser)
     if record is None and not layers:
         outputs = program.run(*given)
@@ -110,7 +114,7 @@ def run_first(
         own.clear()
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if record is not None:
-        with functorch.grad_mode(False):
+        with torch.no_grad():
             source.kept = record.finish()
     return outputs, active, captured, reached
 
@@ -124,7 +128,9 @@ def _below_shadows(
     found = []
     for y in outputs:
         if wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y)):
-            found.append(wrappers.unwrapped_at(y, levels))  # it has hardly any operators
+            for level in reversed(levels):  # it has hardly any operators
+                y = wrappers._unwrap_for_grad(y, level)
+            found.append(y)
             continue
         for layer, level in zip(reversed(layers), reversed(levels), strict=True):
             if layer.kind == "vmap":

@@ -209,7 +209,7 @@ class Jvp(Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         # Some backward formulas inside of the program are differentiable only where grad mode is on.
-        with functorch.jvp_level() as level, functorch.grad_mode(True):
+        with functorch.jvp_level() as level, torch.enable_grad():
             duals = [wrappers._wrap_for_grad(x, level) for x in inputs[: self.arity]]
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
                 duals[i] = wrappers.forward_ad.make_dual(duals[i], t, level=0)
@@ -308,7 +308,7 @@ class Vjp(Derived):
         # nobody looks have no right batching rule (lu_solve under two vmaps).
         create_graph = nested or self.unbatched is not None
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
-            create_graph = functorch.number_of_vmaps() > 1
+            create_graph = sum([layer.kind == "vmap" for layer in functorch.active_layers()]) > 1
         gradients = self._pull_batched((outputs, leaves, create_graph), *cotangents)
         if self.unbatched is None or nested:
             return gradients
@@ -381,7 +381,7 @@ class Vjp(Derived):
             gradients = autograd.gradients(edges, leaves, used, create_graph)
         self.connected = (*map(operator.is_not, gradients, repeat(None)),)
         some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
-        return (*wrappers.all_alive(some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some
+        return (*map(wrappers.alive, some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some
 
 
 def _refuse_once_differentiable(outputs: Sequence[Tensor]) -> None:

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import noop_context_fn
 from .. import compiled
 from .._torch import autograd, functorch, wrappers
 from ..errors import OptionError
-from ..remat import call as call_remat
-from ..remat import call_compiled, instead
+from ..remat import call as call_remat, call_compiled, instead
 from . import patched
 from .region import Contexts, Options, Region, title
 from .selective import Forward, create_selective_checkpoint_contexts
@@ -132,7 +131,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     """A call of :func:`checkpoint`."""
     if options.determinism_check not in ("default", "none"):
         raise OptionError(f"{title(f)}: determinism_check should be one of default and none.")
-    if torch.compiler.is_compiling() or autograd.is_tracing_plain():
+    if torch.compiler.is_compiling() or (functorch.maybe_current_level() is None and functorch.is_tracing()):
         # Dynamo takes no option that it cannot read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
         if dynamo and compiled.differentiates():  # which torch's does without recomputation, or refuses
@@ -151,7 +150,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
-    enabled = autograd.checkpoint_debug_enabled()
+    _, enabled = autograd.checkpoint_settings()
     if enabled is not None:
         options = options._replace(debug=enabled)
     if functorch.maybe_current_level() is not None or wrappers.in_dual_level():

@@ -97,7 +97,7 @@ class Region:
     def __init__(
         self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> None:
-        stop = autograd.checkpoint_early_stop()
+        stop, _ = autograd.checkpoint_settings()
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"
         self._logs = (Log(), Log()) if options.debug else noop_context_fn()

@@ -300,7 +300,7 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
             yield vars(item), by, False
         names = [name for name in dir(type(item)) if name.startswith("_raw_saved_")]
         yield from [(getattr(item, name), by, False) for name in names]
-    elif isinstance(item, functorch.SavedTensor):
+    elif isinstance(item, autograd.SavedTensor):
         saved: Any = item  # which to unpack might be to recompute
         if saved.unpack_hook is None:
             yield saved.data, by, True
@@ -329,8 +329,4 @@ def _below(x: Tensor) -> list[Any]:
         return [*found, x]
     if wrappers.maybe_get_level(x) == interpreter.level():
         x = wrappers.get_unwrapped(x)
-    layer = functorch.pop_dynamic_layer_stack()
-    try:
-        return found + _below(x)
-    finally:
-        functorch.push_dynamic_layer_stack(layer)
+    return found + functorch.below(interpreter, _below, x)

@@ -23,6 +23,5 @@ last step until it returns.
 """
 
 from .mixed import inner_grad as inner_grad
-from .scan import fori_loop as fori_loop
-from .scan import scan as scan
+from .scan import fori_loop as fori_loop, scan as scan
 from .while_loop import while_loop as while_loop

@@ -8,7 +8,6 @@ recomputation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +18,8 @@ from .._torch import dynamo
 from ..errors import CheckpointError
 from .operators import draws, written
 
+_Result = tuple[Any, list[Tensor], Any]
+
 
 class Drawn(TorchDispatchMode):
     """What the random operators of a run have written and returned, in their order."""
@@ -27,23 +28,13 @@ class Drawn(TorchDispatchMode):
         super().__init__()
         self._name = name
         # What has drawn, what it has written, and what it has returned if that is something else.
-        self._results: list[tuple[Any, list[Tensor], Any]] = []
-        self._again: Iterator[tuple[Any, list[Tensor], Any]] | None = None
+        self.results: list[_Result] = []
+        self._again: Iterator[_Result] | None = None
 
-    @property
-    def seen(self) -> bool:
-        """Whether there were any."""
-        return bool(self._results)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Random operators give the same again."""
-        before, self._again = self._again, iter(self._results)
-        try:
-            with self:
-                yield
-        finally:
-            self._again = before
+    def replayed(self) -> Drawn:
+        """The mode in which random operators give the same again."""
+        self._again = iter(self.results)
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,12 +43,12 @@ class Drawn(TorchDispatchMode):
         targets = written(func, args, kwargs)
         if self._again is None:
             out = func(*args, **kwargs)
-            returned = None if any(out is x for x in targets) else out
+            other = None if any([out is x for x in targets]) else out
             # By their values: the tensors may be written to.
-            values = pytree.tree_map_only(Tensor, dynamo.traced_value, (targets, returned))
-            self._results.append((func, *values))
+            values = pytree.tree_map_only(Tensor, dynamo.traced_value, (targets, other))
+            self.results.append((func, *values))
             return out
-        known, values, returned = next(self._again, (None, [], None))
+        known, values, other = next(self._again, (None, [], None))
         if known is not func:
             raise CheckpointError(
                 f"remat({self._name}): the recomputation draws random numbers by {func}, and the forward did "
@@ -65,6 +56,4 @@ class Drawn(TorchDispatchMode):
             )
         for x, value in zip(targets, values, strict=True):
             x.copy_(dynamo.of_traced_value(value))
-        if returned is None:
-            return targets[0]
-        return pytree.tree_map_only(Tensor, dynamo.of_traced_value, returned)
+        return targets[0] if other is None else pytree.tree_map_only(Tensor, dynamo.of_traced_value, other)

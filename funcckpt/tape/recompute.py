@@ -161,7 +161,7 @@ _current = _Current()
 @contextmanager
 def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> Iterator[None]:
     """What the recomputations of a program below may use."""
-    before, _current.given = _current.given, (source, kept, wrappers.all_below_wrappers(tensors))
+    before, _current.given = _current.given, (source, kept, [*map(wrappers.below_wrappers, tensors)])
     try:
         yield
     finally:

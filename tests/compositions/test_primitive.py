@@ -10,8 +10,7 @@ import torch
 from support import assert_same, no_remat
 from torch.func import vmap
 
-from funcckpt import _torch
-from funcckpt import remat as direct
+from funcckpt import _torch, remat as direct
 from funcckpt.core.primitive import Generated, Remat, remat
 
 from .functions import FUNCTIONS

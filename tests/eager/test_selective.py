@@ -16,8 +16,7 @@ from funcckpt import checkpoint, checkpoint_scope
 from funcckpt.eager import selective
 from funcckpt.errors import CheckpointError, MutationError, OptionError
 
-from .implementations import D, Ops, leaf
-from .implementations import theirs as torch_checkpoint
+from .implementations import D, Ops, leaf, theirs as torch_checkpoint
 
 mm, sin, dropout = (
     torch.ops.aten.mm.default,
