@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from . import compiled
-from ._torch import functorch
+from ._torch import autograd, functorch
 from .core.call import Call, Options
 from .errors import CheckpointError, InputError
 from .policies.policies import Policy, chooser_of
@@ -292,7 +292,10 @@ def _call(f: Any, name: str, options: Options, args: Any, kwargs: Any, asks: boo
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
     call = Call(f, name, options, args, kwargs)
-    return call.call() if call.is_looked_at() else f(*args, **kwargs)
+    if not call.is_looked_at():
+        return f(*args, **kwargs)
+    # Dynamo, where it gave up outside, would compile pieces of ours that enter levels.
+    return call.call() if autograd.get_eval_frame_callback() is None else torch.compiler.disable(call.call)()
 
 
 def call_compiled(

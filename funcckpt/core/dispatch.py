@@ -287,13 +287,15 @@ class _Node(functorch.SingleLevelFunction):
         vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
         arguments += compress(cotangents, given)
         del cotangents
+        # As in `remat`, nothing for Dynamo.
+        run = bind if autograd.get_eval_frame_callback() is None else torch.compiler.disable(bind)
         with handing_out:
             if last is not None:
                 arguments = wrappers.unwrapped_for_grad(arguments, level)
-                results = functorch.below(last, bind, vjp, arguments)
+                results = functorch.below(last, run, vjp, arguments)
                 results = tuple(wrappers.wrapped_for_grad(results, level))
             else:
-                results = bind(vjp, arguments)
+                results = run(vjp, arguments)
         gradients: list[Tensor | None] = [None] * len(needed)
         for i, gradient in zip(compress(wrt, vjp.connected), results, strict=True):
             gradients[leading + i] = gradient
