@@ -353,8 +353,8 @@ class Call(Leaf):
                 if world.ended_elsewhere(states, self._ends):
                     raise CheckpointError(
                         f"remat({self.name}) has not drawn the random numbers of the forward in the "
-                        "recomputation. Give each thread a torch.Generator of its own, or pass "
-                        'determinism_check="none" if f may draw others.'
+                        "recomputation; maybe another thread did. Give each a torch.Generator of its own, or "
+                        'pass determinism_check="none" if f may draw others.'
                     )
         again = Outputs(self.name, out)
         if checks and (self._values or again.form != self._outputs.form):
