@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found, Rebuilt, stored
-from ..errors import CheckpointError, ClosureError, EscapeError, InputError, MutationError, describe
+from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
 from ..tape.tape import watch_of
-from . import dispatch, tensors
+from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
 from .program import Leaf, Tensors, here, is_differentiable
 
@@ -65,23 +65,20 @@ class Call(Leaf):
         self._found = found = Found(f if arguments.is_flat else (f, arguments.others))
         self.arity = arguments.arity
         # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
-        self._lifted: list[Tensor] = []
+        inputs = self._inputs = arguments.tensors
         # The ids of the inputs by which f refers to them beside its arguments.
         self._ids: dict[int, int] = {}
         self._at_levels: set[int] = set()
         if found.tensors and (lifts_all or self.layers or wrappers.has_dual_level()):
             self._at_levels = tensors.at_active_levels(found.tensors.values())
-            numbers = {id(x): i for i, x in enumerate(arguments.tensors)}
+            numbers = {id(x): i for i, x in enumerate(inputs)}
             for key, x in found.tensors.items():
                 if key in self._at_levels or (lifts_all and x.requires_grad):
                     if key not in numbers:
-                        numbers[key] = len(numbers)
-                        self._lifted.append(x)
+                        numbers[key] = len(inputs)
+                        inputs.append(x)
                     self._ids[key] = numbers[key]
-        self._attributes = [
-            *map(tensors.attributes_of, arguments.tensors),
-            *map(tensors.attributes_of, self._lifted),
-        ]
+        self._attributes = [*map(tensors.attributes_of, inputs)]
         # A lazy module in its first call is run as it is.
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
         # Captured tensors that are no inputs, and how often they were changed.
@@ -92,7 +89,7 @@ class Call(Leaf):
         # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
         self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
         if self.layers:
-            for i, x in enumerate(arguments.tensors):
+            for i, x in enumerate(inputs[: self.arity]):
                 if not wrappers.is_functorch_wrapped_tensor(x):
                     self._plain.append((weakref.ref(x), tensors.version_of(x), i))
         # Of captured buffers that f has updated, what they were.
@@ -117,7 +114,7 @@ class Call(Leaf):
             return True
         if functorch.is_tracing():
             return False  # make_fx records values, and no graph of plain autograd
-        candidates = (*self._arguments.tensors, *self._found.tensors.values())
+        candidates = (*self._inputs, *self._found.tensors.values())
         return any(map(wrappers.require_grad, candidates)) or (
             bool(self.layers) and any(map(tensors.requires_grad, candidates))
         )
@@ -143,7 +140,7 @@ class Call(Leaf):
         return self._outputs.assemble(outputs, handed_back)
 
     def take_inputs(self) -> list[Tensor]:
-        inputs = [*self._arguments.tensors, *self._lifted]
+        inputs = self._inputs
         if self.layers and not _PLAIN.issuperset(map(type, inputs)):
             for i, x in enumerate(inputs):
                 if wrappers.has_torch_function(x):
@@ -152,7 +149,7 @@ class Call(Leaf):
                         "__torch_function__ a recomputation under a transform would not call. Use remat "
                         "around what does not need it, or no transform."
                     )
-        self._arguments.tensors, self._lifted = [], []
+        self._inputs = self._arguments.tensors = []
         return inputs
 
     def seal(self) -> None:
@@ -197,15 +194,15 @@ class Call(Leaf):
     # -- the first run ------------------------------------------------------------------------------
 
     def run(self, *inputs: Tensor) -> Tensors:
+        for x, attributes in zip(inputs, self._attributes, strict=True):
+            if attributes:
+                tensors.dress(x, attributes)
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
     def _run_first(self, inputs: Tensors) -> Tensors:
         found, buffers, before = self._found, self._buffers, inputs
         if buffers is not None:
             inputs = buffers.of_first_run(inputs)
-        for x, attributes in zip(inputs, self._attributes, strict=True):
-            if attributes:
-                tensors.dress(x, attributes)
         updates: dict[int, Tensor] = {}
         if found.updates_statistics:
             # And others that may be given in their place.
@@ -292,17 +289,12 @@ class Call(Leaf):
                 node, number = edge
                 described = node._input_metadata[number]
                 dtype = str(described.dtype).removeprefix("torch.")
-                raise self._not_given(f"{dtype}{list(described.shape)}, the result of {node.name()}")
+                result = f"{dtype}{list(described.shape)}, the result of {node.name()}"
+                raise net.not_given(self, f"that requires grad ({result})")
             # Else one made by f itself, for an inner optimisation: nobody can ask for its gradient.
             elif sys.getrefcount(leaf) > tensors.references_of_private_leaf():
                 captured.append(leaf)
         return captured
-
-    def _not_given(self, what: str) -> ClosureError:
-        return ClosureError(
-            f"remat({self.name}) uses a tensor that requires grad and that it was not given ({what}), in a "
-            "way that could not be traced. Pass it as an argument, so that it gets its gradient."
-        )
 
     # -- a recomputation ------------------------------------------------------------------------------
 
@@ -318,9 +310,6 @@ class Call(Leaf):
             if (x := ref()) is not None and tensors.version_of(x) != version:
                 if self._buffers is None or i not in self._buffers:
                     raise self._changed_between(x, self.where(i))
-        for y, attributes in zip(inputs, self._attributes, strict=True):
-            if attributes:
-                tensors.dress(y, attributes)
         buffers: Sequence[Tensor] = ()
         if self._buffers is not None:
             inputs = self._buffers.of_recomputation(inputs)
@@ -371,7 +360,7 @@ class Call(Leaf):
             if source is self and id(x) != key:
                 mapped[key] = x
                 if not self._found.has_met(key):
-                    raise self._not_given(describe(x))
+                    raise net.not_given(self, f"that requires grad ({describe(x)})")
         for key, update in self._updated.items():
             mapped[key] = update.clone()
         for key, attributes in self._marks.items():
@@ -413,9 +402,8 @@ class Call(Leaf):
 
     def _writes_to_input(self, inputs: Sequence[Tensor]) -> MutationError:
         """f sees its arguments as leaves, to which autograd lets nobody write."""
-        candidates = [
-            f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)
-        ]
+        given = [(i, x) for i, x in enumerate(inputs) if is_differentiable(x)]
+        candidates = [f"{self.where(i)} ({describe(x)})" for i, x in given]
         return MutationError(
             f"remat({self.name}) writes in place to something that it was given or has captured, maybe "
             f"{' or '.join(candidates)}. Work on a copy (x.clone()) inside the function."

@@ -48,9 +48,9 @@ def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         return _RULES[interpreter.key().value](interpreter, program, inputs)
     # No functorch level is left: plain reverse and forward mode, or just the values.
     if wrappers.in_dual_level():
-        primals, tangents, along = _split_duals(inputs)
-        if along:
-            return _bind_dual(program, inputs, primals, tangents, along)
+        duals = _split_duals(inputs)
+        if duals[2]:
+            return _bind_dual(program, inputs, *duals)
     if program.is_pullback and any(map(wrappers.is_legacy_batchedtensor, inputs)):
         return _bind_legacy(program, inputs)
     return _bind_values(program, inputs)[0]
@@ -149,11 +149,7 @@ _RULES = {
 
 
 def _bind_dual(
-    program: Program,
-    inputs: Sequence[Tensor],
-    primals: Sequence[Tensor],
-    tangents: Sequence[Tensor],
-    along: tuple[int, ...],
+    program: Program, inputs: Sequence[Tensor], primals: Any, tangents: Any, along: tuple[int, ...]
 ) -> Tensors:
     """Plain reverse and forward mode are one level: f sees both at once."""
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -77,12 +77,11 @@ class Arguments:
                 )
         self.arity = len(self.tensors)
 
-    def unflatten(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def unflatten(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> Any:
         leaves = [*others]
         for i, number in self._numbers.items():
             leaves[i] = tensors[number]
-        args, kwargs = self._tree(leaves)
-        return args, kwargs
+        return self._tree(leaves)
 
     def _tree(self, leaves: list[Any]) -> Any:
         if not self.is_flat:
@@ -157,7 +156,10 @@ class Outputs:
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         leaves, tensors = [*self.others], [*tensors]
         for i in self._aliased:
-            tensors[i] = _guarded(tensors[i])
+            # One of several views, to which autograd lets nobody write: the others would change with it, and
+            # their gradients would not know.
+            if tensors[i].requires_grad:
+                tensors[i] = tensors[i].unsqueeze(0).unbind()[0]
         for i, (is_input, number) in zip(self.positions, self._sources, strict=True):
             leaves[i] = (inputs if is_input else tensors)[number]
         return leaves[0] if self.structure is None else pytree.tree_unflatten(leaves, self.structure)
@@ -206,11 +208,3 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[in
     storages = wrappers.storages_of(outputs)
     shared = {*wrappers.storages_of(inputs)} | {key for key, count in Counter(storages).items() if count > 1}
     return [i for i, key in enumerate(storages) if key is not None and key in shared]
-
-
-def _guarded(y: Tensor) -> Tensor:
-    """`y` as one of several views, to which autograd lets nobody write.
-
-    The others would change with it, and their gradients would not know.
-    """
-    return y.unsqueeze(0).unbind()[0] if y.requires_grad else y

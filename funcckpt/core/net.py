@@ -49,7 +49,7 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
     with torch.enable_grad(), functorch._set_fwd_grad_enabled(True):
         outputs, active, captured, reached = run_first(program, source, inputs, layers)
     if captured:
-        raise _captured(source, captured[0], "that requires grad")
+        raise not_given(source, f"that requires grad ({describe(captured[0])})")
     differentiated = compress(range(len(inputs)), map(wrappers.require_grad, inputs))
     source.unused = [i for i in differentiated if i >= source.arity and i not in reached]
     return outputs, active
@@ -94,7 +94,7 @@ def run_first(
     if wrappers.has_dual_level():
         for y in outputs:
             if wrappers.tangent_of(y) is not None:
-                raise _captured(source, y, "that is dual")
+                raise not_given(source, "that is dual", f": an output ({describe(y)}) depends on it")
     if isinstance(program, Recording) and source.is_compiled:
         return outputs, program.active, (), differentiated
     active = [*map(wrappers.require_grad, outputs)]
@@ -140,13 +140,15 @@ def _below_shadows(
                 captured = wrappers.tangent_of(y) is not None if layer.kind == "jvp" else y.requires_grad
                 y = wrappers._unwrap_for_grad(y, level)
             if captured:
-                raise _captured(source, y, f"of {layer.kind} at level {level}")
+                raise not_given(
+                    source, f"of {layer.kind} at level {level}", f": an output ({describe(y)}) depends on it"
+                )
         found.append(y)
     return (*found,)
 
 
-def _captured(source: Leaf, y: Tensor, how: str) -> ClosureError:
+def not_given(source: Leaf, what: str, then: str = "") -> ClosureError:
     return ClosureError(
-        f"remat({source.name}) uses a tensor {how} and that it was not given, in a way that could not "
-        f"be traced: an output ({describe(y)}) depends on it. Pass it as an argument."
+        f"remat({source.name}) uses a tensor {what} and that it was not given, in a way that could not be "
+        f"traced{then}. Pass it as an argument."
     )
