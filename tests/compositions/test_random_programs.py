@@ -20,6 +20,9 @@ from .stacks import is_differentiable
 COUNT = int(os.environ.get("FUNCCKPT_RANDOM_PROGRAMS", "500"))
 START = int(os.environ.get("FUNCCKPT_RANDOM_START", "0"))
 
+# By the vmap of plain autograd, which has no rule for some operators, and takes no empty list of outputs.
+LEGACY = ("grads_batched", "grads_batched_then_backward", "jacobian_vectorized")
+
 
 def inputs(seed):
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -38,6 +41,8 @@ def both(program, remat):
 def complaint(program, remat=remat):
     """What is wrong, in words, and what kind of failure it is; None, None if nothing is."""
     actual, expected = both(program, remat)
+    if program.stack[:1] and program.stack[0] in LEGACY and expected.error and not actual.error:
+        return None, None
     try:
         assert_same_outcome(actual, expected)
     except Exception as error:
