@@ -136,11 +136,13 @@ def remat(
     chooser = chooser_of(policy, title)
 
     def wrap(f: Callable[..., Any]) -> Any:
-        if isinstance(f, staticmethod | classmethod):
-            return type(f)(wrap(f.__func__))
-        name = _name_and_check(f)
-        static = _positions_and_names(f, name, positions, names)
-        return _Checkpointed(f, name, Options(*static, preserve_rng_state, determinism_check, chooser))
+        inner: Any = f.__func__ if isinstance(f, staticmethod | classmethod) else f
+        name = _name_and_check(inner)
+        static = _positions_and_names(inner, name, positions, names)
+        made: Any = _Checkpointed(
+            inner, name, Options(*static, preserve_rng_state, determinism_check, chooser)
+        )
+        return made if inner is f else (staticmethod if isinstance(f, staticmethod) else classmethod)(made)
 
     return wrap if f is None else wrap(f)
 

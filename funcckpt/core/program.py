@@ -77,11 +77,15 @@ class Leaf(Program):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.source = self
         self.home = functorch.maybe_current_level() or 0
         self.torch_function = functorch._get_torch_function_state()
         # The levels that are active at the call, until the first run.
         self.layers: list[functorch.Layer] | None = functorch.active_layers()
+
+    # An attribute would be a cycle, in which the tensors of a call wait for the collector.
+    @property
+    def source(self) -> Leaf:  # type: ignore[override]
+        return self
 
     def captured_at(self, edges: Mapping[Edge, Tensor | None]) -> Sequence[Tensor]:
         """The captured tensors at the edges by which the graph of the outputs leaves f."""
