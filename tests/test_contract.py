@@ -277,6 +277,16 @@ def test_what_f_does_not_use_is_no_input(wrap):
     assert not any(leaf.requires_grad for leaf in g.values())
 
 
+def test_what_f_does_not_use_is_no_input_at_a_level(wrap):
+    """A tensor that is batched, and requires grad outside: the gradient does not hold its history."""
+    c = inputs()[1]
+
+    def sample(x):
+        return grad(wrap(lambda p: (p * c).sum() if p.dim() else x))(c)
+
+    assert not vmap(sample)(torch.rand(2, 3, requires_grad=True)).requires_grad
+
+
 # ---------------------------------------------------------------- the world
 
 

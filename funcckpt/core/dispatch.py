@@ -70,7 +70,7 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
         return outputs
     if isinstance(recording, Recording):
         active = [*recording.active]
-        for i in recording.unused:
+        for i in {*recording.unused, *program.source.unused}:  # at this level, and in plain autograd
             inputs[i] = wrappers.fresh(inputs[i])
     else:
         active = [*map(is_differentiable, outputs)]

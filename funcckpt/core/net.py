@@ -47,11 +47,9 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
     if layers is None:
         return run(program, inputs), None
     with torch.enable_grad(), functorch._set_fwd_grad_enabled(True):
-        outputs, active, captured, reached = run_first(program, source, inputs, layers)
+        outputs, active, captured, _ = run_first(program, source, inputs, layers)
     if captured:
         raise not_given(source, f"that requires grad ({describe(captured[0])})")
-    differentiated = compress(range(len(inputs)), map(wrappers.require_grad, inputs))
-    source.unused = [i for i in differentiated if i >= source.arity and i not in reached]
     return outputs, active
 
 
@@ -113,6 +111,8 @@ def run_first(
         del given, edges
         own.clear()
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
+    if records and len(inputs) > source.arity:
+        source.unused = [i for i in differentiated if i >= source.arity and i not in reached]
     if record is not None:
         with torch.no_grad():
             source.kept = record.finish()
