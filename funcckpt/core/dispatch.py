@@ -70,8 +70,10 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
         return outputs
     if isinstance(recording, Recording):
         active = [*recording.active]
-        for i in {*recording.unused, *program.source.unused}:  # at this level, and in plain autograd
-            inputs[i] = wrappers.fresh(inputs[i])
+        # At this level, and in plain autograd, where tangents of levels inside may have been further inputs.
+        for i in {*recording.unused, *program.source.unused}:
+            if i < len(inputs):
+                inputs[i] = wrappers.fresh(inputs[i])
     else:
         active = [*map(is_differentiable, outputs)]
     return attach(program, outputs, active, inputs, level)
