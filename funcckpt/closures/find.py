@@ -44,6 +44,7 @@ _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
 # Functions that update the running statistics that they are given.
 _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_norm" in name]
+_STATISTICS += ["_batch_norm_with_update"]  # of torch.ops.aten alone
 _DRAWING = ("random", "numpy.random")  # from whose streams code may draw by any name
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
