@@ -48,11 +48,13 @@ def test_committed_with_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path):
+def test_runs(path, monkeypatch):
     """Every cell runs, and those that print no errors of torch's print what is committed, but for digits."""
     nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebooks`")
     nbformat = pytest.importorskip("nbformat", reason="needs the extra `notebooks`")
     pytest.importorskip("ipykernel", reason="needs the extra `notebooks`")
+    # Threads that wait for each other beside another test take minutes for seconds.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(path, as_version=4)
     before = [text_of(cell) for cell in notebook.cells]
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
