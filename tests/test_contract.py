@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib
 import random
 import re
 import types
@@ -285,6 +286,45 @@ def test_what_f_does_not_use_is_no_input_at_a_level(wrap):
         return grad(wrap(lambda p: (p * c).sum() if p.dim() else x))(c)
 
     assert not vmap(sample)(torch.rand(2, 3, requires_grad=True)).requires_grad
+
+
+class OwnLayerNorm(nn.LayerNorm):
+    """Its eps is named in torch's code alone."""
+
+
+def test_an_attribute_that_code_of_a_library_reads(wrap):
+    def gradient(wrap):
+        module, x = OwnLayerNorm(3), inputs()[1].requires_grad_()
+        y = wrap(module)(x)
+        module.eps = 3.0
+        return torch.autograd.grad(y.sin().sum(), x)
+
+    assert_same(gradient(wrap), gradient(no_remat))
+
+
+def test_an_attribute_that_code_of_an_installed_package_reads(wrap, tmp_path, monkeypatch):
+    path = tmp_path / "site-packages"
+    path.mkdir()
+    (path / "installed_base.py").write_text(
+        "from torch import nn\n"
+        "class Base(nn.Module):\n"
+        "    k = 2.0\n"
+        "    def forward(self, x):\n"
+        "        return self.scaled(x).sin()\n"
+        "    def scaled(self, x):\n"
+        "        return x * self.k\n"
+    )
+    monkeypatch.syspath_prepend(path)
+    kind = type("Own", (importlib.import_module("installed_base").Base,), {"__module__": __name__})
+
+    def gradient(wrap):
+        module, x = kind(), inputs()[1].requires_grad_()
+        module.k = 2.0
+        y = wrap(module)(x)
+        module.k = 3.0
+        return torch.autograd.grad(y.sum(), x)
+
+    assert_same(gradient(wrap), gradient(no_remat))
 
 
 # ---------------------------------------------------------------- the world

@@ -66,6 +66,24 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], tup
 
 
 @functools.lru_cache(maxsize=4096)
+def names_in_bases(kind: Any) -> frozenset[str]:
+    """What code that a class has of libraries looks up, where an instance is called: nn.LayerNorm its eps."""
+    looked_up: set[str] = set()
+    pending = {"forward", "__call__"}
+    while pending:
+        name = pending.pop()
+        for base in kind.__mro__:
+            code = getattr(base.__dict__.get(name), "__code__", None)
+            # What nn.Module itself looks up is known.
+            of_library = is_library(base.__module__) and base.__module__ != "torch.nn.modules.module"
+            if code is not None and of_library:
+                found = names_in(code)[0]
+                pending |= found - looked_up
+                looked_up |= found
+    return frozenset(looked_up)
+
+
+@functools.lru_cache(maxsize=4096)
 def slots_of(kind: Any) -> tuple[str, ...]:
     """The names of the slots of a class."""
     members: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 
 from . import kinds
-from .code import is_installed, is_library, is_of_installed, names_in, own_classes
+from .code import is_installed, is_library, is_of_installed, names_in, names_in_bases, own_classes
 from .kinds import Hole, Node
 
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
@@ -121,6 +121,7 @@ class Found:
                 node = nodes[number] = Node(kind, cls, value, content, refers, parent, key, counted)
                 if counted is not None:
                     named.append(node)
+                    names |= names_in_bases(of)
                 if kind is kinds.MODULE and value.training and content.get("_buffers"):
                     self._training.append(value._buffers)
                 elif kind is kinds.FUNCTION:
