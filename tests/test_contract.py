@@ -288,6 +288,15 @@ def test_what_f_does_not_use_is_no_input_at_a_level(wrap):
     assert not vmap(sample)(torch.rand(2, 3, requires_grad=True)).requires_grad
 
 
+def test_the_derivative_of_a_linear_function(wrap):
+    """It may have a history where plain torch's has none, but nothing is differentiated by it."""
+    x = inputs()[0].requires_grad_()
+    (g,) = torch.autograd.grad(wrap(lambda x: x * 2)(x).sum(), x, create_graph=True)
+    assert_same(g.detach(), torch.full_like(x, 2))
+    second = torch.autograd.grad(g.sum(), x, allow_unused=True)[0] if g.requires_grad else None
+    assert second is None or not second.any()
+
+
 class OwnLayerNorm(nn.LayerNorm):
     """Its eps is named in torch's code alone."""
 
