@@ -80,6 +80,18 @@ def gradients(
     return _engine_run_backward(*arguments, accumulate_grad=False)
 
 
+def nodes_of(tensors: Sequence[Tensor], first_node: int = 0) -> Iterator[Any]:
+    """The nodes of the graph of some tensors, from `first_node` on."""
+    pending: list[Any] = [y.grad_fn for y in tensors]
+    seen = {None}
+    while pending:
+        node = pending.pop()
+        if node not in seen and node._sequence_nr() >= first_node:
+            seen.add(node)
+            pending.extend([following for following, _ in node.next_functions])
+            yield node
+
+
 _ENGINE = _engine_run_backward.__code__
 _AUTOGRAD_GRAD, _GRAD_TRANSFORM = _autograd_grad.__code__, inspect.unwrap(grad_and_value_impl).__code__
 # Between them and the engine. A mode of somebody else might differentiate what it is handed; those of torch
@@ -97,7 +109,7 @@ def is_final_backward(level: int, thread: int) -> bool:
     dead weight (pytorch#134612). A pullback of `torch.func.vjp`, or a `torch.autograd.grad` inside of the
     function, may still be differentiated. Which of them is running shows only in the frames of the caller.
     """
-    engine = _call_of_engine(sys._getframe(2))
+    engine = _call_of_engine(sys._getframe(1))
     frame = engine or _call_of_engine(sys._current_frames().get(thread))
     frame = frame and frame.f_back
     while frame and frame.f_code.co_name in _PASSED and frame.f_globals.get("__name__", "").startswith(_OURS):

@@ -68,7 +68,7 @@ def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequ
 
     Without `record` nothing requires grad any more: forward mode switches grad mode on.
     """
-    if not has_dual_level():
+    if forward_ad._current_level < 0:
         return inputs
     return [
         x if is_legacy_batchedtensor(x) else fresh(x).requires_grad_(record and x.requires_grad)

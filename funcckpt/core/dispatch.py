@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import compress, repeat
 from typing import Any
 
@@ -28,14 +28,15 @@ from .program import (
     Jvp,
     Program,
     Recording,
-    Tensors,
     Vjp,
     Vmap,
     WithCaptured,
     is_differentiable,
     recorded,
+    split_duals,
     zeros_for_none,
 )
+from .tensors import Tensors
 
 
 def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -47,12 +48,8 @@ def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if interpreter is not None:
         return _RULES[interpreter.key().value](interpreter, program, inputs)
     # No functorch level is left: plain reverse and forward mode, or just the values.
-    if wrappers.in_dual_level():
-        duals = _split_duals(inputs)
-        if duals[2]:
-            return _bind_dual(program, inputs, *duals)
-    if program.is_pullback and any(map(wrappers.is_legacy_batchedtensor, inputs)):
-        return _bind_legacy(program, inputs)
+    if wrappers.in_dual_level() and (duals := split_duals(inputs))[2]:
+        return _bind_dual(program, inputs, *duals)
     return _bind_values(program, inputs)[0]
 
 
@@ -76,15 +73,15 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
                 inputs[i] = wrappers.fresh(inputs[i])
     else:
         active = [*map(is_differentiable, outputs)]
-    return attach(program, outputs, active, inputs, level)
+    return attach(program, outputs, active, inputs, level=level)
 
 
 def _bind_jvp(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     inputs = [*map(functorch.CJvpInterpreterPtr(interpreter).lift, inputs)]
     looks = torch._C._is_fwd_grad_enabled()
-    primals, tangents, along = _split_duals(inputs) if looks else (inputs, [], ())
-    unwrapped = [wrappers._unwrap_for_grad(x, level) for x in (*primals, *tangents)]
+    primals, tangents, along = split_duals(inputs) if looks else (inputs, [], ())
+    unwrapped = wrappers.unwrapped_for_grad((*primals, *tangents), level)
     if not along:
         outputs = functorch.below(interpreter, bind, recorded(program, ()), unwrapped)
         return tuple(wrappers.wrapped_for_grad(outputs, level))
@@ -158,82 +155,69 @@ def _bind_dual(
     differentiated = [i for i, x in enumerate(inputs) if x.requires_grad and records]
     inner = recorded(program, differentiated) if differentiated else program
     jvp = Jvp(inner, program.home, len(inputs), along)
-    arguments = [*primals, *tangents]
-    captured: Sequence[Tensor] = ()
-    if any(map(wrappers.is_legacy_batchedtensor, arguments)):
-        results = _bind_legacy(jvp, arguments)
-    else:
-        results, captured = _bind_values(jvp, arguments)
+    results, captured = _bind_values(jvp, [*primals, *tangents])
     outputs, out_tangents = jvp.split(results)
     if not any(map(wrappers.require_grad, (*inputs, *captured))) or not records:
         return _make_duals(outputs, out_tangents)
-    if captured:
-        program = WithCaptured(program, program.home, [*map(id, captured)])
     # The graph of the primal has to lead back to the dual inputs, so that a backward through it is
     # differentiated in forward mode too.
-    outputs = tuple([wrappers.with_memory_for_each(y) for y in outputs])
-    detached = [wrappers.fresh(y) for y in outputs]
-    dual: Tensors = _AtDualLevel.apply(program, detached, out_tangents, *inputs, *captured)
-    return dual
+    detached = tuple([wrappers.fresh(wrappers.with_memory_for_each(y)) for y in outputs])
+    active = [*map(is_differentiable, detached)]
+    return attach(
+        program, detached, active, inputs, captured, tangents=zeros_for_none(detached, out_tangents)
+    )
 
 
 def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
     """In plain reverse mode. With the results come the captured tensors that their graph leads to."""
+    if (program.is_pullback or isinstance(program, Jvp)) and any(
+        map(wrappers.is_legacy_batchedtensor, inputs)
+    ):
+        return _bind_legacy(program, inputs), ()
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
     records = records and (source.is_compiled or not functorch.is_tracing())
-    values = inputs
-    if wrappers.has_dual_level():
-        values = wrappers.without_forward_views(inputs, record=records)
+    values = wrappers.without_forward_views(inputs, record=records)
     active: Sequence[bool] = ()
     layers, source.layers = source.layers, None
     if layers is not None:
         outputs, active, captured, reached = net.run_first(program, source, values, layers)
         source.captured = captured
         if captured and len(inputs) > source.arity:
-            arity = source.arity
-            inputs = [x if i < arity or i in reached else wrappers.fresh(x) for i, x in enumerate(inputs)]
+            kept = {*range(source.arity), *reached}
+            inputs = [x if i in kept else wrappers.fresh(x) for i, x in enumerate(inputs)]
     else:
         outputs, captured = net.run(program, values), source.captured
         if any(map(wrappers.require_grad, (*inputs, *captured))):
             active = [*map(is_differentiable, outputs)]
     if not records or not any(active):
         return outputs, ()
-    if captured:
-        program, inputs = WithCaptured(program, program.home, [*map(id, captured)]), [*inputs, *captured]
-    return attach(program, outputs, active, inputs), captured
+    return attach(program, outputs, active, inputs, captured), captured
 
 
 def attach(
-    program: Program, outputs: Tensors, active: Sequence[bool], inputs: Sequence[Tensor], level: int = 0
+    program: Program,
+    outputs: Tensors,
+    active: Sequence[bool],
+    inputs: Sequence[Tensor],
+    captured: Sequence[Tensor] = (),
+    level: int = 0,
+    tangents: Sequence[Tensor | None] = (),
 ) -> Tensors:
     """Give values the history of R[program](inputs), in plain autograd or at the innermost grad level.
 
-    `active` says for each whether it depends on an input that requires grad.
+    `active` says for each whether it depends on an input that requires grad. With `tangents` some inputs are
+    dual in plain forward mode, and so will the results be.
     """
+    if captured:
+        program, inputs = WithCaptured(program, program.home, [*map(id, captured)]), [*inputs, *captured]
     functorch.set_single_level_autograd_function_allowed(True)
     try:
-        attached: Tensors = _Node.apply(program, level, outputs, active, *inputs)  # type: ignore[attr-defined]
+        attached: Tensors = _Node.apply(program, level, outputs, active, tangents, *inputs)  # type: ignore[attr-defined]
         return attached
     finally:
         functorch.set_single_level_autograd_function_allowed(False)
-
-
-def _interpreter_of_last(level: int, thread: int, x: Tensor) -> Any:
-    """The interpreter of a level, if the backward that is running is the last that this will see.
-
-    Nobody can differentiate at the level any more: what it would record is dead weight.
-    """
-    interpreter = functorch.peek_interpreter_stack()
-    if (
-        interpreter is not None
-        and interpreter.level() == level
-        and not wrappers.is_dead_tensor_wrapper(x)
-        and autograd.is_final_backward(level, thread)
-    ):
-        return interpreter
-    return None
 
 
 class _Node(functorch.SingleLevelFunction):
@@ -244,10 +228,16 @@ class _Node(functorch.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, program: Program, level: int, outputs: Tensors, active: Sequence[bool], *inputs: Tensor
+        ctx: Any,
+        program: Program,
+        level: int,
+        outputs: Tensors,
+        active: Sequence[bool],
+        tangents: Sequence[Tensor | None],
+        *inputs: Tensor,
     ) -> Tensors:
         ctx.set_materialize_grads(False)
-        ctx.program, ctx.level = program, level
+        ctx.program, ctx.level, ctx.tangents = program, level, tangents
         ctx.home = program.home
         if level:
             ctx.home, ctx.thread = min(program.home, level - 1), threading.get_ident()
@@ -269,14 +259,21 @@ class _Node(functorch.SingleLevelFunction):
                 f"an input of remat({program.source.name}), or a tensor that it captured, was changed in "
                 f"place between the forward and the backward. Pass a copy of it (x.clone()): {error}"
             ) from None
-        handing_out: AbstractContextManager[None] = _NOWHERE
+        handing_out: Any = nullcontext()
         if ctx.kept is not None:
             arguments, kept = recording.split(ctx.kept, arguments)
             handing_out = recompute.handing_out(program.source, ctx.kept, kept)
             del kept
         arity = len(arguments)
         leading = len(needed) - arity
-        last = _interpreter_of_last(level, ctx.thread, arguments[0]) if level else None
+        # In the last backward of a level nobody can differentiate there: to record would be dead weight.
+        last = functorch.peek_interpreter_stack() if level else None
+        if last is not None and (
+            last.level() != level
+            or wrappers.is_dead_tensor_wrapper(arguments[0])
+            or not autograd.is_final_backward(level, ctx.thread)
+        ):
+            last = None
         wrt = (*compress(range(arity), needed[leading:]),)
         given = (*map(operator.is_not, cotangents, repeat(None)),)
         of = (*compress(range(len(given)), given),)
@@ -285,8 +282,7 @@ class _Node(functorch.SingleLevelFunction):
         vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
         arguments += compress(cotangents, given)
         del cotangents
-        # As in `remat`, nothing for Dynamo.
-        run = bind if autograd.get_eval_frame_callback() is None else torch.compiler.disable(bind)
+        run = autograd.without_dynamo(bind)  # as in `remat`
         with handing_out:
             if last is not None:
                 arguments = wrappers.unwrapped_for_grad(arguments, level)
@@ -299,39 +295,13 @@ class _Node(functorch.SingleLevelFunction):
             gradients[leading + i] = gradient
         return tuple(gradients)
 
-
-class _AtDualLevel(torch.autograd.Function):
-    """R at plain autograd and plain forward mode together."""
-
     @staticmethod
-    def forward(ctx: Any, program: Program, outputs: Any, tangents: Any, *inputs: Tensor) -> Tensors:
-        ctx.tangents = zeros_for_none(outputs, tangents)
-        return _Node.forward(ctx, program, 0, tuple(outputs), [*map(is_differentiable, outputs)], *inputs)
-
-    backward = staticmethod(_Node.backward)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        out_tangents = ctx.tangents
-        del ctx.tangents
-        return tuple(out_tangents)
-
-
-def _split_duals(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:
-    primals = list(inputs)
-    tangents, along = [], []
-    for i, x in enumerate(inputs):
-        tangent = wrappers.tangent_of(x)
-        if tangent is not None:
-            primals[i] = forward_ad.unpack_dual(x, level=0).primal
-            tangents.append(tangent)
-            along.append(i)
-    return primals, tangents, tuple(along)
+    def jvp(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        """In plain forward mode. What gives the outputs has given their tangents too."""
+        tangents, ctx.tangents = ctx.tangents, ()
+        return (*tangents,)
 
 
 def _make_duals(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensors:
     duals = zip(primals, tangents, strict=True)
     return tuple([y if t is None else forward_ad.make_dual(y, t, level=0) for y, t in duals])
-
-
-_NOWHERE = nullcontext()

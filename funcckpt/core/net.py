@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from torch import Tensor
 from .._torch import autograd, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute, recording
-from .program import Leaf, Program, Recording, Tensors
-from .tensors import LEAF, Edge, entering, versions_of
+from .program import Leaf, Program, Recording
+from .tensors import LEAF, Edge, Tensors, entering, versions_of
 
 # What the first run of a program gave: the outputs; for each whether it depends on an input that requires
 # grad in plain autograd, or on a captured tensor; those captured tensors; and the numbers of those inputs.
@@ -32,12 +33,8 @@ First = tuple[Tensors, Sequence[bool], Sequence[Tensor], Collection[int]]
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before, and record nothing."""
-    mode = torch.is_grad_enabled()
-    functorch.set_grad_enabled(False)
-    try:
+    with torch.no_grad():
         return recompute.run(program, inputs)
-    finally:
-        functorch.set_grad_enabled(mode)
 
 
 def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[bool] | None]:
@@ -70,7 +67,6 @@ def run_first(
         if records and not source.is_compiled:
             x.requires_grad_()
         own[(id(x), LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
-        del x
     first_node = functorch.next_sequence_number()
     record = None
     if (
@@ -79,16 +75,15 @@ def run_first(
         and not functorch.is_tracing()
     ):
         record = recording.Record(source, source.chooser)
-    if record is None and not layers:
+    shadows: Any = functorch.shadows(layers) if layers else nullcontext()
+    asleep = nullcontext() if record is None or layers else autograd.hooks_asleep()
+    watched: Any = record or nullcontext()
+    with shadows as levels, asleep, watched:
         outputs = program.run(*given)
-    else:
-        asleep = _NOWHERE if record is None or layers else autograd.hooks_asleep()
-        with functorch.shadows(layers) as levels, asleep, record or _NOWHERE:
-            outputs = program.run(*given)
-            if layers:
-                outputs = _below_shadows(outputs, layers, levels, source)
-            elif record is not None:
-                record.note_graph(outputs, first_node)
+        if layers:
+            outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
+        elif record is not None:
+            record.note_graph(outputs, first_node)
     if wrappers.has_dual_level():
         for y in outputs:
             if wrappers.tangent_of(y) is not None:
@@ -102,14 +97,11 @@ def run_first(
         source.check_versions(versions, inputs)
     if any(active):
         edges = entering(outputs, own, first_node)
-        for edge in [*edges]:
-            if edge in own:
-                reached.add(own[edge])
-                del edges[edge]
+        for edge in own.keys() & edges:
+            reached.add(own[edge])
+            del edges[edge]
         if edges:
             captured = source.captured_at(edges)
-        del given, edges
-        own.clear()
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if records and len(inputs) > source.arity:
         source.unused = [i for i in differentiated if i >= source.arity and i not in reached]
@@ -119,32 +111,23 @@ def run_first(
     return outputs, active, captured, reached
 
 
-_NOWHERE = nullcontext()
-
-
 def _below_shadows(
-    outputs: Tensors, layers: Sequence[functorch.Layer], levels: Sequence[int], source: Leaf
-) -> Tensors:
-    found = []
-    for y in outputs:
-        if wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y)):
-            for level in reversed(levels):  # it has hardly any operators
-                y = wrappers._unwrap_for_grad(y, level)
-            found.append(y)
-            continue
-        for layer, level in zip(reversed(layers), reversed(levels), strict=True):
-            if layer.kind == "vmap":
-                y, dim = functorch._unwrap_batched(y, level)
-                captured = dim is not None
-            else:
-                captured = wrappers.tangent_of(y) is not None if layer.kind == "jvp" else y.requires_grad
-                y = wrappers._unwrap_for_grad(y, level)
-            if captured:
-                raise not_given(
-                    source, f"of {layer.kind} at level {level}", f": an output ({describe(y)}) depends on it"
-                )
-        found.append(y)
-    return (*found,)
+    y: Tensor, layers: Sequence[functorch.Layer], levels: Sequence[int], source: Leaf
+) -> Tensor:
+    # What is_grads_batched has batched has hardly any operators, and no tangent.
+    is_legacy = wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y))
+    for layer, level in zip(reversed(layers), reversed(levels), strict=True):
+        if layer.kind == "vmap":
+            y, dim = functorch._unwrap_batched(y, level)
+            captured = dim is not None
+        else:
+            is_dual = layer.kind == "jvp" and not is_legacy and wrappers.tangent_of(y) is not None
+            captured = is_dual or (layer.kind != "jvp" and y.requires_grad)
+            y = wrappers._unwrap_for_grad(y, level)
+        if captured:
+            depends = f": an output ({describe(y)}) depends on it"
+            raise not_given(source, f"of {layer.kind} at level {level}", depends)
+    return y
 
 
 def not_given(source: Leaf, what: str, then: str = "") -> ClosureError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 
@@ -28,9 +29,7 @@ from .._torch import autograd, functorch, wrappers
 from ..policies.policies import Chooser
 from ..tape import recompute, recording
 from ..tape.tape import watch_of
-from .tensors import LEAF, Edge, entering
-
-Tensors = tuple[Tensor, ...]
+from .tensors import LEAF, Edge, Tensors as Tensors, entering
 
 
 class Program:
@@ -141,7 +140,7 @@ class Recording(Derived):
     """
 
     differentiated: Sequence[int] = ()
-    # Which outputs depend on an input that requires grad, once it has run; and which such inputs that f has
+    # Once it has run: which outputs depend on an input that requires grad, and which such inputs that f has
     # captured no output depends on.
     active: Sequence[bool] = ()
     unused: Sequence[int] = ()
@@ -209,29 +208,31 @@ class Jvp(Derived):
 
     arity: int
     along: tuple[int, ...]
-    active: Sequence[bool] = ()
+    active: tuple[int, ...] = ()
 
     def run(self, *inputs: Tensor) -> Tensors:
         # Some backward formulas inside of the program are differentiable only where grad mode is on.
         with functorch.jvp_level() as level, torch.enable_grad():
-            duals = [wrappers._wrap_for_grad(x, level) for x in inputs[: self.arity]]
+            duals = wrappers.wrapped_for_grad(inputs[: self.arity], level)
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
-                duals[i] = wrappers.forward_ad.make_dual(duals[i], t, level=0)
-            primals, tangents = [], []
-            for y in self.inner.run(*duals):
-                tangent = wrappers.tangent_of(y)
-                if tangent is not None:
-                    y = wrappers.forward_ad.unpack_dual(y, level=0).primal
-                    tangents.append(wrappers._unwrap_for_grad(tangent, level))
-                primals.append((wrappers._unwrap_for_grad(y, level), tangent is not None))
-        self.active = tuple([has_tangent for _, has_tangent in primals])
-        return (*[y for y, _ in primals], *tangents)
+                duals[i] = forward_ad.make_dual(duals[i], t, level=0)
+            primals, tangents, self.active = split_duals(self.inner.run(*duals))
+            return (*wrappers.unwrapped_for_grad((*primals, *tangents), level),)
 
     def split(self, outputs: Tensors) -> tuple[Tensors, list[Tensor | None]]:
         """The outputs of a run as primals and tangents."""
-        arity = len(self.active)
-        tangents = iter(outputs[arity:])
-        return outputs[:arity], [next(tangents) if has else None for has in self.active]
+        arity = len(outputs) - len(self.active)
+        tangents = dict(zip(self.active, outputs[arity:], strict=True))
+        return outputs[:arity], [*map(tangents.get, range(arity))]
+
+
+def split_duals(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:
+    """Primals, tangents, and the numbers of those that have one."""
+    primals = [*tensors]
+    tangents = {i: t for i, t in enumerate(map(wrappers.tangent_of, tensors)) if t is not None}
+    for i in tangents:
+        primals[i] = forward_ad.unpack_dual(primals[i], level=0).primal
+    return primals, [*tangents.values()], (*tangents,)
 
 
 @dataclass(eq=False)
@@ -288,23 +289,16 @@ class Vjp(Derived):
         if source.torch_function != functorch._get_torch_function_state():
             with functorch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
-        arity = self.arity
-        primals, cotangents = [*inputs[:arity]], inputs[arity:]
+        primals, cotangents = [*inputs[: self.arity]], inputs[self.arity :]
         del inputs
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
         is_plain = (
             not self.at_level and functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         )
-        # Captured leaves that a recomputation may differentiate themselves: their hooks are for the backward.
-        own: list[int] = []
-        if is_plain and isinstance(self.inner, WithCaptured):
-            for i in range(arity - len(self.inner.ids), arity):
-                if primals[i].is_leaf and not primals[i]._backward_hooks:
-                    own.append(i)
         replay = watch_of(source) if functorch.number_of_dispatch_modes() else None
-        with replay.recording() if isinstance(replay, recompute.Replay) else _NOWHERE:
-            outputs, leaves = self.record(primals, is_plain, own)
+        with replay.recording() if isinstance(replay, recompute.Replay) else nullcontext():
+            outputs, leaves = self.record(primals, is_plain)
         if len(self.of) < len(outputs):
             outputs = [outputs[i] for i in self.of]
         primals.clear()
@@ -312,26 +306,15 @@ class Vjp(Derived):
         # nobody looks have no right batching rule (lu_solve under two vmaps).
         create_graph = nested or self.unbatched is not None
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
-            create_graph = sum([layer.kind == "vmap" for layer in functorch.active_layers()]) > 1
-        gradients = self._pull_batched((outputs, leaves, create_graph), *cotangents)
-        if self.unbatched is None or nested:
-            return gradients
-        return tuple([wrappers.fresh(g) for g in gradients])
+            create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
+        gradients = self.pull(outputs, leaves, create_graph, *cotangents)
+        return gradients if self.unbatched is None or nested else (*map(wrappers.fresh, gradients),)
 
-    def _pull_batched(self, how: tuple[Any, ...], *cotangents: Tensor) -> Tensors:
-        if self.unbatched is None:
-            return self.pull(*how, *cotangents)
-        inner = functools.partial(self.unbatched._pull_batched, how)
-        outputs, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
-        return outputs
-
-    def record(
-        self, primals: list[Tensor], is_plain: bool, own: Collection[int] = ()
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def record(self, primals: list[Tensor], is_plain: bool) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of f on leaves, and these. Plain autograd takes what functorch refuses."""
         if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
             with torch.inference_mode(False), torch.no_grad():
-                return self.record(primals, is_plain, own)
+                return self.record(primals, is_plain)
         mode, level = torch.is_grad_enabled(), 0
         if not is_plain:
             if not mode and not self.source.captured:
@@ -343,16 +326,17 @@ class Vjp(Derived):
         try:
             functorch.set_grad_enabled(True)
             if is_plain:
-                leaves = []
+                given = self.arity
+                if isinstance(self.inner, WithCaptured):
+                    given -= len(self.inner.ids)
                 detach = wrappers.how_to_detach(primals)
                 for i in self.wrt:
-                    x = leaf = primals[i]
-                    if not x.requires_grad or (i not in own and not mode):
-                        leaf = detach(x).requires_grad_()
-                    elif i not in own:
-                        leaf = x.view_as(x)
-                    leaves.append(leaf)
-                    primals[i] = leaf
+                    x = primals[i]
+                    # A captured leaf f may differentiate itself. Hooks of a leaf are for the backward.
+                    if i < given or not x.requires_grad or not x.is_leaf or x._backward_hooks:
+                        is_nested = mode and x.requires_grad
+                        primals[i] = x.view_as(x) if is_nested else detach(x).requires_grad_()
+                leaves = [*map(primals.__getitem__, self.wrt)]
             else:
                 primals = wrappers.wrapped_for_grad(primals, level)
                 leaves = wrappers.require_grad_at_this_level(primals, self.wrt)
@@ -368,17 +352,24 @@ class Vjp(Derived):
     def pull(
         self, outputs: list[Tensor], leaves: list[Tensor], create_graph: bool, *cotangents: Tensor
     ) -> Tensors:
+        if self.unbatched is not None:
+            inner = functools.partial(self.unbatched.pull, outputs, leaves, create_graph)
+            results, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
+            return results
         if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
-            _refuse_once_differentiable(outputs)
-        edges, used = [], []
+            # It raises in a backward, and not in `torch.autograd.grad`: its node leads to none of the leaves.
+            if any([node.name() == "torch::autograd::Error" for node in autograd.nodes_of(outputs)]):
+                raise RuntimeError(
+                    "trying to differentiate twice a function that was marked with @once_differentiable"
+                )
+        edges, used, owner = [], [], None
         for y, ct in zip(outputs, cotangents, strict=True):
             if y.requires_grad:
                 # A node of Python's is owned by the graph, of which there is the tensor alone (torch 2.11).
-                owner: Any = y if isinstance(y.grad_fn, FunctionCtx) else None
+                owner = y if isinstance(y.grad_fn, FunctionCtx) else None
                 edges.append(y if y.grad_fn is None else GradientEdge(y.grad_fn, y.output_nr, owner))
                 used.append(ct)
-        del y
-        owner = None
+        del y, owner
         outputs.clear()  # no value of them is needed any more
         gradients: Sequence[Tensor | None] = (None,) * len(leaves)
         if edges:
@@ -386,25 +377,6 @@ class Vjp(Derived):
         self.connected = (*map(operator.is_not, gradients, repeat(None)),)
         some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
         return (*map(wrappers.alive, some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some
-
-
-def _refuse_once_differentiable(outputs: Sequence[Tensor]) -> None:
-    """Raise what `once_differentiable` raises in a backward, and not in `torch.autograd.grad`.
-
-    The node that raises leads nowhere, so that a search for the gradient of given inputs passes it by.
-    """
-    pending: list[Any] = [y.grad_fn for y in outputs]
-    seen: set[Any] = {None}
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::Error":
-            raise RuntimeError(
-                "trying to differentiate twice a function that was marked with @once_differentiable"
-            )
-        pending += [following for following, _ in node.next_functions]
 
 
 def zeros_for_none(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Any]:
@@ -416,6 +388,3 @@ def zeros_for_none(primals: Sequence[Tensor], tangents: Sequence[Tensor | None])
 
 def is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-_NOWHERE = nullcontext()

@@ -166,8 +166,8 @@ class GivenBuffers:
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         # Until they are updated.
         self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if may_be_buffer(x)}
+        # Those of levels; after the first run, those that it has updated.
         self._at_levels = [i for i, x in self._originals.items() if wrappers.is_functorch_wrapped_tensor(x)]
-        self._updated: set[int] = set()
 
     def __contains__(self, i: int) -> bool:
         return i in self._originals
@@ -185,16 +185,18 @@ class GivenBuffers:
         given = [*inputs]
         for i, x in self._originals.items():
             given[i] = inputs[i].clone() if i in self._at_levels else x
-        return tuple(given)
+        return (*given,)
 
     def of_recomputation(self, inputs: Tensors) -> Tensors:
         return tuple([x.clone() if i in self._originals else x for i, x in enumerate(inputs)])
 
     def note(self, inputs: Tensors, before: Tensors) -> None:
         """See which buffers of levels the first run has updated."""
-        for i in self._at_levels:
-            if inputs[i]._version or not is_same(inputs[i], wrappers.physical(before[i])[0]):
-                self._updated.add(i)
+        self._at_levels = [
+            i
+            for i in self._at_levels
+            if inputs[i]._version or not is_same(inputs[i], wrappers.physical(before[i])[0])
+        ]
 
     def outputs(self, inputs: Tensors) -> list[Tensor]:
         """What is returned beside the outputs of f."""
@@ -203,10 +205,9 @@ class GivenBuffers:
     def settle(self, outputs: Tensors) -> Tensors:
         """Update the buffers of levels, after the first run; the outputs of f alone."""
         count = len(outputs) - len(self._at_levels)
-        for i, updated in zip(self._at_levels, outputs[count:], strict=True):
-            if i in self._updated:
-                with torch.no_grad():
-                    self._originals[i].copy_(updated)
+        with torch.no_grad():
+            for i, updated in zip(self._at_levels, outputs[count:], strict=True):
+                self._originals[i].copy_(updated)
         self._originals = dict.fromkeys(self._originals)
         return outputs[:count]
 
