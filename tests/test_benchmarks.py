@@ -1,4 +1,4 @@
-"""The benchmarks run and agree with each other; the README says what they have found."""
+"""The benchmarks run and agree with each other; the README and the documentation say what they have found."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ import readme  # noqa: E402
 
 SCRIPTS = [
     *("bilevel", "chunks", "depth", "functorch_grad", "langevin", "loops"),
-    *("maml", "per_sample", "power_iteration", "sampler"),
+    *("maml", "per_sample", "power_iteration", "sampler", "sizes"),
 ]
 
 
@@ -87,11 +87,13 @@ def test_resident_memory_is_that_of_the_meter():
     assert grown is None or abs(grown - 2 * x.nbytes) < 0.1 * x.nbytes
 
 
-def test_tables_of_the_readme():
+def test_tables_of_the_pages():
     """`python tests/benchmarks/readme.py` writes them."""
-    text = readme.README.read_text()
-    assert readme.with_tables(text) == text
-    assert text.count("<!-- results: ") == text.count("<!-- end of results -->") > 0
+    for page in readme.PAGES:
+        text = page.read_text()
+        assert readme.with_tables(text) == text, page.name
+        assert text.count("<!-- results: ") == text.count("<!-- end of results -->")
+    assert "<!-- results: costs -->" in readme.PAGES[0].read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is written for users holds: examples in docstrings and README, and that there are any."""
+"""What is written for users holds: examples in docstrings, README and pages, and that there are any."""
 
 import doctest
 import functools
@@ -6,7 +6,8 @@ import importlib
 import inspect
 import pkgutil
 import re
-import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from funcckpt.meter import mark
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 MODULES = [
     module.name
@@ -75,19 +77,16 @@ def test_everything_public_is_documented(item):
             assert re.search(rf"\b{option}\b", text), f"{option} is not described"
 
 
-def test_the_reference_holds_all_of_it(tmp_path, monkeypatch):
-    pytest.importorskip("pdoc", reason="needs the extra `docs`")
-    monkeypatch.setattr(funcckpt, "__all__", [], raising=False)  # The script sets it.
-    runpy.run_path(str(ROOT / "docs/reference.py"))["main"](tmp_path)
+def test_the_site_holds_all_of_it(tmp_path):
+    """It is built without a warning, so its links lead somewhere; and everything public is in its reference."""
+    pytest.importorskip("myst_parser", reason="needs the extra `docs`")
+    subprocess.run([sys.executable, "-m", "sphinx", "-q", "-W", "docs", tmp_path], cwd=ROOT, check=True)
+    text = (tmp_path / "reference.html").read_text()
     for parameter in public():
-        page, name = parameter.id.rpartition(".")[::2]
-        text = (tmp_path / f"{page.replace('.', '/')}.html").read_text()
-        _, found, section = text.partition(f'<section id="{name}">')
-        assert found, parameter.id
-        section, *_ = section.partition("</section>")
-        assert not re.search(r"\b(Parameters|Returns|Raises|Examples)\s*-----|:\w+:<|:func:", section), (
-            parameter.id
-        )
+        assert f'id="{parameter.id}"' in text, parameter.id
+    assert "Write R[f]" in (tmp_path / "how_it_works.html").read_text()
+    for page in PAGES[1:]:
+        assert page.stem == "index" or f'href="{page.stem}.html"' in (tmp_path / "index.html").read_text()
 
 
 class Block(nn.Linear):
@@ -96,7 +95,7 @@ class Block(nn.Linear):
 
 
 def names_of_the_reader():
-    """What the README's examples take for granted: torch, and functions and data of the reader's own."""
+    """What the examples of the pages take for granted: torch, and functions and data of the reader's own."""
 
     def loss(parameters, x, y=0.0):
         out = x @ pytree.tree_leaves(parameters)[0]
@@ -114,7 +113,12 @@ def names_of_the_reader():
     blocks = [{"up": torch.randn(3, 8), "down": torch.randn(8, 3)} for _ in range(3)]
     x = torch.randn(6, 3)
     data = {"x": x, "y": torch.randn(6), "x_test": torch.randn(2, 3), "y_test": torch.randn(2)}
-    functions = {"loss": loss, "with_remat": with_remat, "block": torch.tanh, "noise": torch.randn_like}
+    functions = {
+        "loss": loss,
+        "with_remat": with_remat,
+        "block": lambda *args: torch.tanh(args[-1]),
+        "noise": torch.randn_like,
+    }
     training = {
         "meta": {"init": torch.randn(3, 1), "rate": torch.tensor(0.1)},
         "batches": x[:, None],
@@ -133,33 +137,41 @@ def names_of_the_reader():
     }  # fmt: skip
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", page.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_of_the_readme(number, monkeypatch, tmp_path):
-    """Each runs, the first by itself."""
-    text = EXAMPLES[number]
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("number", range(len(blocks(README))))
+def test_examples_of_the_readme(number, monkeypatch, capsys):
+    """Each runs as it stands, and prints what stands below it."""
+    text, printed = blocks(README)[number]
     monkeypatch.setattr(functorch, "has_compiled", lambda: False)
-    names = names_of_the_reader() if number else {}
+    exec(compile(text, f"README.md, example {number}", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(("page", "number"), [(p, i) for p in PAGES[1:] for i in range(len(blocks(p)))])
+def test_examples_of_the_pages(page, number, monkeypatch):
+    text, _ = blocks(page)[number]
+    monkeypatch.setattr(functorch, "has_compiled", lambda: False)
+    names = names_of_the_reader()
     if "plot" in text:
         pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs the extra `plot`")
         pyplot.switch_backend("agg")
     if "from funcckpt" not in text:
         names.update(vars(funcckpt))
-    exec(compile(text, f"README.md, example {number}", "exec"), names)
-    if number == 0:
-        assert names["gradients"]["blocks"][0]["up"].shape == (32, 64, 256)
+    exec(compile(text, f"{page.name}, example {number}", "exec"), names)
 
 
-def test_links_of_the_readme():
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page):
     """Files that it names exist."""
-    text = README.read_text()
+    text = page.read_text()
     prose = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
     names = re.findall(r"\]\((?!http)([^)#]*[./][^)#]*)\)", prose) + re.findall(r"python (\S+/\S+\.py)", text)
-    assert names
     for name in names:
-        assert (ROOT / name).exists(), name
+        assert (page.parent / name).exists() or (ROOT / name).exists(), name
 
 
 def test_the_version_is_in_the_changelog():

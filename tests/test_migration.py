@@ -1,4 +1,4 @@
-"""The README's tables for those who come from elsewhere: what stands on the right exists, and gives what
+"""The tables of docs/migration.md, for those who come from elsewhere: what stands on the right exists, and gives what
 stands on the left gives.
 """
 
@@ -21,10 +21,10 @@ import funcckpt
 from funcckpt import per_sample, policies
 from funcckpt.nn import Remat, Sequential, apply_remat
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs/migration.md").read_text()
 ROWS = [
     line.split(" | ")
-    for line in README.partition("## Coming from")[2].partition("\n## ")[0].splitlines()
+    for line in PAGE.splitlines()
     if line.startswith("| ") and not line.startswith("| you write")
 ]
 NAMES = {**vars(funcckpt), "per_sample": per_sample, "vmap": vmap, "grad": grad}

@@ -1,4 +1,4 @@
-"""Write the tables of the README from the JSON files in results.
+"""Write the tables of the README and of the documentation from the JSON files in results.
 
     python tests/benchmarks/readme.py
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def load(name: str) -> dict[str, Any]:
@@ -42,22 +43,38 @@ def mebibytes(n: int) -> str:
 
 
 def grid(name: str, problems: Sequence[str] = ()) -> list[str]:
-    """A line for each method, and a column for each problem: for all if none are named."""
+    """A table for each problem, or for those that are named: a line for each method."""
     rows = load(name)["rows"]
-    problems = problems or list(dict.fromkeys(row["problem"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    found = {(row["method"], row["problem"]): row for row in rows}
+    lines = []
+    for problem in problems or dict.fromkeys(row["problem"] for row in rows):
+        of_it = [row for row in rows if row["problem"] == problem]
+        body = [
+            [
+                row["method"],
+                mebibytes(row["peak_bytes"]),
+                f"{row['flops'] / of_it[0]['flops']:.2f}" if row["flops"] else "",
+                f"{row['time_ratio']:.2f}",
+            ]
+            for row in of_it
+        ]
+        lines += [*table([problem, "peak MiB", "FLOPs", "time"], body), ""]
+    return lines[:-1] + sources(name)
 
-    def cell(method: str, problem: str) -> str:
-        row, first = found[method, problem], found[methods[0], problem]
-        flops = "" if row["flops"] is None else f"{row['flops'] / first['flops']:.2f}"
-        return f"{mebibytes(row['peak_bytes'])} · {flops or '?'} · {row['time_ratio']:.2f}"
 
-    lines = table(
-        ["MiB · FLOPs · time", *problems],
-        [[method, *[cell(method, problem) for problem in problems]] for method in methods],
-    )
-    return lines + sources(name)
+def costs() -> list[str]:
+    """Of `remat`, in parts of what it takes without, by the width of the model."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in load("sizes")["rows"]:
+        found.setdefault(row["problem"], {})[row["method"]] = row
+    body = [
+        [
+            problem,
+            *[f"{of['remat'][key] / of['plain'][key]:.2f}" for key in ("peak_bytes", "flops")],
+            f"{of['remat']['time_ratio']:.2f}",
+        ]
+        for problem, of in found.items()
+    ]
+    return table(["transformer of 6 blocks", "peak bytes", "FLOPs", "time"], body) + sources("sizes")
 
 
 def peaks(name: str, problem: str) -> dict[str, str]:
@@ -187,6 +204,8 @@ def eager_overhead() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "costs": costs,
+    "sizes": partial(grid, "sizes"),
     "per_sample": partial(grid, "per_sample"),
     "issues": issues,
     "depth": depth,
@@ -200,7 +219,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 
 
 def with_tables(text: str) -> str:
-    """The README with its tables as they should be."""
+    """A page with its tables as they should be."""
 
     def new(match: re.Match[str]) -> str:
         lines = "\n".join(TABLES[match[1]]())
@@ -210,4 +229,5 @@ def with_tables(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text()))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))
