@@ -25,6 +25,9 @@ prints and other side effects                         happen twice
 
 import warnings as _warnings
 
+# Not `nn` and `policies`: a star import must not replace torch.nn.
+__all__ = ["remat"]
+
 try:
     from ._torch import (
         autograd as _autograd,  # noqa: F401, all private names are needed below
@@ -36,45 +39,47 @@ except ImportError as error:
         f"{error} Until then remat is a plain torch.autograd.Function, slower, and all else is missing.",
         stacklevel=2,
     )
-    from .core.primitive import remat as remat
+    from .core.primitive import remat
 else:
     from . import nn as nn, policies as policies
-    from .eager.checkpoint import checkpoint as checkpoint
-    from .eager.patched import install as install, patched as patched, uninstall as uninstall
-    from .eager.scope import checkpoint_scope as checkpoint_scope
+    from .eager.checkpoint import checkpoint
+    from .eager.patched import install, patched, uninstall
+    from .eager.scope import checkpoint_scope
     from .eager.selective import (
-        CheckpointPolicy as CheckpointPolicy,
-        SelectiveCheckpointContext as SelectiveCheckpointContext,
-        create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
+        CheckpointPolicy,
+        SelectiveCheckpointContext,
+        create_selective_checkpoint_contexts,
     )
-    from .eager.sequential import (
-        checkpoint_sequential as checkpoint_sequential,
-        plan_segments as plan_segments,
-    )
+    from .eager.sequential import checkpoint_sequential, plan_segments
     from .errors import (
-        CheckpointError as CheckpointError,
-        ClosureError as ClosureError,
-        EscapeError as EscapeError,
-        FuncckptError as FuncckptError,
-        InputError as InputError,
-        MutationError as MutationError,
-        OptionError as OptionError,
-        OutputError as OutputError,
-        TransformError as TransformError,
+        CheckpointError,
+        ClosureError,
+        EscapeError,
+        FuncckptError,
+        InputError,
+        MutationError,
+        OptionError,
+        OutputError,
+        TransformError,
     )
-    from .inspect.explain import explain as explain
-    from .inspect.plot import plot_memory as plot_memory, plot_tradeoff as plot_tradeoff
-    from .inspect.residuals import (
-        print_saved_residuals as print_saved_residuals,
-        saved_residuals as saved_residuals,
-    )
-    from .loops import (
-        fori_loop as fori_loop,
-        inner_grad as inner_grad,
-        scan as scan,
-        while_loop as while_loop,
-    )
-    from .policies import checkpoint_name as checkpoint_name
-    from .remat import remat as remat  # type: ignore[assignment]
+    from .inspect.explain import explain
+    from .inspect.plot import plot_memory, plot_tradeoff
+    from .inspect.residuals import print_saved_residuals, saved_residuals
+    from .loops import fori_loop, inner_grad, scan, while_loop
+    from .policies import checkpoint_name
+    from .remat import remat  # type: ignore[assignment]
+
+    __all__ += ["checkpoint", "checkpoint_name", "checkpoint_scope", "checkpoint_sequential", "plan_segments"]
+    __all__ += ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
+    __all__ += ["fori_loop", "inner_grad", "install", "patched", "scan", "uninstall", "while_loop"]
+    __all__ += ["explain", "plot_memory", "plot_tradeoff", "print_saved_residuals", "saved_residuals"]
+    __all__ += ["CheckpointError", "ClosureError", "EscapeError", "FuncckptError", "InputError"]
+    __all__ += ["MutationError", "OptionError", "OutputError", "TransformError"]
+
+
+def __dir__() -> list[str]:
+    """What people may use; all else is internal."""
+    return sorted([*__all__, "meter", "nn", "per_sample", "policies", "__version__"])
+
 
 __version__ = "0.1.0"

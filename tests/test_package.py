@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import funcckpt
+
 IMPORT = """
 import sys, torch
 before = set(sys.modules)
@@ -24,3 +26,12 @@ def test_to_import_it_imports_little_more_than_torch():
     }
     # The FLOP counter imports triton.
     assert {name for name in new if name.startswith("torch.")} <= {"torch.utils._device"}
+
+
+def test_what_a_star_import_brings():
+    names: dict = {}
+    exec("from funcckpt import *", names)
+    assert names["remat"] is funcckpt.remat and "scan" in names
+    assert not {"nn", "policies", "core", "warnings"} & names.keys()
+    assert {"remat", "nn", "policies", "meter", "__version__"} <= {*dir(funcckpt)}
+    assert not {"core", "closures", "tape"} & {*dir(funcckpt)}
