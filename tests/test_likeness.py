@@ -1024,6 +1024,22 @@ def test_backward_inside(others):
         remat(f)(tensor(3, requires_grad=True))
 
 
+def test_leaf_of_an_optimisation_inside():
+    """Nobody can ask for its gradient, so that it is nothing that f has captured."""
+
+    def f(x):
+        w = tensor(3, seed=1, requires_grad=True)
+        (g,) = torch.autograd.grad((w - x).pow(3).sum(), w, create_graph=True)
+        return (w - 0.1 * g).sin()
+
+    def twice(f):
+        x = tensor(3, requires_grad=True)
+        (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+        return g, torch.autograd.grad(g.sum(), x)
+
+    assert_same(twice(remat(f)), twice(f))
+
+
 def test_backward_of_another_thread_meanwhile():
     module = nn.Linear(3, 3, dtype=F64)
     wanted, done = threading.Event(), threading.Event()

@@ -33,5 +33,5 @@ and `call` to captured tensors by id. The graph frees them as the backward goes.
 
 **The call.** `call.Call` is the program at the root: what f is given (`flat`), what it refers to
 (`closures`), and the world in which it ran (`world`). It runs f twice, the second time as it was at the
-call.
+call. All of these ask `tensors`, for levels, versions, buffers and the graph.
 """

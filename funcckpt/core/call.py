@@ -202,7 +202,7 @@ class Call(Leaf):
     def _run_first(self, inputs: Tensors) -> Tensors:
         found, buffers, before = self._found, self._buffers, inputs
         if buffers is not None:
-            inputs = buffers.of_first_run(inputs)
+            inputs = buffers.given(inputs)
         updates: dict[int, Tensor] = {}
         if found.updates_statistics:
             # And others that may be given in their place.
@@ -312,7 +312,7 @@ class Call(Leaf):
                     raise self._changed_between(x, self.where(i))
         buffers: Sequence[Tensor] = ()
         if self._buffers is not None:
-            inputs = self._buffers.of_recomputation(inputs)
+            inputs = self._buffers.given(inputs)
             buffers = self._buffers.outputs(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
         rebuilt = None

@@ -12,6 +12,7 @@ import operator
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import compress, repeat
 from typing import Any
 
@@ -66,13 +67,13 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     if not differentiated:
         return outputs
     if isinstance(recording, Recording):
-        active = [*recording.active]
+        active = recording.active
         # At this level, and in plain autograd, where tangents of levels inside may have been further inputs.
         for i in {*recording.unused, *program.source.unused}:
             if i < len(inputs):
                 inputs[i] = wrappers.fresh(inputs[i])
     else:
-        active = [*map(is_differentiable, outputs)]
+        active = (*map(is_differentiable, outputs),)
     return attach(program, outputs, active, inputs, level=level)
 
 
@@ -100,7 +101,8 @@ def _vmapped(
         randomness = "same"
     if isinstance(program, Vjp) and in_dims[: program.arity].count(None) == program.arity:
         if randomness == "same" or program.source.random is False:
-            return program.batched(home, in_dims[program.arity :], batch_size, randomness)
+            batch = in_dims[program.arity :], batch_size, randomness
+            return replace(program, home=home, unbatched=program, batch=batch)
     return Vmap(program, home, in_dims, batch_size, randomness)
 
 
@@ -170,9 +172,8 @@ def _bind_dual(
 
 def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
     """In plain reverse mode. With the results come the captured tensors that their graph leads to."""
-    if (program.is_pullback or isinstance(program, Jvp)) and any(
-        map(wrappers.is_legacy_batchedtensor, inputs)
-    ):
+    is_legacy = any(map(wrappers.is_legacy_batchedtensor, inputs))
+    if is_legacy and (program.is_pullback or isinstance(program, Jvp)):
         return _bind_legacy(program, inputs), ()
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -228,13 +229,7 @@ class _Node(functorch.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        program: Program,
-        level: int,
-        outputs: Tensors,
-        active: Sequence[bool],
-        tangents: Sequence[Tensor | None],
-        *inputs: Tensor,
+        ctx: Any, program: Program, level: int, outputs: Tensors, active: Any, tangents: Any, *inputs: Tensor
     ) -> Tensors:
         ctx.set_materialize_grads(False)
         ctx.program, ctx.level, ctx.tangents = program, level, tangents
@@ -290,10 +285,8 @@ class _Node(functorch.SingleLevelFunction):
                 results = tuple(wrappers.wrapped_for_grad(results, level))
             else:
                 results = run(vjp, arguments)
-        gradients: list[Tensor | None] = [None] * len(needed)
-        for i, gradient in zip(compress(wrt, vjp.connected), results, strict=True):
-            gradients[leading + i] = gradient
-        return tuple(gradients)
+        gradients = dict(zip(compress(wrt, vjp.connected), results, strict=True))
+        return *(None,) * leading, *map(gradients.get, range(arity))
 
     @staticmethod
     def jvp(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -26,10 +26,6 @@ from ..tape import recompute, recording
 from .program import Leaf, Program, Recording
 from .tensors import LEAF, Edge, Tensors, entering, versions_of
 
-# What the first run of a program gave: the outputs; for each whether it depends on an input that requires
-# grad in plain autograd, or on a captured tensor; those captured tensors; and the numbers of those inputs.
-First = tuple[Tensors, Sequence[bool], Sequence[Tensor], Collection[int]]
-
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program whose function has run before, and record nothing."""
@@ -52,8 +48,12 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
 
 def run_first(
     program: Program, source: Leaf, inputs: Sequence[Tensor], layers: list[functorch.Layer]
-) -> First:
-    """Run a program for the first time, with no level active."""
+) -> tuple[Tensors, Sequence[bool], Sequence[Tensor], Collection[int]]:
+    """Run a program for the first time, with no level active.
+
+    Gives the outputs; for each whether it depends on an input that requires grad in plain autograd, or on a
+    captured tensor; those captured tensors; and the numbers of those inputs.
+    """
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     versions = versions_of(inputs)
     differentiated = (*compress(range(len(inputs)), map(wrappers.require_grad, inputs)),)
@@ -68,13 +68,10 @@ def run_first(
             x.requires_grad_()
         own[(id(x), LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
     first_node = functorch.next_sequence_number()
-    record = None
-    if (
-        source.chooser is not None
-        and (records or any([layer.kind == "grad" for layer in layers]))
-        and not functorch.is_tracing()
-    ):
-        record = recording.Record(source, source.chooser)
+    record: recording.Record | None = None
+    if source.chooser is not None and not functorch.is_tracing():
+        if records or "grad" in [layer.kind for layer in layers]:
+            record = recording.Record(source, source.chooser)
     shadows: Any = functorch.shadows(layers) if layers else nullcontext()
     asleep = nullcontext() if record is None or layers else autograd.hooks_asleep()
     watched: Any = record or nullcontext()

@@ -13,7 +13,6 @@ nothing depends gets zeros, and a tensor that the search does not find is a cons
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,15 +48,19 @@ class _Rules(torch.autograd.Function):
     @classmethod
     def backward(cls, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         """The pullback of R[f] at x, applied to ct, is R[(x, ct) -> vjp(f, x)(ct)](x, ct)."""
-        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        wrt = [i for i, x in enumerate(inputs) if needed[i] and _is_differentiable(x)]
+        program, arity, needed = ctx.program, len(ctx.saved_tensors), ctx.needs_input_grad[1:]
+        wrt = [i for i, x in enumerate(ctx.saved_tensors) if needed[i] and _is_differentiable(x)]
         of = [i for i, ct in enumerate(cotangents) if ct is not None]
+
+        def pullback(*inputs: Tensor) -> Tensors:
+            f, primals = _partly(program, inputs[:arity], wrt, of)
+            return vjp(f, *primals)[1](inputs[arity:])  # type: ignore[no-any-return]
+
         gradients: dict[int, Tensor] = {}
         if wrt and of:
-            pullback = functools.partial(_pullback, ctx.program, len(inputs), wrt, of)
-            results = cls.apply(pullback, *inputs, *[cotangents[i] for i in of])
+            results = cls.apply(pullback, *ctx.saved_tensors, *[cotangents[i] for i in of])
             gradients.update(zip(wrt, results, strict=True))
-        return None, *map(gradients.get, range(len(inputs)))
+        return None, *map(gradients.get, range(arity))
 
 
 class Remat(_Rules):
@@ -73,8 +76,17 @@ class Remat(_Rules):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The tangent of R[f] at x along t is R[(x, t) -> jvp(f, x, t)](x, t)."""
+        program, arity = ctx.program, len(ctx.saved_tensors)
         along = [i for i, t in enumerate(tangents) if t is not None]
-        tangent = functools.partial(_tangent, ctx.program, len(ctx.saved_tensors), along)
+
+        def tangent(*inputs: Tensor) -> Tensors:
+            """By two pullbacks: plain forward mode would not nest."""
+            f, primals = _partly(program, inputs[:arity], along)
+            outputs, pull = vjp(f, *primals)[:2]
+            results = vjp(pull, tuple(map(torch.zeros_like, outputs)))[1](inputs[arity:])[0]
+            pairs = zip(results, outputs, strict=True)
+            return tuple([t if _is_differentiable(y) else torch.zeros_like(t) for t, y in pairs])
+
         given = [t for t in tangents if t is not None]
         return Remat.apply(tangent, *ctx.saved_tensors, *given)  # type: ignore[no-any-return]
 
@@ -89,59 +101,36 @@ def _is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _pullback(
-    program: Program, arity: int, wrt: Sequence[int], of: Sequence[int], *inputs: Tensor
-) -> Tensors:
-    primals, cotangents = inputs[:arity], inputs[arity:]
-    return vjp(_partly(program, primals, wrt, of), *[primals[i] for i in wrt])[1](cotangents)
-
-
-def _tangent(program: Program, arity: int, along: Sequence[int], *inputs: Tensor) -> Tensors:
-    """By two pullbacks: plain forward mode would not nest."""
-    primals, tangents = inputs[:arity], inputs[arity:]
-    outputs, pull = vjp(_partly(program, primals, along), *[primals[i] for i in along])[:2]
-    results: Tensors = vjp(pull, tuple(map(torch.zeros_like, outputs)))[1](tangents)[0]
-    pairs = zip(results, outputs, strict=True)
-    return tuple([t if _is_differentiable(y) else torch.zeros_like(t) for t, y in pairs])
-
-
 def _partly(
-    program: Program, primals: Sequence[Tensor], wrt: Sequence[int], of: Sequence[int] | None = None
-) -> Callable[..., Tensors]:
-    """A program as a function of some of its inputs, and with some of its outputs."""
+    program: Program, primals: Tensors, wrt: Sequence[int], of: Sequence[int] | None = None
+) -> tuple[Program, list[Tensor]]:
+    """A program as a function of some of its inputs, with some of its outputs; and these inputs."""
 
     def run(*some: Tensor) -> Tensors:
         inputs = dict(enumerate(primals)) | dict(zip(wrt, some, strict=True))
         outputs = program(*inputs.values())
         return outputs if of is None else tuple([outputs[i] for i in of])
 
-    return run
+    return run, [primals[i] for i in wrt]
 
 
 class _Call:
-    """One call of f, flat: the program at the root."""
+    """One call of f, flat: the program at the root. Arguments and what f refers to are found in one way."""
+
+    # What it returned, without tensors.
+    outputs: Any = None
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._others = [None if isinstance(x, Tensor) else x for x in leaves]
-        self._positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        given = [leaves[i] for i in self._positions]
-        self._found = Found((f, self._others))
-        captured = [x for key, x in self._found.tensors.items() if key not in map(id, given)]
-        self.inputs = [*given, *captured]
-        self._captured = [*map(id, captured)]
+        self._found = Found((f, args, kwargs))
+        self.inputs = [*self._found.tensors.values()]
+        self._ids = [*self._found.tensors]
         self._state = torch.get_rng_state()
-        self.outputs: Any = None
 
     def run(self, *inputs: Tensor) -> Tensors:
-        mapped = dict(zip(self._captured, inputs[len(self._positions) :], strict=True))
+        mapped = dict(zip(self._ids, inputs, strict=True))
         with torch.random.fork_rng(enabled=self.outputs is not None):
             torch.set_rng_state(self._state)
-            with Rebuilt(self._found, mapped, self._found.changed()) as (f, others):
-                leaves = [*others]
-                for i, x in zip(self._positions, inputs, strict=False):
-                    leaves[i] = x
-                args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+            with Rebuilt(self._found, mapped, self._found.changed()) as (f, args, kwargs):
                 flat, structure = pytree.tree_flatten(f(*args, **kwargs))
         self.outputs = [_PLACE if isinstance(x, Tensor) else x for x in flat], structure
         return tuple([x for x in flat if isinstance(x, Tensor)])

@@ -15,7 +15,7 @@ import operator
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import Any
 
@@ -33,18 +33,12 @@ from .tensors import LEAF, Edge, Tensors as Tensors, entering
 
 
 class Program:
-    """A pure function from flat tensors to flat tensors.
+    """A pure function from flat tensors to flat tensors."""
 
-    Attributes
-    ----------
-    source : Leaf
-        The program at the root: the user's function.
-    home : int
-        Levels up to this one existed when the user called f, and decide about its randomness.
-        Levels above came later (the vmap of `jacrev` over cotangents), and do not.
-    """
-
+    # The program at the root: the user's function.
     source: Leaf
+    # Levels up to this one existed when the user called f, and decide about its randomness. Levels above came
+    # later (the vmap of `jacrev` over cotangents), and do not.
     home: int
     # Whether this is, or is made from, the pullback of another program.
     is_pullback = False
@@ -258,7 +252,7 @@ class Vjp(Derived):
     `at_level` says whether f was recorded at a functorch level: then it is recorded again at one, and
     meets the same kernels, refusals and wrappers. Plain autograd takes more, and is faster.
 
-    `batched` is the same under a vmap over the cotangents alone. It applies to the pullback and not to the
+    A batched one is under a vmap over the cotangents alone. That applies to the pullback and not to the
     program, which therefore runs once for a whole Jacobian.
     """
 
@@ -280,17 +274,12 @@ class Vjp(Derived):
             self.inner = self.inner.inner
         self.source = self.inner.source
 
-    def batched(self, home: int, in_dims: functorch.Dims, batch_size: int, randomness: str) -> Vjp:
-        """This program, vmapped over its cotangents."""
-        return replace(self, home=home, unbatched=self, batch=(in_dims, batch_size, randomness))
-
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
         if source.torch_function != functorch._get_torch_function_state():
             with functorch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
         primals, cotangents = [*inputs[: self.arity]], inputs[self.arity :]
-        del inputs
         # Grad mode on means that this program is itself being differentiated.
         nested = torch.is_grad_enabled()
         is_plain = (
@@ -301,7 +290,6 @@ class Vjp(Derived):
             outputs, leaves = self.record(primals, is_plain)
         if len(self.of) < len(outputs):
             outputs = [outputs[i] for i in self.of]
-        primals.clear()
         # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
         # nobody looks have no right batching rule (lu_solve under two vmaps).
         create_graph = nested or self.unbatched is not None
@@ -326,9 +314,7 @@ class Vjp(Derived):
         try:
             functorch.set_grad_enabled(True)
             if is_plain:
-                given = self.arity
-                if isinstance(self.inner, WithCaptured):
-                    given -= len(self.inner.ids)
+                given = self.arity - len(self.inner.ids if isinstance(self.inner, WithCaptured) else ())
                 detach = wrappers.how_to_detach(primals)
                 for i in self.wrt:
                     x = primals[i]

@@ -36,22 +36,18 @@ def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def requires_grad(x: Tensor) -> bool:
-    while True:
-        if x.requires_grad:
-            return True
-        if not wrappers.is_functorch_wrapped_tensor(x):
-            return False
-        x = wrappers.get_unwrapped(x)
+    """Whether `x` does, or what is inside of it."""
+    return x.requires_grad or (
+        wrappers.is_functorch_wrapped_tensor(x) and requires_grad(wrappers.get_unwrapped(x))
+    )
 
 
 @functools.cache
 def references_of_private_leaf() -> int:
-    """How many there are to a leaf that only the graph holds, and what `entering` returns."""
+    """How many there are to a leaf that only the graph holds, in a loop over the items of `entering`."""
     with torch.enable_grad():
-        edges = entering([torch.zeros((), requires_grad=True).sin()])
-    for leaf in edges.values():
-        return sys.getrefcount(leaf)
-    raise AssertionError
+        outputs = [torch.zeros((), requires_grad=True).sin()]  # which hold the graph
+    return next(sys.getrefcount(leaf) for edge, leaf in entering(outputs).items() if edge)
 
 
 def version_of(x: Tensor) -> int | None:
@@ -138,13 +134,8 @@ class Refusing(world.Mode):
 
 def may_be_buffer(x: Tensor) -> bool:
     """Whether a tensor looks like running statistics, or a count of batches."""
-    if (
-        requires_grad(x)
-        or x.numel() > MAX_BUFFER
-        or (wrappers.has_dual_level() and wrappers.is_plain_dual(wrappers.below_wrappers(x)))
-    ):
-        return False
-    return x.dim() == (1 if x.is_floating_point() else 0)
+    tracked = requires_grad(x) or wrappers.is_plain_dual(wrappers.below_wrappers(x))
+    return not tracked and x.numel() <= MAX_BUFFER and x.dim() == (1 if x.is_floating_point() else 0)
 
 
 def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -180,15 +171,12 @@ class GivenBuffers:
                 saved[i] = x.clone()
         return saved
 
-    def of_first_run(self, inputs: Tensors) -> Tensors:
-        """The inputs that f is given: it may update a buffer of no level itself."""
+    def given(self, inputs: Tensors) -> Tensors:
+        """The inputs as f is given them: in its first run it may update a buffer of no level itself."""
         given = [*inputs]
         for i, x in self._originals.items():
-            given[i] = inputs[i].clone() if i in self._at_levels else x
+            given[i] = inputs[i].clone() if x is None or i in self._at_levels else x
         return (*given,)
-
-    def of_recomputation(self, inputs: Tensors) -> Tensors:
-        return tuple([x.clone() if i in self._originals else x for i, x in enumerate(inputs)])
 
     def note(self, inputs: Tensors, before: Tensors) -> None:
         """See which buffers of levels the first run has updated."""
@@ -217,17 +205,12 @@ class GivenBuffers:
 # A place in the graph: a node and the number of one of its outputs, or the id of a leaf and LEAF.
 Edge = tuple[Any, int]
 LEAF = -1
-# The number of the nodes that accumulate in a leaf, whenever they were made.
-_LAST = (1 << 64) - 1
 
 
 def entering(
     outputs: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0
 ) -> dict[Edge, Tensor | None]:
-    """The edges at which the graph of some tensors begins: own ones, leaves, and results of older nodes.
-
-    With a leaf comes that tensor.
-    """
+    """The edges at which a graph begins: own ones, leaves (with the tensor), and results of older nodes."""
     found: dict[Edge, Tensor | None] = {}
     pending: list[Edge] = []
     for y in outputs:
@@ -241,14 +224,12 @@ def entering(
         node = edge[0]
         if node in seen:
             continue
-        order = node._sequence_nr()
-        if order < first_node or edge in own:
+        if node._sequence_nr() < first_node or edge in own:
             found[edge] = None
             continue
         seen.add(node)
-        # Other nodes may have an attribute `variable`.
-        if order == _LAST and node.name() == "torch::autograd::AccumulateGrad":
+        following = node.next_functions
+        pending.extend(following)
+        if not following and node.name() == "torch::autograd::AccumulateGrad":
             found[id(node.variable), LEAF] = node.variable
-        else:
-            pending.extend(node.next_functions)
     return found
