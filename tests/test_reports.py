@@ -10,7 +10,17 @@ import torch
 from oracles import F64, tensor
 from support import assert_same, no_remat
 from torch import nn
-from torch.func import functional_call, functionalize, grad, hessian, jvp, stack_module_state, vmap
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vmap,
+)
 
 import funcckpt
 from funcckpt import ClosureError, inner_grad, policies, scan
@@ -527,3 +537,22 @@ def test_a_policy_that_gives_no_decision(policy):
     x = tensor(3, requires_grad=True)
     with pytest.raises(funcckpt.FuncckptError, match="polic"):
         funcckpt.remat(lambda x: (x * x).sin() @ x, policy=policy)(x).backward()
+
+
+@pytest.mark.parametrize("transform", [lambda f: hessian(lambda x: f(x).sum()), jacrev])
+def test_a_write_to_what_no_output_depends_on(transform):
+    """It has its tangents: torch takes what has none for zeros, which cannot be written to."""
+
+    def run(wrap):
+        def f(x):
+            def g(p):
+                t = x * p
+                t.sin_()
+                t[1:].tanh_()
+                return p * 2.0
+
+            return jvp(wrap(g), (x,), (x,))[0]
+
+        return jacfwd(transform(f))(tensor(3))
+
+    same(run)

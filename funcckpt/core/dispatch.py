@@ -69,9 +69,13 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     if isinstance(recording, Recording):
         active = recording.active
         # At this level, and in plain autograd, where tangents of levels inside may have been further inputs.
-        for i in {*recording.unused, *program.source.unused}:
-            if i < len(inputs):
-                inputs[i] = wrappers.fresh(inputs[i])
+        if unused := {i for i in (*recording.unused, *program.source.unused) if i < len(inputs)}:
+            # With its tangents: torch makes zeros of those that lack, and f may write to them in place.
+            kinds = [layer.kind for layer in functorch.active_layers()]
+            keeps_tangents = "jvp" in kinds or wrappers.has_dual_level()
+            for i in unused:
+                x = unwrapped[i]
+                inputs[i] = wrappers._wrap_for_grad(x, level) if keeps_tangents else wrappers.fresh(inputs[i])
     else:
         active = (*map(is_differentiable, outputs),)
     return attach(program, outputs, active, inputs, level=level)
