@@ -48,7 +48,7 @@ def call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`f(*args, **kwargs)` in code that Dynamo traces; or ``untraced(f, args=args)`` where it does not."""
+    """`f(*args, **kwargs)` in code that Dynamo traces; what Dynamo does not trace goes to `untraced`."""
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return dynamo.call_with_graph(how, lambda: f(*args, **kwargs))
 
@@ -61,9 +61,9 @@ def _from_dynamo(
 ) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if not isinstance(f, torch.fx.GraphModule):
-            return untraced(f, args=args)
+            return untraced(f, args=args, kwargs={})
         if not dynamo.is_traced_by_aot_autograd():
-            return untraced(functools.partial(dynamo.interpret, f, level), args=args)
+            return untraced(functools.partial(dynamo.interpret, f, level), args=args, kwargs={})
         layers = functorch.active_layers()
         if not differentiates() and len(layers) == level and not dynamo.has_transforms(f):
             return dynamo.torch_checkpoint_of_graph(f, args)

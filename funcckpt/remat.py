@@ -137,7 +137,7 @@ def remat(
 
     def wrap(f: Callable[..., Any]) -> Any:
         inner: Any = f.__func__ if isinstance(f, staticmethod | classmethod) else f
-        name = _name_and_check(inner)
+        name = name_and_check(inner)
         static = _positions_and_names(inner, name, positions, names)
         made: Any = _Checkpointed(
             inner, name, Options(*static, preserve_rng_state, determinism_check, chooser)
@@ -149,18 +149,19 @@ def remat(
 
 def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
     """`remat(f)`, made in code that Dynamo traces: it need not be told which arguments are static."""
+    how = Options(frozenset(), frozenset(), *options)
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
         name = getattr(f, "__name__", None) or type(f).__name__  # Dynamo is not at home with __qualname__
-        return lambda *args, **kwargs: call_compiled(f, name, args, kwargs, *options)
+        return lambda *args, **kwargs: call(f, name, how, args, kwargs)
 
     return wrap if f is None else wrap(f)
 
 
-# What decides whether a call is checkpointed, while `explain` compares: it is given f, a title, f called as
-# it is, and f called with other options, checkpointed.
-instead: ContextVar[Callable[[Any, str, Callable[[], Any], Callable[..., Any]], Any] | None]
-instead = ContextVar("funcckpt_instead", default=None)
+# What `explain` has in place of a policy: the call is not checkpointed, or as it is.
+PLAIN, AS_IT_IS = object(), object()
+# While it compares: is given f and a title, and says one of these, or with which policy it is checkpointed.
+decides: ContextVar[Callable[[Any, str], Any] | None] = ContextVar("funcckpt_decides", default=None)
 
 
 def _name(f: Any) -> str:
@@ -200,29 +201,13 @@ def _positions_and_names(
     return frozenset(positions) | more_positions, frozenset(names) | more_names
 
 
-def _name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
+def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
     """What f is called in messages; raises if it cannot be checkpointed."""
     if not callable(f):
         raise InputError(
             f"{taker} takes a callable, not {type(f).__name__}. Write {taker}(f)(x), not {taker}(f(x))."
         )
-    name = _name(f)
-    unwrapped: Any
-    for unwrapped in (f, getattr(f, "forward", None), type(f).__call__):
-        # inspect's own functions ask an nn.Module for what it has not, which takes long.
-        while isinstance(unwrapped, types.MethodType | functools.partial):
-            unwrapped = unwrapped.func if isinstance(unwrapped, functools.partial) else unwrapped.__func__
-        if isinstance(unwrapped, types.FunctionType) and (
-            unwrapped.__code__.co_flags & _LAZY or inspect.iscoroutinefunction(unwrapped)
-        ):
-            raise InputError(
-                f"{taker}({name}): a generator or coroutine function gives nothing that could be "
-                "recomputed. Return the values in a list or tuple."
-            )
-    return name
-
-
-_LAZY = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+    return _name(f)
 
 
 class _Checkpointed:
@@ -238,12 +223,7 @@ class _Checkpointed:
         self._made_of = f, name, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        f, name, options = self._made_of
-        if torch.compiler.is_dynamo_compiling():
-            return call_compiled(
-                f, name, args, kwargs, options.preserve_rng_state, options.determinism_check, options.chooser
-            )
-        return _call(f, name, options, args, kwargs)
+        return call(*self._made_of, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -259,31 +239,16 @@ class _Checkpointed:
         return _Checkpointed, self._made_of
 
 
-def call(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    preserve_rng_state: bool = True,
-    determinism_check: str = "default",
-    policy: Any = None,
-    name: str = "",
-) -> Any:
-    """`remat(f, ...)(*args, **kwargs)`, where the options are known to be right."""
-    name = name or _name_and_check(f)
-    chooser = chooser_of(policy, f"remat({name})")
-    options = Options(frozenset(), frozenset(), preserve_rng_state, determinism_check, chooser)
-    return _call(f, name, options, args, kwargs or {})
-
-
-def _call(f: Any, name: str, options: Options, args: Any, kwargs: Any, asks: bool = True) -> Any:
-    if asks and (ask := instead.get()) is not None:
-
-        def changed(**changes: Any) -> Any:
-            if "policy" in changes:
-                changes["chooser"] = chooser_of(changes.pop("policy"), f"remat({name})")
-            return _call(f, name, options._replace(**changes), args, kwargs, asks=False)
-
-        return ask(f, f"remat({name})", lambda: f(*args, **kwargs), changed)
+def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
+    """`remat(f, ...)(*args, **kwargs)`, where f and the options are known to be right."""
+    if torch.compiler.is_dynamo_compiling():
+        return _call_compiled(f, name, options, args, kwargs)
+    if (decide := decides.get()) is not None:
+        policy = decide(f, f"remat({name})")
+        if policy is PLAIN:
+            return f(*args, **kwargs)
+        if policy is not AS_IT_IS:
+            options = options._replace(chooser=chooser_of(policy, f"remat({name})"))
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         if functorch.differentiates_in_inference_mode():
             raise CheckpointError(
@@ -293,26 +258,18 @@ def _call(f: Any, name: str, options: Options, args: Any, kwargs: Any, asks: boo
         # Nothing is recorded at any level, so that there is nothing to save. f is free to switch grad
         # mode on inside, and forward mode and vmap need no checkpoint.
         return f(*args, **kwargs)
-    call = Call(f, name, options, args, kwargs)
-    if not call.is_looked_at():
+    program = Call(f, name, options, args, kwargs)
+    if not program.is_looked_at():
         return f(*args, **kwargs)
     # Dynamo, where it gave up outside, would compile pieces of ours that enter levels.
-    return call.call() if autograd.get_eval_frame_callback() is None else torch.compiler.disable(call.call)()
+    return autograd.without_dynamo(program.call)()
 
 
-def call_compiled(
-    f: Callable[..., Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    preserve_rng_state: bool = True,
-    determinism_check: str = "default",
-    policy: Any = None,
-) -> Any:
+def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any, kwargs: Any) -> Any:
     """A call in code that Dynamo traces, for which static arguments are like all others."""
-    if policy is not None:
+    if options.chooser is not None:
         compiled.refuse(f"remat({name}): policy")
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
-    how: Any = {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check}
-    return compiled.call(functools.partial(call, name=name, **how), name, f, args, kwargs)
+    how = Options(frozenset(), frozenset(), options.preserve_rng_state, options.determinism_check)
+    return compiled.call(functools.partial(call, name=name, options=how), name, f, args, kwargs)

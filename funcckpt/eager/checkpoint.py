@@ -19,8 +19,10 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import compiled
 from .._torch import autograd, functorch, wrappers
+from ..core.call import Options as RematOptions
 from ..errors import OptionError
-from ..remat import call as call_remat, call_compiled, instead
+from ..policies.policies import chooser_of
+from ..remat import AS_IT_IS, PLAIN, call as call_remat, decides, name_and_check
 from . import patched
 from .region import Contexts, Options, Region, title
 from .selective import Forward, create_selective_checkpoint_contexts
@@ -138,7 +140,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             if options.context_fn is not noop_context_fn:
                 compiled.refuse("checkpoint: under torch.func transforms, context_fn")
             # (Dynamo cannot ask each f for its name.)
-            return call_compiled(f, "f", args, kwargs, options.preserve_rng_state, options.determinism_check)
+            return call_remat(f, "f", _of_remat(options), args, kwargs)
         contexts = {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
         return (torch_checkpoint.checkpoint if dynamo else autograd.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
@@ -155,15 +157,13 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         options = options._replace(debug=enabled)
     if functorch.maybe_current_level() is not None or wrappers.in_dual_level():
         return _functional(f, args, kwargs, options)
-    if (ask := instead.get()) is not None:
-
-        def checkpointed(**changes: Any) -> Any:
-            context_fn = options.context_fn
-            if changes:
-                context_fn = functools.partial(create_selective_checkpoint_contexts, changes["policy"] or [])
-            return _by_hooks(f, args, kwargs, options._replace(context_fn=context_fn))
-
-        return ask(f, title(f), lambda: f(*args, **kwargs), checkpointed)
+    if (decide := decides.get()) is not None:
+        policy = decide(f, title(f))
+        if policy is PLAIN:
+            return f(*args, **kwargs)
+        if policy is not AS_IT_IS:
+            context_fn = functools.partial(create_selective_checkpoint_contexts, policy or [])
+            options = options._replace(context_fn=context_fn)
     return _by_hooks(f, args, kwargs, options)
 
 
@@ -184,7 +184,7 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _functional(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
-    policy = None
+    name, how = name_and_check(f), _of_remat(options)
     if options.context_fn is not noop_context_fn:
         forward, _ = options.context_fn()
         if not isinstance(forward, Forward):
@@ -192,6 +192,10 @@ def _functional(
                 f"{title(f)}: under torch.func transforms and in forward mode, context_fn is made with "
                 "funcckpt.create_selective_checkpoint_contexts. Enter others inside of the function."
             )
-        policy = forward.policy
+        how = how._replace(chooser=chooser_of(forward.policy, title(f)))
     f = patched.always(f) if patched.is_active() else f
-    return call_remat(f, args, kwargs, options.preserve_rng_state, options.determinism_check, policy)
+    return call_remat(f, name, how, args, kwargs)
+
+
+def _of_remat(options: Options) -> RematOptions:
+    return RematOptions(frozenset(), frozenset(), options.preserve_rng_state, options.determinism_check)

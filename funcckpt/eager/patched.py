@@ -8,7 +8,6 @@ make in the recomputation, which may be long after the block, and in another thr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -79,7 +78,6 @@ def active(value: bool) -> Iterator[None]:
 def always(f: Callable[..., Any]) -> Callable[..., Any]:
     """f, with the checkpoints inside of it ours, whenever it is run."""
 
-    @functools.wraps(f, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         with active(True):
             return f(*args, **kwargs)

@@ -295,7 +295,7 @@ class Region:
                     raise _Stop
                 return kept
 
-            with suppress(_Stop), saved_tensors_hooks(pack, _itself), self._contexts[1], self._logs[1]:
+            with suppress(_Stop), saved_tensors_hooks(pack, lambda x: x), self._contexts[1], self._logs[1]:
                 autograd.without_dynamo(f)(*args, **kwargs)
         if self._complete and count != len(self._slots):
             raise self._error(
@@ -329,10 +329,6 @@ def is_of_checkpoint(hooks: autograd.Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
     ours = hooks is not None and getattr(hooks[0], "__module__", None) == __name__
     return ours or autograd.is_torch_checkpoint(hooks)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ scope around each layer of a chain keeps the results of the layers, as `checkpoi
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -210,7 +211,7 @@ class _Block(TorchDispatchMode):
         self.pack = self._below = None
         for ref in self._tensors:
             x = ref()
-            if x is not None and type(x) is Tensor and (found := _find(x, self)) is not None:
+            if type(x) is Tensor and (found := _find(x, self)) is not None:
                 found[1].version = version_of(x)
                 x.__class__ = ScopedTensor  # type: ignore[assignment]
         self._tensors.clear()
@@ -342,8 +343,7 @@ def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
     return found[0].slot(found[1], x)
 
 
-def _unpack(packed: _Slot | _Kept) -> Tensor:
-    return packed.unpack()
+_unpack: Callable[[Any], Tensor] = operator.methodcaller("unpack")
 
 
 class ScopedTensor(Tensor):

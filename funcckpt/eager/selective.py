@@ -20,7 +20,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 from .. import world
 from .._torch import autograd
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, as_function, current_name
 from ..tape.operators import kind_of, results, run_operator
@@ -67,11 +67,6 @@ def create_selective_checkpoint_contexts(
     if torch.compiler.is_compiling():  # which reads torch's off the graph
         return torch_checkpoint.create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
-        )
-    if isinstance(policy_fn_or_list, Chooser):
-        raise OptionError(
-            f"{policy_fn_or_list!r} chooses when it has seen all operators, which only remat(f, policy=...) "
-            "can wait for."
         )
     policy = as_function(policy_fn_or_list, "create_selective_checkpoint_contexts")
     calls: _Calls = defaultdict(list)

@@ -2,7 +2,7 @@
 
 The function is run as it is, with nothing checkpointed, without each of its checkpointed functions, and,
 where the last call of one may be useless, without that call. `remat` and `checkpoint` ask the context
-variable `instead` how to make a call, and `Calls` answers.
+variable `decides` how to make a call, and `Calls` answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from .._torch import autograd
 from ..core.call import code_of
 from ..meter import Meter
-from ..remat import instead
+from ..remat import AS_IT_IS, PLAIN, decides
 from .residuals import Residual, Subject
 
 _Key = tuple[str, Any]  # The title of a checkpointed function, and its code.
@@ -154,27 +154,29 @@ class Calls:
     """Counts the calls of each checkpointed function in a forward, and decides how they are made.
 
     Call i of a function is made without a checkpoint where ``is_off(key, i)``; i is -1 in a recomputation.
-    The others are made with the options `changes`.
+    The others are made with `policy`.
     """
 
-    def __init__(self, is_off: Callable[[_Key, int], bool] = lambda key, i: False, **changes: Any) -> None:
+    def __init__(
+        self, is_off: Callable[[_Key, int], bool] = lambda key, i: False, policy: Any = AS_IT_IS
+    ) -> None:
         self.of: dict[_Key, int] = {}
         self._is_off = is_off
-        self._changes = changes
+        self._policy = policy
 
-    def __call__(self, f: Any, title: str, plain: Callable[[], Any], checkpointed: Callable[..., Any]) -> Any:
+    def __call__(self, f: Any, title: str) -> Any:
         key = title, code_of(f)
         i = -1
         if autograd.graph_task() == -1:
             i = self.of.pop(key, 0)
             self.of[key] = i + 1  # which makes it the last one
-        return plain() if self._is_off(key, i) else checkpointed(**self._changes)
+        return PLAIN if self._is_off(key, i) else self._policy
 
 
 def measure(subject: Subject, calls: Calls, meter: Meter | None = None) -> tuple[Cost, list[Residual]]:
     """What f takes, forward and backward, as `calls` decides."""
     context = copy_context()
-    context.run(instead.set, calls)
+    context.run(decides.set, calls)
     with meter or Meter() as meter:
         residuals = context.run(subject.run)
     kept = sum(r.bytes for r in residuals if r.kind == "output")

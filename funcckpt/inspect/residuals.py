@@ -24,6 +24,7 @@ from operator import itemgetter
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from ..core.program import Program, is_differentiable
 from ..errors import InputError
 from ..meter import storages
 from ..policies.policies import current_name
-from ..tape.operators import StorageTable, is_subclass_first, run_operator
+from ..tape.operators import is_subclass_first, run_operator
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Subject(TorchDispatchMode):
     def run(self, with_backward: bool = True) -> list[Residual]:
         """Run f, and its backward with it if it has none of its own, and tell what it has kept."""
         self._count = 0
-        self._sources: StorageTable[_Source] = StorageTable()
+        self._sources: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
         self._learn("argument", _arguments(self._f, self._args, self._kwargs))
         # What a decorator or a transform has wrapped has better names than the wrapper.
         for g in dict.fromkeys((inspect.unwrap(self._f), self._f)):
@@ -166,8 +167,7 @@ class Subject(TorchDispatchMode):
         for words, x in tensors:
             self._count += 1
             for storage in storages(wrappers.below_wrappers(x)):
-                if self._sources.get(storage) is None:
-                    self._sources.set(storage, _Source(self._count, kind, words))
+                self._sources.setdefault(storage, _Source(self._count, kind, words))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_subclass_first(types):
@@ -179,7 +179,7 @@ class Subject(TorchDispatchMode):
             name = current_name() or (source and source.name)
             if source is None or (func._schema.is_mutable and source.kind == "output"):
                 source = _Source(self._count, "output", _made_by(func))
-            self._sources.set(storage, source._replace(name=name))
+            self._sources[storage] = source._replace(name=name)
         return out
 
     def _take(self, outputs: Iterable[Tensor]) -> None:

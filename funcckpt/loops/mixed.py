@@ -29,7 +29,7 @@ from ..core.call import Call, Options
 from ..core.primitive import Remat
 from ..core.program import Derived, Jvp, Program, Tensors, Vjp, Vmap, is_differentiable, zeros_for_none
 from ..errors import InputError, OptionError
-from ..remat import _name_and_check
+from ..remat import name_and_check
 from .steps import in_words
 
 
@@ -66,7 +66,7 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     >>> torch.func.grad(after_training)(torch.tensor(0.1))
     tensor(-10.3763)
     """
-    name = _name_and_check(loss, "inner_grad")
+    name = name_and_check(loss, "inner_grad")
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     if not all(isinstance(i, int) for i in numbers):
         raise OptionError(f"inner_grad({name}): argnums={argnums!r} is no int, and no tuple of ints.")

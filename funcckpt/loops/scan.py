@@ -18,14 +18,15 @@ from torch.utils import _pytree as pytree
 
 from .._torch import functorch, wrappers
 from ..closures import Found
+from ..core.call import Options
 from ..errors import InputError, OptionError, describe
 from ..policies.budget import Budget
 from ..policies.offload import Stored, check_place, store
 from ..policies.policies import Policy, chooser_of
-from ..remat import remat
+from ..remat import call
 from .measure import as_many_as_fit, leaving_nothing, tensors_of
 from .schedules import PLAIN, Schedule, choose, evaluations, parts
-from .steps import Loop, as_tensor, bars_of, check_alike, concatenate, record, split, stack, step
+from .steps import Asked, Loop, as_tensor, bars_of, check_alike, concatenate, record, split, stack, step
 
 
 def scan(
@@ -114,9 +115,9 @@ def scan(
     >>> scan(lambda s, x: (s + x, s + x), torch.tensor(0), torch.arange(5))
     (tensor(10), tensor([ 0,  1,  3,  6, 10]))
     """
-    loop = loop_of("scan", f, checkpoint, bytes, policy, offload, reverse)
+    loop = loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, progress, reverse)
     xs = pytree.tree_map_with_path(lambda path, x: as_tensor(x, f"xs{pytree.keystr(path)}", loop.name), xs)
-    return start(loop, (checkpoint, checkpoints, bytes), progress, 0, _steps(xs, length, loop.name), init, xs)
+    return start(loop, 0, _steps(xs, length, loop.name), init, xs)
 
 
 def fori_loop(
@@ -144,10 +145,9 @@ def fori_loop(
     >>> torch.func.grad(lambda x: fori_loop(1, 4, lambda i, y: y * x / i, x))(torch.tensor(2.0))
     tensor(5.3333)
     """
-    loop = loop_of("fori_loop", body, checkpoint, bytes, policy, offload)
+    loop = loop_of("fori_loop", body, (checkpoint, checkpoints, bytes), policy, offload, progress)
     lower, upper = _whole(lower, "lower", loop.name), _whole(upper, "upper", loop.name)
-    asked = checkpoint, checkpoints, bytes
-    return start(loop, asked, progress, lower, max(0, upper - lower), init, None)[0]
+    return start(loop, lower, max(0, upper - lower), init, None)[0]
 
 
 # -- the loop ---------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
     # xs lie as they were given, and `first` counts in their order.
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = [first + steps - end for end in ends[1:]] if loop.reverse else [first + end for end in ends[:-1]]
-    run_part = _part if loop.policy is None else remat(run, static_argnums=(0, 1), policy=loop.policy)
+    options = Options(_STATIC, chooser=loop.chooser)
     stacks = []
     for part, start, x in zip(cut, starts, split(xs, lengths, loop.reverse), strict=True):
         if part.schedule is None:
@@ -169,36 +169,26 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
             # The first carry of a part that is run again is kept already.
             if loop.offload is not None and not isinstance(carry, Stored):
                 carry = store(carry, loop.offload)
-            carry, ys = run_part(loop, part.schedule, start, part.steps, carry, x)
+            carry, ys = call(run, "scan", options, (loop, part.schedule, start, part.steps, carry, x), {})
         stacks.append(ys)
     if loop.reverse:
         starts, stacks = starts[::-1], stacks[::-1]
     return carry, concatenate(stacks, loop.name, starts)
 
 
-# Messages call it by the name of what users call.
-run.__qualname__ = "scan"
-_part = remat(run, static_argnums=(0, 1))
+_STATIC = frozenset((0, 1))  # the loop and the schedule
 
 
-def start(
-    loop: Loop,
-    asked: tuple[str | int | None, int | None, int | None],
-    progress: bool,
-    first: int,
-    steps: int,
-    init: Any,
-    xs: Any,
-) -> tuple[Any, Any]:
+def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, Any]:
     """`run` by the schedule for a checkpoint, a number of them, or bytes; by none where it saves nothing."""
-    schedule, (*_, bytes) = choose(*asked, steps, loop.name), asked
+    schedule, (*_, bytes) = choose(*loop.asked, steps, loop.name), loop.asked
     if steps == 0:
         return init, _no_ys(loop, init, xs) if loop.kind == "scan" else None
     if keeps_nothing(loop.f, (init, xs)):
         schedule = PLAIN
     elif bytes is not None:
         schedule = as_many_as_fit(loop, bytes, first, steps, init, xs)
-    if progress:
+    if loop.progress:
         loop = loop._replace(bars=bars_of(loop.name, steps, evaluations(schedule, steps) - steps))
     return run(loop, schedule, first, steps, init, xs)
 
@@ -228,10 +218,10 @@ def _no_ys(loop: Loop, init: Any, xs: Any) -> Any:
 def loop_of(
     kind: str,
     f: Callable[..., Any],
-    checkpoint: Any,
-    bytes: int | None,
+    asked: Asked,
     policy: Policy | None,
     offload: str | None,
+    progress: bool,
     reverse: bool = False,
 ) -> Loop:
     """What is known of a loop before its length; raises what is wrong with that."""
@@ -239,15 +229,15 @@ def loop_of(
     if not callable(f):
         raise InputError(f"{name}: takes a function, not {type(f).__name__}.")
     check_place(offload, name)
-    if chooser_of(policy, name) is None:
-        policy = None
-    elif checkpoint is None:
-        raise OptionError(f"{name}: without a checkpoint all of each step is kept: policy= has no say.")
-    elif bytes is not None:
-        raise OptionError(f"{name}: bytes= counts carries, and not what a policy keeps. Give checkpoints=.")
-    elif isinstance(policy, Budget):
-        raise OptionError(f"{name}: {policy!r} is that of one call. The budget of a loop is bytes=.")
-    return Loop(f, kind, name, reverse, offload, policy)
+    checkpoint, _, bytes = asked
+    if (chooser := chooser_of(policy, name)) is not None:
+        if checkpoint is None:
+            raise OptionError(f"{name}: without a checkpoint all of each step is kept: policy= has no say.")
+        if bytes is not None:
+            raise OptionError(f"{name}: bytes= counts carries, and not what a policy keeps.")
+        if isinstance(chooser, Budget):
+            raise OptionError(f"{name}: {policy!r} is that of one call. The budget of a loop is bytes=.")
+    return Loop(f, kind, name, asked, progress, reverse, offload, chooser)
 
 
 def _whole(x: Any, option: str, name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError, OptionError, describe
 from ..policies.offload import fetch
-from ..policies.policies import Policy
+from ..policies.policies import Chooser
+
+# The checkpoint, the number of checkpoints and the bytes that a user asks for.
+Asked = tuple[str | int | None, int | None, int | None]
 
 
 class Loop(NamedTuple):
@@ -21,9 +25,11 @@ class Loop(NamedTuple):
     f: Callable[..., Any]
     kind: str
     name: str
-    reverse: bool = False
-    offload: str | None = None
-    policy: Policy | None = None
+    asked: Asked
+    progress: bool
+    reverse: bool
+    offload: str | None
+    chooser: Chooser | None
     # Is told of each step. A generator, since another object would be searched for tensors.
     bars: Generator[None, None, None] | None = None
 
@@ -69,14 +75,11 @@ def bars_of(name: str, *totals: int | None) -> Generator[None, None, None]:
 
     def advance() -> Generator[None, None, None]:
         for total, title in zip(totals, (name, f"{name}, backward"), strict=False):
-            bar = tqdm(total=total, desc=title)
-            try:
+            with closing(tqdm(total=total, desc=title)) as bar:
                 bar.update()
                 while bar.n != total:
                     yield
                     bar.update()
-            finally:
-                bar.close()
             yield
 
     return advance()

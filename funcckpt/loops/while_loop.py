@@ -60,11 +60,10 @@ def while_loop(
     >>> torch.func.grad(sqrt)(torch.tensor(4.0))
     tensor(0.2500)
     """
-    loop = loop_of("while_loop", body, checkpoint, bytes, policy, offload)
+    loop = loop_of("while_loop", body, (checkpoint, checkpoints, bytes), policy, offload, progress)
     if not callable(cond):
         raise InputError(f"{loop.name}: takes a function, not {type(cond).__name__}.")
-    asked = checkpoint, checkpoints, bytes
-    choose(*asked, 1, loop.name)
+    choose(*loop.asked, 1, loop.name)
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
     if checkpoint is None or keeps_nothing((cond, body), init):
@@ -82,7 +81,7 @@ def while_loop(
                 f"{loop.name}: cond or body assigns something outside of itself. "
                 "The steps run a second time: put what changes into the carry."
             )
-    return start(loop, asked, progress, 0, steps, init, None)[0]
+    return start(loop, 0, steps, init, None)[0]
 
 
 def _sweep(

@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.checkpoint import CheckpointPolicy
-
 from ..errors import OptionError
 from ..tape.tape import Call, Place, recomputed
 from .policies import Chooser, Decision, is_dot, is_product
@@ -62,11 +60,6 @@ class Budget(Chooser):
     def __repr__(self) -> str:
         given = f"bytes={self._limit}" if self._fraction is None else f"fraction={self._fraction}"
         return f"budget({given})"
-
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        raise OptionError(
-            f"{self!r} chooses when it has seen all operators, which only remat(f, policy=...) can wait for."
-        )
 
     def for_call(self, signature: Any) -> Chooser:
         chooser = copy.copy(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Union
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..errors import FuncckptError, InputError, OptionError, describe
 from ..tape.tape import Call, Place
 
 T = TypeVar("T")
-Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any]
+Policy = Union[Callable[..., CheckpointPolicy | bool], Sequence[Any], "Chooser"]
 _Made = Callable[..., CheckpointPolicy]
 
 _KEEP = CheckpointPolicy.PREFER_SAVE
@@ -124,6 +124,11 @@ class Chooser:
 
 def as_function(policy: Any, title: str) -> Callable[..., Any]:
     """A policy of either form as a function."""
+    if isinstance(policy, Chooser):
+        raise OptionError(
+            f"{title}: {policy!r} chooses among all values, for which only remat(f, policy=...) can wait. "
+            "Give it alone."
+        )
     if callable(policy):
         return policy  # type: ignore[no-any-return]
     if not isinstance(policy, (list, tuple, set, frozenset)):
@@ -147,8 +152,7 @@ def chooser_of(policy: Any, title: str) -> Chooser | None:
     """What asks a policy in the forward; None if there is nothing to ask."""
     if policy is None or policy is nothing_saveable:
         return None
-    function = as_function(policy, title)
-    return function if isinstance(function, Chooser) else Chooser(function, title)
+    return policy if isinstance(policy, Chooser) else Chooser(as_function(policy, title), title)
 
 
 # -- the policies ------------------------------------------------------------------------------------------
@@ -257,8 +261,6 @@ def save_and_offload_only_these_names(
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
     """Make a policy that keeps what either of two keeps. What one saves and the other offloads is saved."""
     both = [as_function(policy, "save_from_both_policies") for policy in (policy_1, policy_2)]
-    if any(isinstance(policy, Chooser) for policy in both):
-        raise OptionError("save_from_both_policies: a budget chooses among everything. Give it alone.")
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         said = [p(ctx, op, *args, **kwargs) for p in both]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch import functorch
 
-T = TypeVar("T")
 aten = torch.ops.aten
 
 # They look at tensors or at their memory in another shape, and their schemas do not say so.
@@ -149,28 +147,6 @@ class TensorMeta(NamedTuple):
 def is_plain(x: Tensor) -> bool:
     """Whether its memory says all about `x`. A tensor that is known to be zero has none."""
     return x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
-
-
-class StorageTable(Generic[T]):
-    """What is known about memory, by the storage or any tensor in it, for as long as that is alive."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
-
-    def get(self, x: Tensor | torch.UntypedStorage) -> T | None:
-        if isinstance(x, Tensor):
-            if x.layout is not torch.strided:
-                return None
-            x = x.untyped_storage()
-        found = self._found.get(x._cdata)
-        return found[1] if found is not None and found[0]() is x else None
-
-    def set(self, x: Tensor | torch.UntypedStorage, value: T) -> None:
-        storage = x.untyped_storage() if isinstance(x, Tensor) else x
-        self._found[storage._cdata] = weakref.ref(storage), value
-
-    def alive(self) -> list[T]:
-        return [value for storage, value in self._found.values() if storage() is not None]
 
 
 # -- what they cost ---------------------------------------------------------------------------------------

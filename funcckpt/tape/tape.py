@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import world
 from .._torch import functorch
 from . import operators
-from .operators import StorageTable, TensorMeta, kind_of, results, tensors_of
+from .operators import TensorMeta, kind_of, results, tensors_of
 
 # A result of a call: (call index, output index). What a call has written to has numbers below 0.
 Place = tuple[int, int]
@@ -50,11 +51,12 @@ class Tape:
         # What is known to be read, beside what other calls read.
         self.read: set[Place] = set()
         # Which result is in which memory.
-        self.makers: StorageTable[Place] = StorageTable()
+        self.makers: WeakKeyDictionary[torch.UntypedStorage, Place] = WeakKeyDictionary()
 
     def made(self, tensors: Iterable[Tensor]) -> set[Place]:
         """The results that are in the memory of some tensors."""
-        return {place for x in tensors if (place := self.makers.get(x)) is not None}
+        storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
+        return {self.makers[storage] for storage in storages if storage in self.makers}
 
     def note_read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Something reads that is none of the calls."""
@@ -85,7 +87,7 @@ class Tape:
         for i, x in enumerate(operators.written(func, args, kwargs)):
             self._must_run(x)
             if x.layout is torch.strided:
-                self.makers.set(x, (index, -1 - i))
+                self.makers[x.untyped_storage()] = index, -1 - i
         if kind == "writes":
             return call
         is_pure = kind == "pure" or (kind == "random" and not operators.draws(func, args, kwargs))
@@ -93,13 +95,13 @@ class Tape:
         for i, y in enumerate(results(out)):
             if not isinstance(y, Tensor) or not operators.is_plain(y):
                 call.may_skip = False
-            elif y.untyped_storage()._cdata in storages or self.makers.get(y) is not None:
+            elif y.untyped_storage()._cdata in storages or y.untyped_storage() in self.makers:
                 # Shared memory, of which the schema does not say a word (`aten.unsafe_split`).
                 call.may_skip, shares = False, True
                 self._must_run(y)
             else:
                 call.outputs[i] = TensorMeta.of(y)
-                self.makers.set(y, (index, i))
+                self.makers[y.untyped_storage()] = index, i
         return None if shares else call
 
     def _must_run(self, x: Tensor) -> None:
@@ -108,7 +110,7 @@ class Tape:
 
     def unread(self) -> list[Call]:
         """The calls of which nobody has read a result, and whose results are gone."""
-        read = self.read.union(self.makers.alive(), *[c.needs for c in self.calls if not c.may_skip])
+        read = self.read.union(self.makers.values(), *[c.needs for c in self.calls if not c.may_skip])
         _, again = recomputed(self.calls, read)
         return [call for i, call in enumerate(self.calls) if call.may_skip and i not in again]
 
