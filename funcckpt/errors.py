@@ -9,18 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
-__all__ = [
-    "CheckpointError",
-    "ClosureError",
-    "EscapeError",
-    "FuncckptError",
-    "InputError",
-    "MutationError",
-    "OptionError",
-    "OutputError",
-    "TransformError",
-]
-
 
 def describe(x: Tensor) -> str:
     """A tensor in words: dtype and shape."""

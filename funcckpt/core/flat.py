@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -189,7 +188,7 @@ def _look(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> s
 
 
 def _refuse_if_it_hides_tensors(leaf: Any, returned: str) -> None:
-    if hasattr(type(leaf), "__next__") or inspect.isawaitable(leaf):
+    if any(hasattr(type(leaf), name) for name in ("__next__", "__anext__", "__await__")):
         raise OutputError(
             f"{returned}, whose values come only after the checkpoint. Return them in a list or tuple."
         )

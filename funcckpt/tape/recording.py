@@ -90,16 +90,9 @@ class Record(Watch):
                 self.tape.read |= self.tape.made(wrappers.everything_below(x))
 
     def finish(self) -> Kept | None:
-        """What is kept of the run, if anything."""
-        kept = self._of_use()
-        self.tape = Tape()
-        for away in filter(None, kept.places):
-            away.is_about_to_be_written()  # by the caller, if it is an output
-        return kept if kept.tensors else None
-
-    def _of_use(self) -> Kept:
-        """Of what was chosen, that which the backward reads or computes from."""
+        """What is kept of the run: of what was chosen, that which the backward reads or computes from."""
         calls, read = self.tape.calls, frozenset(self.tape.read)
+        self.tape = Tape()
         used, again = recomputed(calls, read, self._chooser.choose(calls, read))
         kept = Kept()
         for index, call in enumerate(calls):
@@ -112,7 +105,9 @@ class Record(Watch):
                 call.outputs[i] = len(kept.tensors)
                 kept.tensors.append(x if away is None else away.host)
                 kept.places.append(away)
-        return kept
+        for away in filter(None, kept.places):
+            away.is_about_to_be_written()  # by the caller, if it is an output
+        return kept if kept.tensors else None
 
 
 @functools.cache
