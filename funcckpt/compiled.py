@@ -41,13 +41,7 @@ def refuse(what: str) -> None:
     raise OptionError(f"{what} cannot be honoured in a compiled graph. Leave it out there.")
 
 
-def call(
-    untraced: Callable[..., Any],
-    name: str,
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def call(untraced: Callable[..., Any], name: str, f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`f(*args, **kwargs)` in code that Dynamo traces; what Dynamo does not trace goes to `untraced`."""
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return dynamo.call_with_graph(how, lambda: f(*args, **kwargs))
@@ -77,13 +71,7 @@ class _Graph(Leaf):
 
     is_compiled = True
 
-    def __init__(
-        self,
-        graph: torch.fx.GraphModule,
-        name: str,
-        level: int,
-        args: Sequence[Any],
-    ) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, name: str, level: int, args: Sequence[Any]) -> None:
         super().__init__(name)
         self._graph, self._level = graph, level
         self._args = list(args)

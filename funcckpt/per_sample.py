@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from . import world
 from .errors import FuncckptError, InputError, OptionError, describe
+from .tape.operators import tensors_in
 
 Loss = Callable[..., Tensor]
 
@@ -80,8 +81,8 @@ def clipped_sum(
     This is the sum of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133),
     before noise is added to it. It equals that of Opacus with flat clipping: the factor is
     ``min(1, max_norm / (norm + eps))``, with the norm over all parameters together. Where samples are spread
-    over ranks, all-reduce the sums, and then add the noise once. `loss`, `parameters`, `batch`, `chunk_size`
-    and `randomness` are those of all functions in this module.
+    over ranks, all-reduce the sums, and then add the noise once. The parameters `loss`, `parameters`,
+    `batch`, `chunk_size` and `randomness` are those of the module.
 
     Examples
     --------
@@ -251,7 +252,7 @@ def _chunks(
 
 
 def _count(name: str, batch: tuple[Any, ...]) -> int:
-    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    tensors = tensors_in(batch)
     lengths = {x.shape[0] if x.dim() else 0 for x in tensors}
     if len(lengths) != 1 or 0 in lengths:
         raise InputError(

@@ -181,9 +181,7 @@ def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return _functional(f, args, kwargs, options)
 
 
-def _functional(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Any:
+def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> Any:
     name, how = name_and_check(f), _of_remat(options)
     if options.context_fn is not noop_context_fn:
         forward, _ = options.context_fn()

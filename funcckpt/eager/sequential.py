@@ -27,6 +27,7 @@ from .._torch import wrappers
 from ..closures import Found, Rebuilt
 from ..errors import OptionError
 from ..meter import Meter
+from ..tape.operators import tensors_in
 from .checkpoint import checkpoint
 
 Functions = nn.Sequential | Sequence[Callable[[Any], Any]]
@@ -168,9 +169,9 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
     streams = world.states(world.random_streams(()))
     with world.streams_at(streams), torch.enable_grad(), saved_tensors_hooks(see, lambda t: t):
         for i, layer in enumerate(layers):
-            leaves = _tensors(input)
+            leaves = tensors_in(input)
             x = pytree.tree_map_only(Tensor, torch.clone, input)  # it may write to it
-            given = {wrappers.storage_of(t) for t in _tensors(x)}
+            given = {wrappers.storage_of(t) for t in tensors_in(x)}
             saved.clear()
             module = layer if isinstance(layer, nn.Module) else nn.Module()
             parameters = [p for p in module.parameters() if p.requires_grad]
@@ -180,14 +181,14 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             with Rebuilt(Found(layer), copies) as run, Meter() as meter:
                 y = run(x)
                 alive = meter.peak_bytes = meter.live_bytes
-                roots = [t for t in _tensors(y) if t.requires_grad]
+                roots = [t for t in tensors_in(y) if t.requires_grad]
                 if roots and wrt:
                     torch.autograd.grad(roots, wrt, [torch.ones_like(t) for t in roots], allow_unused=True)
                 backward = meter.peak_bytes - alive
             if not saved.isdisjoint(given) and owner >= 0:
                 costs[owner] = costs[owner]._replace(kept=costs[owner].kept + unsaved)
                 unsaved = 0
-            sizes = {wrappers.storage_of(t): t.untyped_storage().nbytes() for t in _tensors(y)}
+            sizes = {wrappers.storage_of(t): t.untyped_storage().nbytes() for t in tensors_in(y)}
             made = sizes.keys() - given
             rest = sum([sizes[key] for key in made - saved])
             gradients = sum([p.nbytes for p in parameters])
@@ -202,10 +203,6 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
 
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[int]:

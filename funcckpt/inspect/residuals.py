@@ -39,7 +39,7 @@ from ..core.program import Program, is_differentiable
 from ..errors import InputError
 from ..meter import storages
 from ..policies.policies import current_name
-from ..tape.operators import is_subclass_first, run_operator
+from ..tape.operators import is_subclass_first, run_operator, tensors_in
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Subject(TorchDispatchMode):
         with world.streams_at(self._streams):
             with self, _Backwards(self._take):
                 out = self._f(*self._args, **self._kwargs)
-                outputs = [y for y in pytree.tree_leaves(out) if isinstance(y, Tensor) and y.requires_grad]
+                outputs = [y for y in tensors_in(out) if y.requires_grad]
             has_backward, out = bool(self._kept), None
             if outputs:
                 self._take(outputs)
@@ -216,7 +216,7 @@ class _Backwards(world.Mode):
         # The mode is not active in here: what a backward differentiates itself passes unseen.
         if func in _BACKWARDS and autograd.graph_task() == -1:
             outputs = args[0] if args else next(iter((kwargs or {}).values()))
-            self._begins([y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor)])
+            self._begins(tensors_in(outputs))
         return func(*args, **(kwargs or {}))
 
 

@@ -5,9 +5,8 @@ carries takes memory for n; keeping one, and running the loop again for each ste
 the two lies checkpointing: keep a few carries, and run the steps between them again. Read in this order:
 
 ============= =====================================================================================
-`schedules`   Which carries are kept. Binomial checkpointing (`revolve`; Griewank 1992, Griewank and
-              Walther 2000) is optimal: no schedule with k carries runs fewer steps, and n ≤ C(k + r, k)
-              steps are run at most r + 1 times each.
+`schedules`   Which carries are kept. Binomial checkpointing with k carries runs each of n ≤ C(k + r, k)
+              steps at most r + 1 times, and no schedule runs fewer.
 `scan`        `scan` and `fori_loop`, for loops whose length is known. Each part of a schedule is a
               `remat` of the loop over its steps, so that every transform of a loop is one of `remat`.
 `steps`       Some steps one after another, and that carries and ys look alike from step to step.

@@ -16,12 +16,9 @@ from ..closures import Found
 from ..core.program import is_differentiable
 from ..errors import OptionError
 from ..meter import Meter
+from ..tape.operators import tensors_in
 from .schedules import Schedule, fit
 from .steps import Loop, step
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 @contextmanager
@@ -44,7 +41,7 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
 
 def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs: Any) -> Schedule:
     """The schedule for so many bytes."""
-    carry = sum([wrappers.physical(x)[0].nbytes for x in tensors_of(init)])
+    carry = sum([wrappers.physical(x)[0].nbytes for x in tensors_in(init)])
     saved, peak, stays = _measure_step(loop, first, init, xs)
     found = fit(steps, bytes, carry, saved, peak, stays)
     if found is None:
@@ -66,7 +63,7 @@ def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int,
     def run(*given: Tensor) -> list[Tensor]:
         new = dict(enumerate(leaves)) | dict(zip(chosen, given, strict=True))
         out = step(loop, first, pytree.tree_unflatten([*new.values()], structure), x)
-        return [y for y in tensors_of(out) if is_differentiable(y)]
+        return [y for y in tensors_in(out) if is_differentiable(y)]
 
     def total(*given: Tensor) -> Tensor:
         return sum([y.real.sum() for y in run(*given)], torch.zeros(()))

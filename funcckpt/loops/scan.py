@@ -24,7 +24,8 @@ from ..policies.budget import Budget
 from ..policies.offload import Stored, check_place, store
 from ..policies.policies import Policy, chooser_of
 from ..remat import call
-from .measure import as_many_as_fit, leaving_nothing, tensors_of
+from ..tape.operators import tensors_in
+from .measure import as_many_as_fit, leaving_nothing
 from .schedules import PLAIN, Schedule, choose, evaluations, parts
 from .steps import Asked, Loop, as_tensor, bars_of, check_alike, concatenate, record, split, stack, step
 
@@ -199,7 +200,7 @@ def keeps_nothing(functions: Any, arguments: Any) -> bool:
         return not functorch.differentiates_in_inference_mode()  # where that is so, `remat` has to refuse it
     if any([layer.kind == "grad" for layer in functorch.active_layers()]):
         return False
-    tensors = tensors_of(arguments) + list(Found(functions).tensors.values())
+    tensors = tensors_in(arguments) + list(Found(functions).tensors.values())
     return not any([wrappers.below_wrappers(x).requires_grad for x in tensors])
 
 

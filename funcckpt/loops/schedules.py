@@ -19,9 +19,8 @@ an integer  so many, of equal length               so many, and the   2
             checkpoints                                               C(k + r, k) ≥ n
 =========== ====================================== ================== =========================
 
-The binomial schedule is optimal: no schedule with k checkpoints runs fewer steps (Griewank,
-"Achieving logarithmic growth of temporal and spatial complexity in reverse automatic
-differentiation", 1992; Griewank and Walther, "Algorithm 799: revolve", 2000).
+No schedule with k checkpoints runs fewer steps than the binomial one (Griewank, "Achieving logarithmic growth
+of temporal and spatial complexity", 1992; Griewank and Walther, "Algorithm 799: revolve", 2000).
 """
 
 from __future__ import annotations
@@ -169,9 +168,7 @@ def choose(
     if bytes is not None and (checkpoint != "binomial" or checkpoints is not None):
         raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
     if checkpoints is not None and checkpoint != "binomial":
-        raise OptionError(
-            f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial", not {checkpoint!r}.'
-        )
+        raise OptionError(f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial".')
     number = None if isinstance(checkpoint, str) else checkpoint
     for option, value in (("checkpoint", number), ("checkpoints", checkpoints), ("bytes", bytes)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ..errors import FuncckptError, InputError, OptionError, describe
 from ..tape.tape import Call, Place
 
 T = TypeVar("T")
-Policy = Union[Callable[..., CheckpointPolicy | bool], Sequence[Any], "Chooser"]
 _Made = Callable[..., CheckpointPolicy]
 
 _KEEP = CheckpointPolicy.PREFER_SAVE
@@ -120,6 +119,9 @@ class Chooser:
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
         """What to keep in the end, given all calls and the values that the backward reads."""
         return frozenset([(index, i) for index, call in enumerate(calls) for i in call.values])
+
+
+Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any] | Chooser
 
 
 def as_function(policy: Any, title: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .._torch import functorch
 
@@ -97,20 +98,26 @@ def results(out: Any) -> Sequence[Any]:
     return out if isinstance(out, (list, tuple)) else (out,)
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a pytree."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Those that an operator is given."""
     return [x for a in (*args, *kwargs.values()) for x in results(a) if isinstance(x, Tensor)]
 
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What decides how the results of an operator look: no values of tensors, and no numbers of a formula."""
-    return func, *map(_look, args), *map(_look, kwargs.items())
+    return func, *map(look, args), *map(look, kwargs.items())
 
 
-def _look(a: Any) -> Any:
+def look(a: Any) -> Any:
     if isinstance(a, Tensor):
         return a.shape, a.stride() if a.layout is torch.strided else a.layout, a.dtype, a.device
     if isinstance(a, (list, tuple)):
-        return tuple(map(_look, a))
+        return tuple(map(look, a))
     return float if isinstance(a, float) else (type(a), a)
 
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Returning
-from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, signature, tensors_of
+from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, signature, tensors_of
 from .recording import Kept
 from .tape import Call, Tape, Watch
 
@@ -253,9 +253,7 @@ def _key(program: Program, inputs: Sequence[Tensor]) -> Any:
         program = program.inner  # type: ignore[attr-defined]
     if len(_plans) >= 4096:
         _plans.clear()
-    for x in inputs:
-        steps += (x.shape, x.stride() if x.layout is torch.strided else x.layout, x.dtype, x.device)
-    return tuple(steps)
+    return (*steps, *map(look, inputs))
 
 
 _SHAPES = ("wrt", "of", "along", "in_dims", "at_level")
