@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -44,19 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(asdict(report), indent=2) if options.json else _table(report))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
     def positive(text: str) -> int:
         if (value := int(text)) < 1:
             raise argparse.ArgumentTypeError(f"{value} is not positive")
         return value
 
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m funcckpt",
         description="Per-sample gradients of a byte-level transformer language model, with the "
         "blocks recomputed by funcckpt.remat and without: bytes, FLOPs and time of both.",

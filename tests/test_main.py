@@ -156,9 +156,9 @@ def test_table_of_a_file(tmp_path, capsys):
         (["--layers", "many"], "argument --layers: "),
     ],
 )
-def test_bad_options_are_told_in_one_line(arguments, message, capsys):
+def test_bad_options_are_told_in_the_last_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"python -m funcckpt: error: {message}")

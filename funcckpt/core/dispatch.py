@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from .._torch import autograd, functorch, wrappers
 from ..errors import MutationError
-from ..tape import recompute, recording
+from ..tape import recompute
 from . import net
 from .program import (
     Functional,
@@ -260,9 +260,9 @@ class _Node(functorch.SingleLevelFunction):
             ) from None
         handing_out: Any = nullcontext()
         if ctx.kept is not None:
-            arguments, kept = recording.split(ctx.kept, arguments)
-            handing_out = recompute.handing_out(program.source, ctx.kept, kept)
-            del kept
+            kept = slice(-len(ctx.kept.places), None)
+            handing_out = recompute.handing_out(program.source, ctx.kept, arguments[kept])
+            del arguments[kept]
         arity = len(arguments)
         leading = len(needed) - arity
         # In the last backward of a level nobody can differentiate there: to record would be dead weight.

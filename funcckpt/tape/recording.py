@@ -31,12 +31,6 @@ class Kept:
         self.places: list[Offloaded | None] = []
 
 
-def split(kept: Kept, saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """What a node has saved: its inputs, and what is kept."""
-    arity = len(saved) - len(kept.places)
-    return saved[:arity], saved[arity:]
-
-
 class Record(Watch):
     """Writes a tape of the forward, and holds what the policy says to keep."""
 
