@@ -81,8 +81,8 @@ def clipped_sum(
     This is the sum of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133),
     before noise is added to it. It equals that of Opacus with flat clipping: the factor is
     ``min(1, max_norm / (norm + eps))``, with the norm over all parameters together. Where samples are spread
-    over ranks, all-reduce the sums, and then add the noise once. The parameters `loss`, `parameters`,
-    `batch`, `chunk_size` and `randomness` are those of the module.
+    over ranks, all-reduce the sums, and then add the noise once. `loss`, `parameters`, `batch`, `chunk_size`
+    and `randomness`: see the module.
 
     Examples
     --------
@@ -111,9 +111,8 @@ def noise_scale(
     """The "simple" gradient noise scale of one batch.
 
     That of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv 1812.06162), by unbiased
-    estimates from the per-sample norms and the norm of their mean. To combine several batches, take the means
-    of ``noise`` and ``signal``, and divide then. `loss`, `parameters`, `batch`, `chunk_size` and `randomness`
-    are those of all functions in this module.
+    estimates from the per-sample norms and the norm of their mean. To combine batches, divide the means of
+    ``noise`` and ``signal``. `loss`, `parameters`, `batch`, `chunk_size` and `randomness`: see the module.
 
     Examples
     --------

@@ -112,9 +112,8 @@ def remat(
 
     Notes
     -----
-    The transform is `jax.checkpoint`'s, described by Griewank and Walther, "Evaluating Derivatives"
-    (2008), chapter 12, for loops, and by Chen et al., "Training Deep Nets with Sublinear Memory
-    Cost" (arXiv 1604.06174), for networks.
+    The transform is `jax.checkpoint`'s. Griewank and Walther, "Evaluating Derivatives" (2008), chapter 12,
+    describe it for loops, and Chen et al. (arXiv 1604.06174) for networks.
 
     Examples
     --------

@@ -111,17 +111,13 @@ def checkpoint(
     if function is None:
         if kwargs:
             raise OptionError(f"checkpoint: no option {', '.join(kwargs)}, or no function to call.")
-        return lambda f: _decorated(f, options)
+        # A module's __dict__ is its state, not an annotation.
+        return lambda f: functools.update_wrapper(
+            lambda *args, **kwargs: call(f, args, kwargs, options),
+            f.forward if isinstance(f, nn.Module) else f,
+            updated=(),
+        )
     return call(function, args, kwargs, options)
-
-
-def _decorated(f: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    # A module's __dict__ is its state, not an annotation.
-    return functools.update_wrapper(
-        lambda *args, **kwargs: call(f, args, kwargs, options),
-        f.forward if isinstance(f, nn.Module) else f,
-        updated=(),
-    )
 
 
 @functools.cache
@@ -164,10 +160,6 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         if policy is not AS_IT_IS:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy or [])
             options = options._replace(context_fn=context_fn)
-    return _by_hooks(f, args, kwargs, options)
-
-
-def _by_hooks(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     region = Region(f, args, kwargs, options)
     if region.is_lazy:
         return f(*args, **kwargs)

@@ -34,6 +34,7 @@ from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
 from ..core import tensors
 from ..errors import CheckpointError, MutationError, describe
+from ..tape.operators import tensors_in
 from . import patched
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -193,9 +194,7 @@ class Region:
         To hold those would keep another graph alive.
         """
         found = self._found
-        is_one = isinstance(out, Tensor)
-        outputs = (out,) if is_one else [y for y in pytree.tree_leaves(out) if isinstance(y, Tensor)]
-        edges = tensors.entering(outputs, (), first_node)
+        edges = tensors.entering(tensors_in(out), (), first_node)
         known = {*found.tensors, *map(id, self._given)}
         for (key, _), leaf in edges.items():
             if leaf is not None and key not in known:

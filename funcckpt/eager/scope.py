@@ -8,9 +8,8 @@ backward did not ask for is there for the next.
 Behind the block torch.func would refuse to run under the hook. So there the class of its tensors is
 `ScopedTensor`, whose `__torch_function__` runs any operator that is given one of them under the hook.
 
-What the block reads from outside is kept, once each. That includes what an earlier scope has made, so that a
-scope around each layer of a chain keeps the results of the layers, as `checkpoint` does. (RETURNN's
-`gradient_checkpoint_scope` had the idea first, and another answer.)
+What the block reads from outside is kept, once each, also what an earlier scope has made: scopes around the
+layers of a chain keep their results. (RETURNN's `gradient_checkpoint_scope` had the idea first.)
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ With n layers that keep the same, √n segments keep about 2√n layers' worth i
 forward (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). For layers
 that differ, `plan_segments` measures each one and finds the cuts with the lowest peak of all.
 
-Its model: while layer l of segment k goes backward, there are alive the inputs of segments 1 to k, what
-the layers of k up to l keep, what the backward of l needs itself, and the gradients of the parameters
-of all later layers. Not in the model: what a forward allocates and frees within one layer.
+Its model: while layer l of segment k goes backward, there are alive the inputs of segments 1 to k, what the
+layers of k up to l keep, what the backward of l needs, and the gradients of all later layers' parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.utils import _pytree as pytree
 from .. import world
 from .._torch import wrappers
 from ..closures import Found, Rebuilt
+from ..core.program import is_differentiable
 from ..errors import OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
@@ -196,13 +196,9 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             if made:  # else it has handed on what it was given
                 owner, unsaved = i, rest
             # Gradients flow through all layers but, maybe, the first.
-            input = pytree.tree_map_only(Tensor, _leaf, y)
+            input = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(is_differentiable(t)), y)
             del x, y, roots, leaves, wrt
     return costs
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[int]:

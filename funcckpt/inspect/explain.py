@@ -157,9 +157,7 @@ class Calls:
     The others are made with `policy`.
     """
 
-    def __init__(
-        self, is_off: Callable[[_Key, int], bool] = lambda key, i: False, policy: Any = AS_IT_IS
-    ) -> None:
+    def __init__(self, is_off: Callable[..., bool] = lambda key, i: False, policy: Any = AS_IT_IS) -> None:
         self.of: dict[_Key, int] = {}
         self._is_off = is_off
         self._policy = policy

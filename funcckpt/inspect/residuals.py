@@ -7,8 +7,8 @@ all transforms, notes which operator, for which line of the user, made each stor
 backward begin, while all functorch levels are active. Then a walk goes from the outputs to all that their
 graphs keep, at every level.
 
-A backward inside of a backward (a recomputation) is not counted; of several, one after the other, the largest
-is. What autograd nodes that are written in C++ keep without saying so is not seen.
+Of several backwards the largest is told, and a recomputation is none. What autograd nodes that are written in
+C++ keep without saying so is not seen.
 """
 
 from __future__ import annotations

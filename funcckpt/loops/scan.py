@@ -21,7 +21,7 @@ from ..closures import Found
 from ..core.call import Options
 from ..errors import InputError, OptionError, describe
 from ..policies.budget import Budget
-from ..policies.offload import Stored, check_place, store
+from ..policies.offload import Stored, store
 from ..policies.policies import Policy, chooser_of
 from ..remat import call
 from ..tape.operators import tensors_in
@@ -229,7 +229,8 @@ def loop_of(
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"
     if not callable(f):
         raise InputError(f"{name}: takes a function, not {type(f).__name__}.")
-    check_place(offload, name)
+    if offload not in (None, "host", "disk"):
+        raise OptionError(f"{name}: offload={offload!r} is none of None, 'host' and 'disk'.")
     checkpoint, _, bytes = asked
     if (chooser := chooser_of(policy, name)) is not None:
         if checkpoint is None:

@@ -8,8 +8,7 @@ follows from `parts`, and `evaluations` counts what it costs.
 =========== ====================================== ================== =========================
 name        parts                                  carries kept       times that a step is run
 =========== ====================================== ================== =========================
-`None`      none                                   all, and their     1
-                                                   insides
+`None`      none                                   all, and insides   1
 "every"     n of one step                          n                  2
 an integer  so many, of equal length               so many, and the   2
                                                    inside of one part

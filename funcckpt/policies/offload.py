@@ -28,11 +28,6 @@ class Stored(NamedTuple):
     devices: tuple[str, ...]
 
 
-def check_place(place: str | None, name: str) -> None:
-    if place not in (None, "host", "disk"):
-        raise OptionError(f"{name}: offload={place!r} is none of None, 'host' and 'disk'.")
-
-
 def store(tree: Any, place: str) -> Stored:
     """The tensors of a tree, elsewhere.
 
