@@ -50,9 +50,7 @@ def call(untraced: Callable[..., Any], name: str, f: Callable[..., Any], args: A
 _level = dynamo.known_to_dynamo(functorch.current_level)
 
 
-def _from_dynamo(
-    f: Callable[..., Any], untraced: Callable[..., Any], name: str, level: int
-) -> Callable[..., Any]:
+def _from_dynamo(f: Any, untraced: Callable[..., Any], name: str, level: int) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if not isinstance(f, torch.fx.GraphModule):
             return untraced(f, args=args, kwargs={})

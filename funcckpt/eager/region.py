@@ -95,9 +95,7 @@ class _Stop(BaseException):
 class Region:
     """A call of f, from its forward to its last recomputation."""
 
-    def __init__(
-        self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> None:
+    def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> None:
         stop, _ = autograd.checkpoint_settings()
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"

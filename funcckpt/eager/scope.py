@@ -202,7 +202,6 @@ class _Block(TorchDispatchMode):
         self._tensors: list[weakref.ref[Tensor]] = []
         self._slots: set[weakref.ref[_Slot]] = set()
         self._lock = threading.RLock()
-        # The last backward that has replayed.
         self._replayed = -1
 
     def close(self) -> None:

@@ -17,20 +17,26 @@ it reads; views, and what is written to in place, are computed again in any case
 torch.Size([2, 3])
 """
 
-from .budget import budget as budget
+from .budget import budget
 from .policies import (
-    Policy as Policy,
-    checkpoint_dots as checkpoint_dots,
-    checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims,
-    checkpoint_name as checkpoint_name,
-    dots_saveable as dots_saveable,
-    dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable,
-    everything_saveable as everything_saveable,
-    nothing_saveable as nothing_saveable,
-    offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims,
-    save_and_offload_only_these_names as save_and_offload_only_these_names,
-    save_any_names_but_these as save_any_names_but_these,
-    save_anything_except_these_names as save_anything_except_these_names,
-    save_from_both_policies as save_from_both_policies,
-    save_only_these_names as save_only_these_names,
+    Policy,
+    checkpoint_dots,
+    checkpoint_dots_with_no_batch_dims,
+    checkpoint_name,
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    everything_saveable,
+    nothing_saveable,
+    offload_dot_with_no_batch_dims,
+    save_and_offload_only_these_names,
+    save_any_names_but_these,
+    save_anything_except_these_names,
+    save_from_both_policies,
+    save_only_these_names,
 )
+
+__all__ = ["Policy", "budget", "checkpoint_name", "everything_saveable", "nothing_saveable"]
+__all__ += ["checkpoint_dots", "checkpoint_dots_with_no_batch_dims", "offload_dot_with_no_batch_dims"]
+__all__ += ["dots_saveable", "dots_with_no_batch_dims_saveable", "save_and_offload_only_these_names"]
+__all__ += ["save_any_names_but_these", "save_anything_except_these_names"]
+__all__ += ["save_from_both_policies", "save_only_these_names"]

@@ -134,7 +134,9 @@ def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set]
 
     found = [nothing]
     for call in sorted(values, key=worth, reverse=True)[:_VALUES]:
-        found = _thinned(_pareto([*found, *[of(s.places | values[call]) for s in found]]))
+        front = _pareto([*found, *[of(s.places | values[call]) for s in found]])
+        step = max((len(front) - 1) / (_SETS - 1), 1)
+        found = [front[round(i * step)] for i in range(min(len(front), _SETS))]
     for kind in (is_dot, is_product):
         found.append(of([place for call, p in values.items() if kind(calls[call].func) for place in p]))
     return _pareto([*found, everything]), everything.bytes
@@ -146,9 +148,3 @@ def _pareto(sets: Iterable[_Set]) -> list[_Set]:
         if not front or s.cost < front[-1].cost:
             front.append(s)
     return front
-
-
-def _thinned(front: list[_Set]) -> list[_Set]:
-    """Sets all along a frontier, if it is long."""
-    step = max((len(front) - 1) / (_SETS - 1), 1)
-    return [front[round(i * step)] for i in range(min(len(front), _SETS))]

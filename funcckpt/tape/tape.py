@@ -150,7 +150,6 @@ class Watch(TorchDispatchMode):
     def __init__(self, source: Any, tape: Tape | None) -> None:
         super().__init__()
         self.source = source
-        # What is noted, if anything is.
         self.tape = tape
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
