@@ -65,7 +65,7 @@ def checkpoint_sequential(
     >>> checkpoint_sequential(model, 3, torch.ones(2, 4)).shape     # 3, 2 and 2 layers
     torch.Size([2, 4])
     """
-    layers = _layers(functions)
+    layers: list[Callable[[Any], Any]] = list(functions)
     *recomputed, _ = _lengths(len(layers), segments)
     start = 0
     for length in recomputed:
@@ -73,10 +73,6 @@ def checkpoint_sequential(
         input = checkpoint(use_reentrant=use_reentrant, **options)(segment)(input)
         start += length
     return chain(layers[start:])(input)
-
-
-def _layers(functions: Functions) -> list[Callable[[Any], Any]]:
-    return list(functions.children() if isinstance(functions, nn.Sequential) else functions)
 
 
 def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -147,7 +143,7 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     >>> plan_segments(model, torch.ones(32, 8))[-1]    # the wide one by itself
     1
     """
-    layers = _layers(functions)
+    layers: list[Callable[[Any], Any]] = list(functions)
     if not layers:
         return [0]
     if segments is not None:

@@ -244,6 +244,14 @@ def test_empty_chain():
     assert checkpoint_sequential([], 1, x) is x and plan_segments([], x) == [0]
 
 
+def test_a_module_that_the_chain_holds_twice():
+    """`torch.utils.checkpoint.checkpoint_sequential` runs it once."""
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    net = nn.Sequential(layer, nn.Tanh(), layer)
+    assert torch.equal(checkpoint_sequential(net, 2, x), net(x))
+    assert sum(plan_segments(net, x)) == 3
+
+
 def test_names_are_exported():
     assert funcckpt.checkpoint_sequential is checkpoint_sequential
 
