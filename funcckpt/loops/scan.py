@@ -236,7 +236,7 @@ def loop_of(
         if checkpoint is None:
             raise OptionError(f"{name}: without a checkpoint all of each step is kept: policy= has no say.")
         if bytes is not None:
-            raise OptionError(f"{name}: bytes= counts carries, and not what a policy keeps.")
+            raise OptionError(f"{name}: bytes= counts carries, and no values of a policy. Give checkpoints=.")
         if isinstance(chooser, Budget):
             raise OptionError(f"{name}: {policy!r} is that of one call. The budget of a loop is bytes=.")
     return Loop(f, kind, name, asked, progress, reverse, offload, chooser)
