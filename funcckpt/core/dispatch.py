@@ -184,7 +184,6 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
     # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
     records = records and (source.is_compiled or not functorch.is_tracing())
     values = wrappers.without_forward_views(inputs, record=records)
-    active: Sequence[bool] = ()
     layers, source.layers = source.layers, None
     if layers is not None:
         outputs, active, captured, reached = net.run_first(program, source, values, layers)
@@ -194,8 +193,8 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
             inputs = [x if i in kept else wrappers.fresh(x) for i, x in enumerate(inputs)]
     else:
         outputs, captured = net.run(program, values), source.captured
-        if any(map(wrappers.require_grad, (*inputs, *captured))):
-            active = [*map(is_differentiable, outputs)]
+        is_tracked = any(map(wrappers.require_grad, (*inputs, *captured)))
+        active = [*map(is_differentiable, outputs)] if is_tracked else []
     if not records or not any(active):
         return outputs, ()
     return attach(program, outputs, active, inputs, captured), captured

@@ -48,8 +48,9 @@ class _Rules(torch.autograd.Function):
     @classmethod
     def backward(cls, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         """The pullback of R[f] at x, applied to ct, is R[(x, ct) -> vjp(f, x)(ct)](x, ct)."""
-        program, arity, needed = ctx.program, len(ctx.saved_tensors), ctx.needs_input_grad[1:]
-        wrt = [i for i, x in enumerate(ctx.saved_tensors) if needed[i] and _is_differentiable(x)]
+        program, saved, needed = ctx.program, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        arity = len(saved)
+        wrt = [i for i, x in enumerate(saved) if needed[i] and _is_differentiable(x)]
         of = [i for i, ct in enumerate(cotangents) if ct is not None]
 
         def pullback(*inputs: Tensor) -> Tensors:
@@ -58,7 +59,7 @@ class _Rules(torch.autograd.Function):
 
         gradients: dict[int, Tensor] = {}
         if wrt and of:
-            results = cls.apply(pullback, *ctx.saved_tensors, *[cotangents[i] for i in of])
+            results = cls.apply(pullback, *saved, *[cotangents[i] for i in of])
             gradients.update(zip(wrt, results, strict=True))
         return None, *map(gradients.get, range(arity))
 
@@ -76,7 +77,8 @@ class Remat(_Rules):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """The tangent of R[f] at x along t is R[(x, t) -> jvp(f, x, t)](x, t)."""
-        program, arity = ctx.program, len(ctx.saved_tensors)
+        program, saved = ctx.program, ctx.saved_tensors
+        arity = len(saved)
         along = [i for i, t in enumerate(tangents) if t is not None]
 
         def tangent(*inputs: Tensor) -> Tensors:
@@ -88,7 +90,7 @@ class Remat(_Rules):
             return tuple([t if _is_differentiable(y) else torch.zeros_like(t) for t, y in pairs])
 
         given = [t for t in tangents if t is not None]
-        return Remat.apply(tangent, *ctx.saved_tensors, *given)  # type: ignore[no-any-return]
+        return Remat.apply(tangent, *saved, *given)  # type: ignore[no-any-return]
 
 
 class Generated(_Rules):

@@ -180,11 +180,9 @@ class GivenBuffers:
 
     def note(self, inputs: Tensors, before: Tensors) -> None:
         """See which buffers of levels the first run has updated."""
-        self._at_levels = [
-            i
-            for i in self._at_levels
-            if inputs[i]._version or not is_same(inputs[i], wrappers.physical(before[i])[0])
-        ]
+        for i in [*self._at_levels]:
+            if not inputs[i]._version and is_same(inputs[i], wrappers.physical(before[i])[0]):
+                self._at_levels.remove(i)
 
     def outputs(self, inputs: Tensors) -> list[Tensor]:
         """What is returned beside the outputs of f."""
