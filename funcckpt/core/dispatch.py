@@ -141,8 +141,7 @@ def _bind_functionalize(interpreter: Any, program: Program, inputs: Sequence[Ten
     unwrap = functorch.eager_transforms._unwrap_all_tensors_from_functional
     unwrapped = unwrap(tuple(inputs), reapply_views=views)
     outputs = functorch.below(interpreter, bind, functional, unwrapped)
-    wrapped: Tensors = functorch.eager_transforms._wrap_all_tensors_to_functional(outputs, level=level)
-    return wrapped
+    return (*functorch.eager_transforms._wrap_all_tensors_to_functional(outputs, level=level),)
 
 
 _RULES = {
@@ -218,8 +217,7 @@ def attach(
         program, inputs = WithCaptured(program, program.home, [*map(id, captured)]), [*inputs, *captured]
     functorch.set_single_level_autograd_function_allowed(True)
     try:
-        attached: Tensors = _Node.apply(program, level, outputs, active, tangents, *inputs)  # type: ignore[attr-defined]
-        return attached
+        return (*_Node.apply(program, level, outputs, active, tangents, *inputs),)  # type: ignore[attr-defined]
     finally:
         functorch.set_single_level_autograd_function_allowed(False)
 
