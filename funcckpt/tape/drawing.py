@@ -1,8 +1,7 @@
 """Random numbers where no stream moves: in a graph that is being recorded.
 
-What is traced by `make_fx` or `torch.compile` draws when the graph runs. A graph cannot say that two of its
-operators draw the same numbers, so what the first run has drawn is kept as a value, and given to the
-recomputation.
+What is traced by `make_fx` or `torch.compile` draws when the graph runs. As a graph cannot say that two
+operators draw the same, what the first run has drawn is kept as a value, and given to the recomputation.
 """
 
 from __future__ import annotations
