@@ -26,17 +26,8 @@ from ._torch import functorch
 class PythonStream:
     """A stream of Python's or numpy's random numbers, with the methods of a `torch.Generator`."""
 
-    def __init__(self, source: random.Random | RandomState | BitGenerator) -> None:
-        self._source: Any = source
-
-    @staticmethod
-    def of(value: Any) -> PythonStream | None:
-        """The stream that an object is, if any."""
-        if isinstance(value, Generator):
-            value = value.bit_generator
-        if isinstance(value, random.Random | RandomState | BitGenerator):
-            return None if isinstance(value, random.SystemRandom) else PythonStream(value)
-        return None
+    def __init__(self, source: random.Random | RandomState | BitGenerator | Generator) -> None:
+        self._source: Any = source.bit_generator if isinstance(source, Generator) else source
 
     def get_state(self) -> bytes:
         return pickle.dumps(self._source.__getstate__())
@@ -142,7 +133,7 @@ def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> lis
         if getattr(module, "is_initialized", lambda: True)():
             streams.extend(getattr(module, "default_generators", ()))
     for x in explicit:
-        streams.append(PythonStream.of(x) or x)
+        streams.append(x if isinstance(x, torch.Generator) else PythonStream(x))
     if of_the_process:
         streams.extend(OF_THE_PROCESS.values())
     return streams

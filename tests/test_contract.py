@@ -239,6 +239,14 @@ def submodule(w, x, wrap):
 
 
 @place
+def submodules_where_there_were_none(w, x, wrap):
+    net = nn.Sequential()
+    y = wrap(lambda x: net(x @ w).sin())(x)
+    net.append(nn.Sigmoid())
+    return y
+
+
+@place
 def forward_of_an_instance(w, x, wrap):
     net = Block(w)
     before = net.forward

@@ -41,28 +41,28 @@ def is_of_installed(kind: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
+def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """What code looks up, in itself or in a function within it; of that, which globals; what it imports.
 
     What it looks up are all names, and its strings, which it may hand to `getattr`.
     """
     looked_up = {*code.co_names}
     instructions = [*dis.get_instructions(code)]
-    of_globals = [i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    imported = [i.argval for i in instructions if i.opname == "IMPORT_NAME"]
+    of_globals = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    imported = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
     pending = [*code.co_consts]
     while pending:
         constant = pending.pop()
         if isinstance(constant, types.CodeType):
             inner = names_in(constant)
             looked_up |= inner[0]
-            of_globals += inner[1]
-            imported += inner[2]
+            of_globals |= inner[1]
+            imported |= inner[2]
         elif isinstance(constant, tuple):  # of a loop over names, or of a class pattern
             pending.extend(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             looked_up.add(constant)
-    return frozenset(looked_up), (*of_globals,), (*imported,)
+    return frozenset(looked_up), frozenset(of_globals), frozenset(imported)
 
 
 @functools.lru_cache(maxsize=4096)

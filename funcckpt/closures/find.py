@@ -18,7 +18,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -56,16 +56,16 @@ class Found:
     ----------
     nodes : dict of int to Node
         By the id of the object, in the order in which they were met.
-    tensors : dict of int to Tensor
-        By their ids. `seal` takes away those that the graph owns.
+    tensors, marks, places : dict
+        Tensors by their ids, and their attributes, if any, and where each was found: the id of what holds it,
+        and by which name. `seal` takes away the tensors that the graph owns.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
     gone : set of int
         The ids of objects that have to be made anew, since what they hold was let go.
     moves_streams, calls_backward, updates_statistics, draws_elsewhere : bool
-        Whether code may draw random numbers and leave the streams where they were; whether it names
-        `backward`; whether it may update running statistics, of which no version counter tells; whether it
-        may draw from the streams of Python's and numpy's modules.
+        Whether code may put random streams back; names `backward`; may update running statistics, of which no
+        version counter tells; may draw from the streams of Python's and numpy's modules.
     """
 
     def __init__(self, root: Any, everything: bool = False) -> None:
@@ -73,16 +73,17 @@ class Found:
         self.root = root
         self.nodes: dict[int, Node] = {}
         self.tensors: dict[int, Tensor] = {}
-        self._places: dict[int, tuple[int, Any]] = {}
+        self.marks: dict[int, dict[str, Any]] = {}
+        self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules that are training
         self._empty: list[tuple[Any, int, str]] = []  # in which there was nothing to follow
         self.streams: list[Any] = []
         self.draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
-        # Objects of which only attributes count that are named, and how many names there were then.
+        # Objects of which only attributes count that are named, and how many nodes there were then.
         named: list[Node] = []
-        known, expanded = len(names), 0
+        known = 0
         first = root[0] if type(root) is tuple and root else root
         first = first.__func__ if type(first) is types.MethodType else first
         pending: list[tuple[Any, int, Any]] = [(root, 0, "")]
@@ -93,7 +94,9 @@ class Found:
                 if number in nodes or number in tensors:
                     continue
                 if isinstance(value, Tensor):
-                    tensors[number], self._places[number] = value, (parent, key)
+                    tensors[number], self.places[number] = value, (parent, key)
+                    if value.__dict__:
+                        self.marks[number] = value.__dict__
                     continue
                 cls: Any = type(value)
                 kind = kinds.kind_of(cls)
@@ -112,9 +115,8 @@ class Found:
                 if kind is kinds.CLASS and not is_own:
                     continue  # it holds nothing of the user's
                 counted = names if is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS) else None
-                content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
-                    content.update(value if kind is kinds.DICT else value.__dict__)
+                    content: dict[Any, Any] = dict(value if kind is kinds.DICT else value.__dict__)
                 else:
                     content = kinds.read(kind, value, counted)
                 refers = {*map(id, content.values())}
@@ -124,35 +126,30 @@ class Found:
                     names |= names_in_bases(of)
                 if kind is kinds.MODULE and value.training and content.get("_buffers"):
                     self._training.append(value._buffers)
-                elif kind is kinds.FUNCTION:
-                    space = value.__globals__
-                    node = Node(kinds.GLOBALS, dict, space, {}, set(), number, "__globals__", set())
-                    node = nodes.setdefault(id(space), node)
                 for name, item in content.items():
                     if type(item) not in kinds.ATOMS:
-                        if name in _OFTEN_EMPTY and not item:
-                            self._empty.append((item, number, name))
-                        else:
-                            pending.append((item, number, name))
+                        is_empty = name in _OFTEN_EMPTY and not item
+                        (self._empty if is_empty else pending).append((item, number, name))
                 for base in own_classes(of):
                     pending.append((base, number, "__class__"))
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
-                if kind is kinds.FUNCTION and is_own:
-                    looked_up, of_globals, imported = names_in(value.__code__)
-                    names |= looked_up
-                    self.calls_backward |= "backward" in looked_up
-                    for name in imported:
-                        self.draws_elsewhere |= name not in sys.modules  # for all that is known
-                        pending.append((sys.modules.get(name), number, "__class__"))
-                    for name in of_globals:
-                        if name in space and name not in node.names:
-                            item = node.content[name] = space[name]
-                            node.refers.add(id(item))
-                            pending.append((item, id(space), name))
-                    node.names.update(of_globals)
-            if known < len(names) or (everything and expanded < len(named)):  # new code names more
-                known, expanded = len(names), len(named)
+                if kind is kinds.FUNCTION:
+                    space = value.__globals__
+                    if id(space) not in nodes:
+                        node = Node(kinds.GLOBALS, dict, space, {}, set(), number, "__globals__", set())
+                        nodes[id(space)] = node
+                        named.append(node)
+                    if is_own:
+                        looked_up, of_globals, imported = names_in(value.__code__)
+                        names |= looked_up
+                        nodes[id(space)].names.update(of_globals)
+                        self.calls_backward |= "backward" in looked_up
+                        for name in imported:
+                            self.draws_elsewhere |= name not in sys.modules  # for all that is known
+                            pending.append((sys.modules.get(name), number, "__class__"))
+            if known < len(nodes):  # whose code may name more
+                known = len(nodes)
                 for node in named:
                     if node.kind in kinds.OBJECTS and (everything or not names.isdisjoint(_LOOK_UP_ANYTHING)):
                         node.names = None
@@ -218,14 +215,11 @@ class Found:
                     reached.add(number)
         return reached
 
-    def weaken(self, tensors: Iterable[Tensor]) -> None:
+    def weaken(self, tensors: Collection[Tensor]) -> None:
         """Hold tensors no longer, but for what refers to them now."""
-        holes = {}
+        self._put_into_contents({id(x): Hole(id(x), weakref.ref(x)) for x in tensors})
         for x in tensors:
-            hole = holes[id(x)] = Hole(id(x))
-            hole.ref = weakref.ref(x)
             del self.tensors[id(x)]
-        self._put_into_contents(holes)
 
     def _put_into_contents(self, holes: dict[int, Hole]) -> None:
         for node in self.nodes.values():
@@ -235,30 +229,25 @@ class Found:
 
     def seal(self, tensors: Collection[Tensor]) -> None:
         """Let go of tensors that the graph owns from now on, and of all that would hold them."""
-        gone = self.leading_to({*map(id, tensors)}) & self.nodes.keys()
-        self.gone |= gone
+        self.gone = self.leading_to({*map(id, tensors)}) & self.nodes.keys()
         self.weaken(tensors)
         # A module and globals are everybody's: they hold what they hold now, whoever refers to them.
-        gone = {number for number in gone if self.nodes[number].kind not in (kinds.MODULE, kinds.GLOBALS)}
-        self._put_into_contents({number: Hole(number) for number in gone})
-        for node in map(self.nodes.__getitem__, gone):
+        own = [n for n in self.gone if self.nodes[n].kind not in (kinds.MODULE, kinds.GLOBALS)]
+        holes = {number: Hole(number) for number in own}
+        self._put_into_contents(holes)
+        for node in map(self.nodes.__getitem__, own):
             if node.kind is kinds.DICT or node.kind is kinds.LIST:
                 node.like = kinds.emptied(node.value)
             elif node.kind in kinds.OBJECTS and node.cls.__weakrefoffset__:
                 node.like = weakref.ref(node.value)
             node.value = None
-        if id(self.root) in gone:
-            self.root = Hole(id(self.root))
+        self.root = holes.get(id(self.root), self.root)
 
     # -- in words -----------------------------------------------------------------------------------
 
-    def has_met(self, number: int) -> bool:
-        """Whether the tensor with an id was found."""
-        return number in self._places
-
     def where(self, number: int) -> str:
         """How f refers to the tensor with an id, in words."""
-        return self.path(*self._places[number]) if number in self._places else "a captured tensor"
+        return self.path(*self.places[number]) if number in self.places else "a captured tensor"
 
     def path(self, number: int, key: Any) -> str:
         """An item of an object, and how f refers to that, in words."""

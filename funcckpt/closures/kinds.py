@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import compress, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,9 +86,10 @@ class Node:
     like: Any = None
 
 
-class Hole(int):
-    """Stands for something that was let go: its id. `ref` leads to a tensor while it lives."""
+class Hole(NamedTuple):
+    """Stands for something that was let go, by its id. `ref` leads to a tensor while it lives."""
 
+    number: int
     ref: Any = None
 
 
@@ -135,11 +136,10 @@ _WITH_SUBCLASSES: dict[type, Kind | None] = {
 
 def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     """What an object of a kind refers to; of those with names, under which names that count."""
-    if kind is GLOBALS:
-        there = names & value.keys()
-        return dict(zip(there, map(value.__getitem__, there), strict=True))
-    if kind is DICT or kind in SPACES or kind is SLOTTED:
-        there = value if kind is DICT else getattr(value, "__dict__", {})
+    if kind is GLOBALS and names is not None:
+        return {name: value[name] for name in sorted(names & value.keys())}
+    if kind in MAPPINGS or kind in SPACES or kind is SLOTTED:
+        there = value if kind in MAPPINGS else getattr(value, "__dict__", {})
         if kind is SLOTTED:
             slots = [name for name in slots_of(value.__class__) if hasattr(value, name)]
             there = {**there, **{name: getattr(value, name) for name in slots}}

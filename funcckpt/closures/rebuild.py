@@ -12,14 +12,13 @@ from __future__ import annotations
 import operator
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from . import kinds
-from .code import is_library, slots_of
+from .code import is_library
 from .find import Found
 from .kinds import Hole, Node
 
@@ -35,33 +34,31 @@ class Rebuilt:
     def __init__(
         self,
         found: Found,
-        mapped: Mapping[int, Tensor],
+        mapped: dict[int, Tensor],
         changed: Iterable[int] = (),
         repeats_effects: bool = False,
     ) -> None:
         """With `repeats_effects`, what the run appends to copies of lists is appended to the originals."""
-        self._nodes, self._changed = found.nodes, {*changed}
-        self._dirty = found.leading_to({*mapped, *self._changed, *found.gone})
+        self._nodes = found.nodes
+        self._dirty = found.leading_to({*mapped, *changed, *found.gone})
         # What stands for something, by the id of that; and for what it stands, by the id of the other.
         self._built: dict[int, Any] = {**mapped}
         self._originals = {id(x): found.tensors.get(number) for number, x in mapped.items()}
         # What was put into the copies that f may write to.
         self._placed: dict[int, dict[Any, Any]] = {}
-        self._undo = ExitStack()
+        # What classes and context variables held, and hold for the time of the run.
+        self._put_back: list[tuple[Node, dict[Any, Any], dict[Any, Any]]] = []
         self._repeats_effects = repeats_effects
         self.callable = found.root
 
     def __enter__(self) -> Any:
-        with self._undo as undo:
-            for number, node in self._nodes.items():
-                if node.kind in kinds.FIXED and (
-                    number in self._changed or not self._dirty.isdisjoint(node.refers)
-                ):
-                    now, then = kinds.read(node.kind, node.value, node.names), self._items(node.content)
-                    undo.callback(_put, node, then, now)
-                    _put(node, now, then)
-            self.callable = self._items({"": self.callable})[""]
-            self._undo = undo.pop_all()
+        self.callable = self._items({"": self.callable})[""]
+        for number, node in self._nodes.items():
+            if node.kind in kinds.FIXED and not self._dirty.isdisjoint((number, *node.refers)):
+                now = kinds.read(node.kind, node.value, node.names)
+                self._put_back.append((node, now, self._items(node.content)))
+        for node, now, then in self._put_back:
+            _put(node.kind, node.value, now, then)
         return self.callable
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
@@ -70,14 +67,15 @@ class Rebuilt:
                 there = self._nodes[number].value
                 if isinstance(there, list):
                     there.extend(self._built[number][len(placed) :])
-        self._undo.close()
+        for node, now, then in self._put_back:
+            _put(node.kind, node.value, then, now)
 
     def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
         """What stands for the things that an original refers to."""
         built, dirty = self._built, self._dirty
         items = {}
         for name, x in content.items():
-            number = int(x) if type(x) is Hole else id(x)
+            number = x.number if type(x) is Hole else id(x)
             if number in built:
                 x = built[number]
             elif number in dirty:
@@ -93,62 +91,52 @@ class Rebuilt:
         kind, value, cls = node.kind, node.value, node.cls
         if kind in kinds.FIXED:
             return value
-        new: Any = None
-        if kind in _WRITABLE:  # it is known before what refers to it is made
+        if kind in _WRITABLE:
             if kind is kinds.CELL:
-                new = types.CellType()
+                new: Any = types.CellType()
             elif kind in kinds.OBJECTS:
                 base = types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object
                 new = base.__new__(cls)
             else:
                 new = {} if cls is dict else kinds.emptied(node.like if value is None else value)
-            self._built[number] = new
-        items = self._items(node.content)
-        parts = items.values()
-        if kind in _WRITABLE:
-            self._placed[number] = items
-        if kind is kinds.CELL:
-            for x in parts:
-                new.cell_contents = x
-        elif kind in kinds.MAPPINGS:
+            self._built[number] = new  # it is known before what refers to it is made
+            items = self._placed[number] = self._items(node.content)
             if node.key == "_parameters":
-                for x in parts:
+                for x in items.values():
                     if type(x) is Tensor:
                         x._is_param = True  # what `isinstance(x, nn.Parameter)` asks
-            put = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
-            for name, x in {**(value if kind is kinds.GLOBALS else {}), **items}.items():
-                put(new, name, x)
-        elif kind is kinds.LIST:
-            _fill(new, parts)
-        elif kind in kinds.OBJECTS:
-            original, state = node.like and node.like() if value is None else value, {**items}
+            original = node.like and node.like() if value is None else value
             if original is not None and node.names is not None:  # what does not count is as it is now
                 now = kinds.read(kind, original)
-                state = {name: x for name, x in now.items() if name not in node.names} | items
-            for name in slots_of(cls):
-                if name in state:
-                    object.__setattr__(new, name, state.pop(name))
-            if state:
-                new.__dict__.update(state)
-        elif kind is kinds.FUNCTION:
-            code, namespace, name, defaults, *_ = parts
-            cells = (*map(items.__getitem__, code.co_freevars),) or None
-            new = types.FunctionType(code, namespace, name, defaults, cells)
-            for name in kind.parts[4:]:
-                setattr(new, name, items[name])
-        elif kind is kinds.BUILTIN:
-            new = getattr(*parts)
-        elif kind is kinds.PARTIAL:
-            new = cls.__new__(cls, items["func"])
-            new.__setstate__((*parts,))
-        elif kind is kinds.TUPLE:
-            # A named tuple may have a __new__ of its own, which was called when the original was made.
-            new = frozenset(parts) if cls is frozenset else tuple.__new__(cls, parts)
-        elif kind is kinds.COMPILED:
-            (new,) = parts  # recomputed as it was written
+                items = {name: x for name, x in now.items() if name not in node.names} | items
+            if cls is dict:
+                new.update(items)
+            elif kind in kinds.SPACES:
+                new.__dict__.update(items)
+            else:
+                _put(kind, new, {}, items)
         else:
-            new = cls(*parts)
-        self._built[number] = new
+            items = self._items(node.content)
+            parts = items.values()
+            if kind is kinds.FUNCTION:
+                code, namespace, name, defaults, *_ = parts
+                cells = (*map(items.__getitem__, code.co_freevars),) or None
+                new = types.FunctionType(code, namespace, name, defaults, cells)
+                for name in kind.parts[4:]:
+                    setattr(new, name, items[name])
+            elif kind is kinds.BUILTIN:
+                new = getattr(*parts)
+            elif kind is kinds.PARTIAL:
+                new = cls.__new__(cls, items["func"])
+                new.__setstate__((*parts,))
+            elif kind is kinds.TUPLE:
+                # A named tuple may have a __new__ of its own, which was called when the original was made.
+                new = frozenset(parts) if cls is frozenset else tuple.__new__(cls, parts)
+            elif kind is kinds.COMPILED:
+                (new,) = parts  # recomputed as it was written
+            else:
+                new = cls(*parts)
+            self._built[number] = new
         self._originals.setdefault(id(new), value)
         return new
 
@@ -159,35 +147,34 @@ class Rebuilt:
             node = self._nodes[number]
             now = kinds.read(node.kind, self._built[number], node.names)
             if len(now) != len(placed) or not all(map(operator.is_, map(placed.get, now), now.values())):
-                for name in _made_anew(node):
-                    for items in (now, placed):
-                        items.pop(name, None)
-                after = dict(zip(now, map(get, map(id, now.values()), now.values()), strict=True))
-                before = dict(zip(placed, map(get, map(id, placed.values()), placed.values()), strict=True))
-                _put(node, before, after)
+                anew = _made_anew(node)
+                before, after = [
+                    {name: get(id(x), x) for name, x in items.items() if name not in anew}
+                    for items in (placed, now)
+                ]
+                _put(node.kind, node.value, before, after)
 
 
-def _put(node: Node, before: dict[Any, Any], after: dict[Any, Any]) -> None:
+def _put(kind: kinds.Kind, there: Any, before: dict[Any, Any], after: dict[Any, Any]) -> None:
     """Have an object refer to some things, where it refers to others."""
-    kind, value = node.kind, node.value
     if kind is kinds.LIST:
-        value.clear()
-        _fill(value, after.values())
+        there.clear()
+        there.update(after.values()) if isinstance(there, set) else there.extend(after.values())
     elif kind is kinds.VARIABLE:
-        value.set(after[""])
+        there.set(after[""])
     else:
-        of: Any = type if kind is kinds.CLASS and isinstance(value, type) else object
-        give: Any = operator.setitem if kind in kinds.MAPPINGS else of.__setattr__
-        take: Any = operator.delitem if kind in kinds.MAPPINGS else of.__delattr__
+        if kind is kinds.MODULE or kind is kinds.OBJECT:
+            there = there.__dict__
+        of: Any = type if isinstance(there, type) else object
+        give, take = of.__setattr__, of.__delattr__
+        if isinstance(there, dict):
+            of = OrderedDict if isinstance(there, OrderedDict) else dict
+            give, take = of.__setitem__, of.__delitem__
         for name in before.keys() - after.keys():
-            take(value, name)
+            take(there, name)
         for name, x in after.items():
             if name not in before or before[name] is not x:
-                give(value, name, x)
-
-
-def _fill(there: Any, items: Iterable[Any]) -> None:
-    there.update(items) if isinstance(there, set) else there.extend(items)
+                give(there, name, x)
 
 
 def _made_anew(node: Node) -> set[str]:

@@ -30,6 +30,7 @@ from .program import Leaf, Tensors, here, is_differentiable
 
 
 class Options(NamedTuple):
+    # The first two are for `Arguments`.
     static_argnums: frozenset[int] = frozenset()
     static_argnames: frozenset[str] = frozenset()
     preserve_rng_state: bool = True
@@ -48,44 +49,35 @@ class Call(Leaf):
     _outputs: Outputs | None = None
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        name: str,
-        options: Options,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        lifts_all: bool = False,
+        self, f: Any, name: str, options: Options, args: Any, kwargs: Any, lifts_all: bool = False
     ) -> None:
         """With `lifts_all`, captured tensors of plain autograd are inputs as well, used or not."""
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
-        self._arguments = arguments = Arguments(
-            name, args, kwargs, options.static_argnums, options.static_argnames
-        )
+        self._arguments = arguments = Arguments(name, args, kwargs, *options[:2])
         self._found = found = Found(f if arguments.is_flat else (f, arguments.others))
         self.arity = arguments.arity
         # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
         inputs = self._inputs = arguments.tensors
-        # The ids of the inputs by which f refers to them beside its arguments.
-        self._ids: dict[int, int] = {}
-        self._at_levels: set[int] = set()
+        # Which inputs f refers to beside its arguments, by their ids.
+        self._numbers: dict[int, int] = {}
         if found.tensors and (lifts_all or self.layers or wrappers.has_dual_level()):
-            self._at_levels = tensors.at_active_levels(found.tensors.values())
+            at_levels = tensors.at_active_levels(found.tensors.values())
             numbers = {id(x): i for i, x in enumerate(inputs)}
             for key, x in found.tensors.items():
-                if key in self._at_levels or (lifts_all and x.requires_grad):
-                    if key not in numbers:
-                        numbers[key] = len(inputs)
+                if key in at_levels or (lifts_all and x.requires_grad):
+                    number = self._numbers[key] = numbers.get(key, len(inputs))
+                    if number == len(inputs):
                         inputs.append(x)
-                    self._ids[key] = numbers[key]
-        self._attributes = [*map(tensors.attributes_of, inputs)]
+        # What code can tell of tensors beside their values: they may be parameters, and carry marks.
+        self._attributes = [
+            {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__ for x in inputs
+        ]
         # A lazy module in its first call is run as it is.
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
         # Captured tensors that are no inputs, and how often they were changed.
-        constants = [x for key, x in found.tensors.items() if key not in self._ids]
-        self._constants = (
-            [*zip(constants, tensors.versions_of(constants), strict=True)] if not self._is_lazy else []
-        )
+        constants = [x for key, x in found.tensors.items() if key not in self._numbers and not self._is_lazy]
+        self._constants = [*zip(constants, tensors.versions_of(constants), strict=True)]
         # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
         self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
         if self.layers:
@@ -95,8 +87,6 @@ class Call(Leaf):
         # Of captured buffers that f has updated, what they were.
         self._updated: dict[int, Tensor] = {}
         self._buffers: tensors.GivenBuffers | None = None
-        # The attributes of tensors that the graph owns, by their ids.
-        self._marks: dict[int, dict[str, Any]] = {}
         # Tensors with a history that f has captured, and no output depends on.
         self._unused: dict[int, Tensor] = {}
         self._streams = world.random_streams(found.streams, found.draws_elsewhere)
@@ -104,7 +94,6 @@ class Call(Leaf):
         # Where the first run has left them, if it was seen to draw from them.
         self._ends: list[int] = []
         self._drawn: drawing.Drawn | None = None
-        self._values: list[tuple[Tensor, int]] = []
 
     def is_looked_at(self) -> bool:
         """Whether reverse mode looks at any tensor that f may use, so that there is something to save."""
@@ -114,10 +103,8 @@ class Call(Leaf):
             return True
         if functorch.is_tracing():
             return False  # make_fx records values, and no graph of plain autograd
-        candidates = (*self._inputs, *self._found.tensors.values())
-        return any(map(wrappers.require_grad, candidates)) or (
-            bool(self.layers) and any(map(tensors.requires_grad, candidates))
-        )
+        looks = tensors.requires_grad if self.layers else wrappers.require_grad
+        return any(map(looks, (*self._inputs, *self._found.tensors.values())))
 
     def call(self) -> Any:
         """Run f under whatever transforms are active, keeping only its inputs."""
@@ -146,8 +133,7 @@ class Call(Leaf):
                 if wrappers.has_torch_function(x):
                     raise InputError(
                         f"remat({self.name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
-                        "__torch_function__ a recomputation under a transform would not call. Use remat "
-                        "around what does not need it, or no transform."
+                        "__torch_function__ is not called under a transform. Use no transform, or no remat."
                     )
         self._inputs = self._arguments.tensors = []
         return inputs
@@ -156,21 +142,19 @@ class Call(Leaf):
         """From now on the graph owns what it has made, and this refers to it by id."""
         owned: dict[int, Tensor] = {}
         for key, x in self._found.tensors.items():
-            if x.grad_fn is not None or key in self._at_levels:
+            if x.grad_fn is not None or key in self._numbers:
                 owned[key] = x
-                if x.__dict__:
-                    self._marks[key] = x.__dict__.copy()
         if owned:
             # f may read values through which nothing is differentiated.
-            if unused := owned.keys() - {*map(id, self.captured), *self._ids}:
+            if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
                 with functorch.without_levels():  # which would wrap the results
                     self._unused = {key: owned[key].detach() for key in unused}
-            self._found.seal(owned.values())
             self._constants = [
                 (self._unused.get(id(x), x), version)
                 for x, version in self._constants
                 if id(x) not in owned or id(x) in self._unused
             ]
+            self._found.seal(owned.values())
         if not self.home:
             self.captured = ()
 
@@ -178,11 +162,9 @@ class Call(Leaf):
         """What input `i` is to f, in words."""
         if i < self.arity:
             return self._arguments.where(i)
-        return self._found.where(next((key for key, number in self._ids.items() if number == i), 0))
+        return self._found.where(next((key for key, number in self._numbers.items() if number == i), 0))
 
-    def _enter(
-        self, stack: ExitStack, inputs: Tensors, rebuilt: Rebuilt | None, *others: Any
-    ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    def _enter(self, stack: ExitStack, inputs: Tensors, rebuilt: Rebuilt | None, *others: Any) -> Any:
         """f and its arguments, as they stand for what was searched, and what is around each run."""
         casts = world.own_autocast_cache() if self._world.casts else None
         for context in filter(None, (rebuilt, *others, casts, autograd.parametrizations_anew())):
@@ -207,19 +189,18 @@ class Call(Leaf):
         if found.updates_statistics:
             # And others that may be given in their place.
             others = [*found.buffers_in_training(), *filter(tensors.may_be_buffer, found.tensors.values())]
-            updates = tensors.copies_of([x for x in others if id(x) not in self._ids])
+            updates = tensors.copies_of([x for x in others if id(x) not in self._numbers])
         gradients = []
         if found.calls_backward:
             gradients = [(x, tensors.gradient_of(x)) for x in found.tensors.values() if x.is_leaf]
         rebuilt = None
-        if self._ids:
-            rebuilt = Rebuilt(found, {key: inputs[i] for key, i in self._ids.items()})
+        if self._numbers:
+            rebuilt = Rebuilt(found, {key: inputs[i] for key, i in self._numbers.items()})
         self._world = world.World()
         self._states = world.states(self._streams)
-        if functorch.is_tracing():
-            self._drawn = drawing.Drawn(self.name)
+        drawn = self._drawn = drawing.Drawn(self.name) if functorch.is_tracing() else None
         with ExitStack() as stack:
-            f, args, kwargs = self._enter(stack, inputs, rebuilt, self._drawn)
+            f, args, kwargs = self._enter(stack, inputs, rebuilt, drawn)
             content = None if self._arguments.is_flat else pytree.tree_flatten((args, kwargs))
             if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
                 watch.begin([*inputs, *map(_tensor, self._constants)])
@@ -232,11 +213,7 @@ class Call(Leaf):
             finally:
                 if rebuilt is not None:
                     rebuilt.write_back()
-        self.random = (
-            found.moves_streams
-            or bool(world.moved(self._states))
-            or (self._drawn is not None and bool(self._drawn.results))
-        )
+        self.random = bool(found.moves_streams or world.moved(self._states) or (drawn and drawn.results))
         if self.random:
             self._ends = world.marks(world.states(self._streams))
         else:
@@ -245,7 +222,8 @@ class Call(Leaf):
             self._arguments.check_unchanged(self.name, content, args, kwargs)
         if gradients:
             tensors.check_gradients(gradients, f"remat({self.name})", found.where)
-        self._settle_updates(updates)
+        if self._constants:
+            self._settle_updates(updates)
         self._outputs = Outputs(self.name, out, [*inputs, *map(_tensor, self._constants)])
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
         for x, where in stored(found, found.changed()):
@@ -255,7 +233,7 @@ class Call(Leaf):
                     "be lost: return it from the function, or store a detached copy."
                 )
         if self._options.determinism_check == "values" and not functorch.is_tracing():
-            self._values = [wrappers.physical(y.detach().clone()) for y in outputs]
+            self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
         if buffers is None:
             return outputs
         buffers.note(inputs, before)
@@ -287,9 +265,7 @@ class Call(Leaf):
                 captured.append(found[edge])
             elif leaf is None:
                 node, number = edge
-                described = node._input_metadata[number]
-                dtype = str(described.dtype).removeprefix("torch.")
-                result = f"{dtype}{list(described.shape)}, the result of {node.name()}"
+                result = f"{describe(node._input_metadata[number])}, a result of {node.name()}"
                 raise net.not_given(self, f"that requires grad ({result})")
             # Else one made by f itself, for an inner optimisation: nobody can ask for its gradient.
             elif sys.getrefcount(leaf) > tensors.references_of_private_leaf():
@@ -307,9 +283,9 @@ class Call(Leaf):
                 "arguments, or trace the forward too."
             )
         for ref, version, i in self._plain:
-            if (x := ref()) is not None and tensors.version_of(x) != version:
-                if self._buffers is None or i not in self._buffers:
-                    raise self._changed_between(x, self.where(i))
+            is_updated = self._buffers is not None and i in self._buffers
+            if (x := ref()) is not None and tensors.version_of(x) != version and not is_updated:
+                raise self._changed_between(x, self.where(i))
         buffers: Sequence[Tensor] = ()
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
@@ -346,43 +322,29 @@ class Call(Leaf):
                         'pass determinism_check="none" if f may draw others.'
                     )
         again = Outputs(self.name, out)
-        if checks and (self._values or again.form != self._outputs.form):
-            self._compare(self._outputs, again)
+        if checks and (difference := self._outputs.difference(again)):
+            raise CheckpointError(
+                f"remat({self.name}): the recomputation gave {difference}. Give the function what it depends "
+                'on as arguments, or, if you know better, pass determinism_check="none".'
+            )
         return (*again.as_in(self._outputs), *buffers)
 
     def _mapped(self, inputs: Tensors) -> dict[int, Tensor]:
         """What stands for captured tensors in a recomputation, by their ids."""
         mapped = self._unused.copy()
-        for key, i in self._ids.items():
+        for key, i in self._numbers.items():
             mapped[key] = inputs[i]
         source, captured = here.captured
         for key, x in captured:
             if source is self and id(x) != key:
                 mapped[key] = x
-                if not self._found.has_met(key):
+                if key not in self._found.places:
                     raise net.not_given(self, f"that requires grad ({describe(x)})")
         for key, update in self._updated.items():
             mapped[key] = update.clone()
-        for key, attributes in self._marks.items():
-            if key in mapped:
-                tensors.dress(mapped[key], attributes)
+        for key in mapped.keys() & self._found.marks.keys():
+            tensors.dress(mapped[key], self._found.marks[key])
         return mapped
-
-    def _compare(self, before: Outputs, again: Outputs) -> None:
-        difference = before.difference(again)
-        if difference is None and self._values:
-            outputs = again.as_in(before)
-            for i, ((here, levels), y) in enumerate(zip(self._values, outputs, strict=True)):
-                there, now = wrappers.physical(y.detach())
-                # What another level (the vmap of jacfwd, say) may have batched cannot be compared.
-                if levels == now and not tensors.is_close(here, there):
-                    difference = f"other values in output {i}, {describe(here)}, than the forward"
-                    break
-        if difference is not None:
-            raise CheckpointError(
-                f"remat({self.name}): the recomputation gave {difference}. Give the function what it depends "
-                'on as arguments, or, if you know better, pass determinism_check="none".'
-            )
 
     # -- versions -----------------------------------------------------------------------------------
 
@@ -402,16 +364,16 @@ class Call(Leaf):
 
     def _writes_to_input(self, inputs: Sequence[Tensor]) -> MutationError:
         """f sees its arguments as leaves, to which autograd lets nobody write."""
-        given = [(i, x) for i, x in enumerate(inputs) if is_differentiable(x)]
-        candidates = [f"{self.where(i)} ({describe(x)})" for i, x in given]
+        given = [f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)]
         return MutationError(
-            f"remat({self.name}) writes in place to something that it was given or has captured, maybe "
-            f"{' or '.join(candidates)}. Work on a copy (x.clone()) inside the function."
+            f"remat({self.name}) writes in place to {' or '.join(given)}, or to what it has captured. "
+            "Work on a copy (x.clone()) inside the function."
         )
 
     def held(self) -> list[Tensor]:
         """Constants of f, and copies to compare with."""
-        return [*map(_tensor, self._constants), *self._updated.values(), *map(_tensor, self._values)]
+        values = self._outputs.values if self._outputs is not None else ()
+        return [*map(_tensor, (*self._constants, *values)), *self._updated.values()]
 
 
 def code_of(f: Any) -> Any:

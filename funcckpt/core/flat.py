@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .._torch import wrappers
 from ..closures import Found
 from ..errors import InputError, MutationError, OutputError, describe
-from .program import Tensors
+from .tensors import Tensors, is_close
 
 # What may be an argument and holds nothing.
 LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -32,18 +32,13 @@ class Arguments:
     """Arguments as flat tensors and all the rest."""
 
     def __init__(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        static_argnums: frozenset[int],
-        static_argnames: frozenset[str],
+        self, name: str, args: Any, kwargs: Any, static_argnums: frozenset[int], static_names: frozenset[str]
     ) -> None:
         leaves: list[Any] = [*args]
-        # Others are given by keyword, or left to their default.
-        for i in {i % len(args) for i in static_argnums if -len(args) <= i < len(args)}:
-            leaves[i] = _Static(args[i])
-        for key in static_argnames & kwargs.keys():
+        for i in static_argnums:
+            if -len(args) <= i < len(args):  # others are given by keyword, or left to their default
+                leaves[i] = _Static(args[i])
+        for key in static_names & kwargs.keys():
             kwargs = {**kwargs, key: _Static(kwargs[key])}
         # Most calls have tensors and numbers for arguments: no tree to take apart, and nothing to search.
         self._keys = tuple(kwargs)
@@ -53,8 +48,7 @@ class Arguments:
             leaves = values
         else:
             leaves, self._structure = pytree.tree_flatten((leaves, kwargs))
-        # What is no tensor, in its place.
-        self.others = leaves
+        self.others = leaves  # what is no tensor, in its place
         self.tensors: list[Tensor] = []
         # Which tensor stands where among the leaves.
         self._numbers: dict[int, int] = {}
@@ -107,11 +101,16 @@ class Arguments:
         return f"argument {pytree.keystr(paths[i][0][1:])}"
 
 
+Look = tuple[torch.dtype, tuple[int, ...], torch.device]
+
+
 class Outputs:
     """What f returned: its structure, what is no tensor, and how each tensor looked."""
 
     # What holds of one tensor alone.
     structure: pytree.TreeSpec | None = None
+    # Where the runs are compared by values: those of the outputs below all levels, and how many these are.
+    values: Sequence[tuple[Tensor, int]] = ()
 
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
@@ -121,36 +120,33 @@ class Outputs:
             leaves, self.structure = pytree.tree_flatten(out)
         self.others = leaves
         self.tensors: list[Tensor] = []
-        self.looks: list[Look] = []
-        self.positions: list[int] = []
-        # Each tensor is an input, which is handed back as it is, or an output, once.
-        self._sources: list[tuple[bool, int]] = []
-        self._kept: list[int] = []
+        # By their positions among the leaves: what tensors look like, and which input or output each is.
+        self._looks: dict[int, Look] = {}
+        self._inputs: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         numbers: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 if id(leaf) in given:
-                    source = True, given[id(leaf)]
+                    self._inputs[i] = given[id(leaf)]  # handed back as it is
                 else:
-                    source = False, numbers.setdefault(id(leaf), len(numbers))
-                    if source[1] == len(self.tensors):
-                        self._kept.append(len(self._sources))
+                    number = self._numbers[i] = numbers.setdefault(id(leaf), len(numbers))
+                    if number == len(self.tensors):
                         self.tensors.append(leaf)
-                self.looks.append(_look_of(leaf))
-                self.positions.append(i)
-                self._sources.append(source)
+                # A nested tensor with strides has no shape that one may ask for.
+                shape = () if leaf.is_nested and leaf.layout == torch.strided else leaf.shape
+                self._looks[i] = leaf.dtype, shape, leaf.device
                 leaves[i] = None
             elif not isinstance(leaf, LEAVES):
                 _refuse_if_it_hides_tensors(leaf, f"remat({name}) returned a {type(leaf).__name__}")
-        # What another run has to give as well: how each tensor looks, and where it stands.
-        self.form = self.looks, self.structure, self.positions
         self._aliased = _aliased(self.tensors, inputs) if inputs else ()
 
     def as_in(self, first: Outputs) -> Tensors:
         """The tensors that were outputs in the first run, where this is another one."""
-        if self.structure is None and self._kept == first._kept:
+        if self._numbers == first._numbers:
             return (*self.tensors,)
-        return tuple([self.tensors[self._sources[i][1]] for i in first._kept])
+        found = {number: self.tensors[self._numbers[i]] for i, number in first._numbers.items()}
+        return (*found.values(),)
 
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         leaves, tensors = [*self.others], [*tensors]
@@ -159,32 +155,31 @@ class Outputs:
             # their gradients would not know.
             if tensors[i].requires_grad:
                 tensors[i] = tensors[i].unsqueeze(0).unbind()[0]
-        for i, (is_input, number) in zip(self.positions, self._sources, strict=True):
-            leaves[i] = (inputs if is_input else tensors)[number]
+        for among, numbers in ((inputs, self._inputs), (tensors, self._numbers)):
+            for i, number in numbers.items():
+                leaves[i] = among[number]
         return leaves[0] if self.structure is None else pytree.tree_unflatten(leaves, self.structure)
 
     def difference(self, again: Outputs) -> str | None:
         """How the outputs of a recomputation differ from these, in words."""
         if self.structure != again.structure:
             return f"structure {again.structure}, and the forward {self.structure}"
-        for i, (here, there) in enumerate(zip(self.looks, again.looks, strict=False)):
-            if here != there:
-                return f"output {i} as {_look(*there)}, and the forward as {_look(*here)}"
-        if self.positions != again.positions:
-            return f"tensors at {again.positions}, and the forward at {self.positions}"
+        if self._looks != again._looks:
+            for i in range(len(self.others)):
+                here, there = self._looks.get(i), again._looks.get(i)
+                if here != there:
+                    return f"output {i} as {_in_words(there)}, and the forward as {_in_words(here)}"
+        if self.values:
+            for i, ((x, levels), y) in enumerate(zip(self.values, again.as_in(self), strict=True)):
+                now, levels_now = wrappers.physical(y.detach())
+                # What another level (the vmap of jacfwd, say) may have batched cannot be compared.
+                if levels == levels_now and not is_close(x, now):
+                    return f"other values in output {i}, {describe(x)}, than the forward"
         return None
 
 
-Look = tuple[torch.dtype, tuple[int, ...], torch.device]
-
-
-def _look_of(x: Tensor) -> Look:
-    # A nested tensor with strides has no shape that one may ask for.
-    return x.dtype, () if x.is_nested and x.layout == torch.strided else x.shape, x.device
-
-
-def _look(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+def _in_words(look: Look | None) -> str:
+    return "no tensor" if look is None else f"{str(look[0]).removeprefix('torch.')}{[*look[1]]} on {look[2]}"
 
 
 def _refuse_if_it_hides_tensors(leaf: Any, returned: str) -> None:

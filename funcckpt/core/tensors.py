@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import world
@@ -68,11 +68,6 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
 
 
 _version = operator.attrgetter("_version")
-
-
-def attributes_of(x: Tensor) -> dict[str, Any]:
-    """What code can tell of a tensor beside its value: it may be a parameter, and carry marks."""
-    return {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__.copy()
 
 
 def dress(x: Tensor, attributes: dict[str, Any]) -> None:
