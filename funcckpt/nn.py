@@ -42,7 +42,7 @@ class Remat(nn.Module):
         What to recompute. If it is a `Remat` already, it gets these options. An InputError says that it has
         no forward (a `ModuleList`), or one that was assigned to the instance, as by `torch.compile`.
     **options
-        Those of :func:`funcckpt.checkpoint`, but for `use_reentrant`.
+        Those of :func:`funcckpt.checkpoint`, but for `use_reentrant`: ``policy=`` and the others.
 
     Examples
     --------

@@ -7,6 +7,7 @@ import array
 import copy
 import gc
 import io
+import itertools
 import pickle
 import weakref
 from collections import OrderedDict
@@ -19,6 +20,8 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn.utils import parametrizations, parametrize
 
 import funcckpt
+from funcckpt import CheckpointError, OptionError, policies
+from funcckpt.meter import measure
 from funcckpt.nn import Remat, Sequential, apply_remat, remove_remat
 
 
@@ -815,3 +818,107 @@ def test_sequential_compiles():
     wrapped, plain = Sequential(*layers(4), every=2).eval(), nn.Sequential(*layers(4)).eval()
     torch._dynamo.reset()
     same_outcome(gradients, torch.compile(wrapped, backend="aot_eager", fullgraph=True), plain)
+
+
+# ---------------------------------------------------------------- the options that a function has
+
+
+def mlp(wrap, depth=4, width=64):
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(
+        nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.GELU()
+    )
+    return wrap([block() for _ in range(depth)]).double()
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, blocks, options):
+        super().__init__()
+        self.blocks, self.options = nn.ModuleList(blocks), options
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = funcckpt.checkpoint(block, x, **self.options)
+        return x
+
+
+WAYS = {
+    "Remat": lambda **options: lambda blocks: nn.Sequential(*[Remat(b, **options) for b in blocks]),
+    "apply_remat": lambda **options: (
+        lambda blocks: apply_remat(nn.Sequential(nn.Sequential(*blocks)), "0.*", **options)
+    ),
+    "Sequential": lambda **options: lambda blocks: Sequential(*blocks, **options),
+    "checkpoint": lambda **options: lambda blocks: Checkpointing(blocks, options),
+}
+
+
+def cost(model, run):
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    x = torch.rand(8, 64, 64, dtype=torch.float64)
+
+    def call():
+        if run == "eager":
+            return torch.autograd.grad(model(x).sin().sum(), [*model.parameters()])
+        loss = lambda p, x: functional_call(model, p, (x,)).sin().sum()
+        return [*vmap(grad(loss), (None, 0))(parameters, x).values()]
+
+    call()  # what need not run again is known
+    measured = measure(call)
+    return measured, call()
+
+
+@pytest.mark.parametrize("run", ["eager", "per sample"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.dots_saveable,
+        [torch.ops.aten.addmm.default, torch.ops.aten.mm.default],
+        policies.budget(fraction=0.6),
+    ],
+    ids=["dots", "list", "budget"],
+)
+def test_policies_of_modules(policy, way, run):
+    plain, expected = cost(mlp(lambda blocks: nn.Sequential(*blocks)), run)
+    none, _ = cost(mlp(WAYS[way]()), run)
+    kept, found = cost(mlp(WAYS[way](policy=policy)), run)
+    assert_same(found, expected)
+    assert plain.flops <= kept.flops < none.flops
+    assert kept.peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_that_differ_are_an_error(way):
+    class Impure(nn.Module):
+        def forward(self, x):
+            return x.sin() * array.array("d", [next(numbers)])[0]
+
+    numbers = itertools.count(1)
+    with pytest.raises(CheckpointError, match=r"Impure|forward|chain"):
+        WAYS[way](determinism_check="values")([Impure()])(X.clone().requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_second_backward_saves_memory_by_remat(way):
+    """With hooks it saves nothing: the first backward puts all activations into its own graph."""
+
+    def peak(wrap):
+        model, x = mlp(wrap, depth=8), torch.rand(512, 64, dtype=torch.float64, requires_grad=True)
+
+        def run():
+            (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            return torch.autograd.grad(g.square().sum(), [*model.parameters()], allow_unused=True)
+
+        run()
+        return measure(run).peak_bytes, run()
+
+    plain, expected = peak(lambda blocks: nn.Sequential(*blocks))
+    found, gradients = peak(WAYS[way](policy=policies.nothing_saveable))
+    assert_same(gradients, expected)
+    assert found < 0.6 * plain
+
+
+def test_a_policy_beside_contexts_is_refused():
+    context_fn = lambda: funcckpt.create_selective_checkpoint_contexts([])
+    with pytest.raises(OptionError, match="policy= or context_fn="):
+        funcckpt.checkpoint(torch.sin, X, policy=policies.dots_saveable, context_fn=context_fn)

@@ -21,7 +21,7 @@ from .. import compiled
 from .._torch import autograd, functorch, wrappers
 from ..core.call import Options as RematOptions
 from ..errors import OptionError
-from ..policies.policies import chooser_of
+from ..policies.policies import Policy, chooser_of
 from ..remat import AS_IT_IS, PLAIN, call as call_remat, decides, name_and_check
 from . import patched
 from .region import Contexts, Options, Region, title
@@ -49,6 +49,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
+    policy: Policy | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call a function, keep its inputs, and compute the rest again when the backward needs it.
@@ -69,15 +70,20 @@ def checkpoint(
     context_fn : callable
         Gives two context managers, for the forward and for the recomputation; see
         :func:`create_selective_checkpoint_contexts`. Under transforms its policy is `remat`'s.
-    determinism_check : {"default", "none"}
+    determinism_check : {"default", "none", "values"}
         Compare shapes, dtypes and devices of the recomputation with those of the forward, and look
-        for tensors that were changed in place between the two; or not.
+        for tensors that were changed in place between the two; or not. "values" compares the outputs, as
+        `remat` does, and works by it.
     debug : bool
         Errors about a recomputation by hooks list the operators of both runs.
     early_stop : bool
         Stop the recomputation by hooks when all that is needed is there.
     respect_saved_tensors_hooks : bool or None
         Accepted, and False: what a selective checkpoint saves does not go through hooks around the call.
+    policy : callable, list of operators, or None
+        What to keep beside the inputs, as `remat` takes it. The call then works by `remat` in plain eager
+        code, too. Under a double backward that saves memory, where hooks do not; to have it and keep nothing,
+        pass :func:`funcckpt.policies.nothing_saveable`.
 
     Notes
     -----
@@ -107,7 +113,7 @@ def checkpoint(
         )
     if use_reentrant and not torch.compiler.is_compiling():
         _warn_of_reentrant()
-    options = Options(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    options = Options(preserve_rng_state, context_fn, determinism_check, debug, early_stop, policy)
     if function is None:
         if kwargs:
             raise OptionError(f"checkpoint: no option {', '.join(kwargs)}, or no function to call.")
@@ -127,8 +133,10 @@ def _warn_of_reentrant() -> None:
 
 def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """A call of :func:`checkpoint`."""
-    if options.determinism_check not in ("default", "none"):
-        raise OptionError(f"{title(f)}: determinism_check should be one of default and none.")
+    if options.determinism_check not in ("default", "none", "values"):
+        raise OptionError(f"{title(f)}: determinism_check should be one of default, none and values.")
+    if options.policy is not None or options.determinism_check == "values":
+        return _functional(f, args, kwargs, options)
     if torch.compiler.is_compiling() or (functorch.maybe_current_level() is None and functorch.is_tracing()):
         # Dynamo takes no option that it cannot read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
@@ -174,15 +182,20 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> Any:
-    name, how = name_and_check(f), _of_remat(options)
+    # Dynamo cannot ask each f for its name.
+    name = "f" if torch.compiler.is_dynamo_compiling() else name_and_check(f, "checkpoint")
+    policy = options.policy
     if options.context_fn is not noop_context_fn:
+        if policy is not None:
+            raise OptionError(f"checkpoint({name}) takes policy= or context_fn=, not both.")
         forward, _ = options.context_fn()
         if not isinstance(forward, Forward):
             raise OptionError(
-                f"{title(f)}: under torch.func transforms and in forward mode, context_fn is made with "
-                "funcckpt.create_selective_checkpoint_contexts. Enter others inside of the function."
+                f"checkpoint({name}): under torch.func transforms and in forward mode, context_fn is made "
+                "with funcckpt.create_selective_checkpoint_contexts. Enter others inside of the function."
             )
-        how = how._replace(chooser=chooser_of(forward.policy, title(f)))
+        policy = forward.policy
+    how = _of_remat(options)._replace(chooser=chooser_of(policy, f"checkpoint({name})"))
     f = patched.always(f) if patched.is_active() else f
     return call_remat(f, name, how, args, kwargs)
 

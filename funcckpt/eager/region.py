@@ -34,6 +34,7 @@ from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
 from ..core import tensors
 from ..errors import CheckpointError, MutationError, describe
+from ..policies import Policy
 from ..tape.operators import tensors_in
 from . import patched
 
@@ -48,6 +49,7 @@ class Options(NamedTuple):
     determinism_check: str = "default"
     debug: bool = False
     early_stop: bool = True
+    policy: Policy | None = None
 
 
 class Slot(dict[Any, tuple[Tensor, int]]):
