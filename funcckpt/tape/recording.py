@@ -80,7 +80,7 @@ class Record(Watch):
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
         """See which values the graph of the outputs has saved."""
         with functorch.no_dispatch():
-            for x in _saved([y.grad_fn for y in outputs], first_node):
+            for x in _saved(outputs, first_node):
                 self.tape.read |= self.tape.made(wrappers.everything_below(x))
 
     def finish(self) -> Kept | None:
@@ -109,15 +109,9 @@ def _fields(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-def _saved(roots: Sequence[Any], first_node: int) -> Iterator[Tensor]:
-    """The tensors that a graph has saved."""
-    pending, seen = list(roots), {None}
-    while pending:
-        node = pending.pop()
-        if node in seen or node._sequence_nr() < first_node:
-            continue
-        seen.add(node)
-        pending.extend([n for n, _ in node.next_functions])
+def _saved(outputs: Sequence[Tensor], first_node: int) -> Iterator[Tensor]:
+    """The tensors that the graph of some tensors has saved."""
+    for node in autograd.nodes_of(outputs, first_node):
         kind: Any = type(node)
         for name in _fields(kind):
             for saved in results(getattr(node, name)):
