@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -90,6 +90,47 @@ def nodes_of(tensors: Sequence[Tensor], first_node: int = 0) -> Iterator[Any]:
             seen.add(node)
             pending.extend([following for following, _ in node.next_functions])
             yield node
+
+
+# A place in the graph: a node and the number of one of its outputs, or the id of a leaf and LEAF.
+Edge = tuple[Any, int]
+LEAF = -1
+
+
+def entering(
+    outputs: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0
+) -> dict[Edge, Tensor | None]:
+    """The edges at which a graph begins: own ones, leaves (with the tensor), and results of older nodes."""
+    found: dict[Edge, Tensor | None] = {}
+    pending: list[Edge] = []
+    for y in outputs:
+        if y.grad_fn is not None:
+            pending.append((y.grad_fn, y.output_nr))
+        elif y.requires_grad:
+            found[id(y), LEAF] = y
+    seen = {None}
+    while pending:
+        edge = pending.pop()
+        node = edge[0]
+        if node in seen:
+            continue
+        if node._sequence_nr() < first_node or edge in own:
+            found[edge] = None
+            continue
+        seen.add(node)
+        following = node.next_functions
+        pending.extend(following)
+        if not following and node.name() == "torch::autograd::AccumulateGrad":
+            found[id(node.variable), LEAF] = node.variable
+    return found
+
+
+@functools.cache
+def references_of_private_leaf() -> int:
+    """How many there are to a leaf that only the graph holds, in a loop over the items of `entering`."""
+    with torch.enable_grad():
+        outputs = [torch.zeros((), requires_grad=True).sin()]  # which hold the graph
+    return next(sys.getrefcount(leaf) for edge, leaf in entering(outputs).items() if edge)
 
 
 _ENGINE = _engine_run_backward.__code__

@@ -254,11 +254,11 @@ class Call(Leaf):
                 self._updated[id(x)] = update
                 self._constants[i] = x, None
 
-    def captured_at(self, edges: Mapping[tensors.Edge, Tensor | None]) -> list[Tensor]:
-        found: dict[tensors.Edge, Tensor] = {}
+    def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
+        found: dict[autograd.Edge, Tensor] = {}
         for x in self._found.tensors.values():
             if x.requires_grad:
-                found[(id(x), tensors.LEAF) if (node := x.grad_fn) is None else (node, x.output_nr)] = x
+                found[(id(x), autograd.LEAF) if (node := x.grad_fn) is None else (node, x.output_nr)] = x
         captured = []
         for edge, leaf in edges.items():
             if edge in found:
@@ -268,7 +268,7 @@ class Call(Leaf):
                 result = f"{describe(node._input_metadata[number])}, a result of {node.name()}"
                 raise net.not_given(self, f"that requires grad ({result})")
             # Else one made by f itself, for an inner optimisation: nobody can ask for its gradient.
-            elif sys.getrefcount(leaf) > tensors.references_of_private_leaf():
+            elif sys.getrefcount(leaf) > autograd.references_of_private_leaf():
                 captured.append(leaf)
         return captured
 

@@ -24,7 +24,7 @@ from .._torch import autograd, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute, recording
 from .program import Leaf, Program, Recording
-from .tensors import LEAF, Edge, Tensors, entering, versions_of
+from .tensors import Tensors, versions_of
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -60,13 +60,13 @@ def run_first(
     given: list[Tensor] = [*inputs]
     if source.is_compiled and differentiated:
         program = Recording(program, program.home, differentiated)
-    own: dict[Edge, int] = {}
+    own: dict[autograd.Edge, int] = {}
     detach = wrappers.how_to_detach(inputs)
     for i in differentiated:
         x = given[i] = detach(inputs[i])
         if records and not source.is_compiled:
             x.requires_grad_()
-        own[(id(x), LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
+        own[(id(x), autograd.LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
     first_node = functorch.next_sequence_number()
     record: recording.Record | None = None
     if source.chooser is not None and not functorch.is_tracing():
@@ -93,7 +93,7 @@ def run_first(
     if (layers or any(active)) and versions != versions_of(inputs):
         source.check_versions(versions, inputs)
     if any(active):
-        edges = entering(outputs, own, first_node)
+        edges = autograd.entering(outputs, own, first_node)
         for edge in own.keys() & edges:
             reached.add(own[edge])
             del edges[edge]

@@ -29,7 +29,7 @@ from .._torch import autograd, functorch, wrappers
 from ..policies.policies import Chooser
 from ..tape import recompute, recording
 from ..tape.tape import watch_of
-from .tensors import LEAF, Edge, Tensors as Tensors, entering
+from .tensors import Tensors as Tensors
 
 
 class Program:
@@ -80,7 +80,7 @@ class Leaf(Program):
     def source(self) -> Leaf:  # type: ignore[override]
         return self
 
-    def captured_at(self, edges: Mapping[Edge, Tensor | None]) -> Sequence[Tensor]:
+    def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> Sequence[Tensor]:
         """The captured tensors at the edges by which the graph of the outputs leaves f."""
         raise AssertionError(edges)
 
@@ -149,9 +149,11 @@ class Recording(Derived):
             leaves = wrappers.require_grad_at_this_level(wrapped, self.differentiated)
             outputs = self.inner.run(*wrapped)
             if self.differentiated and self.differentiated[-1] >= self.source.arity:
-                used = entering(outputs)
+                used = autograd.entering(outputs)
                 at = zip(self.differentiated, leaves, strict=True)
-                self.unused = [i for i, x in at if i >= self.source.arity and (id(x), LEAF) not in used]
+                self.unused = [
+                    i for i, x in at if i >= self.source.arity and (id(x), autograd.LEAF) not in used
+                ]
             if functorch.number_of_dispatch_modes() and (watch := watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(wrappers.require_grad, outputs),)

@@ -1,11 +1,9 @@
-"""What a call asks of tensors: levels, versions, marks; buffers among them; the graph that leads to them."""
+"""What a call asks of tensors: levels, versions, marks; and buffers among them."""
 
 from __future__ import annotations
 
-import functools
 import operator
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,14 +38,6 @@ def requires_grad(x: Tensor) -> bool:
     return x.requires_grad or (
         wrappers.is_functorch_wrapped_tensor(x) and requires_grad(wrappers.get_unwrapped(x))
     )
-
-
-@functools.cache
-def references_of_private_leaf() -> int:
-    """How many there are to a leaf that only the graph holds, in a loop over the items of `entering`."""
-    with torch.enable_grad():
-        outputs = [torch.zeros((), requires_grad=True).sin()]  # which hold the graph
-    return next(sys.getrefcount(leaf) for edge, leaf in entering(outputs).items() if edge)
 
 
 def version_of(x: Tensor) -> int | None:
@@ -191,38 +181,3 @@ class GivenBuffers:
                 self._originals[i].copy_(updated)
         self._originals = dict.fromkeys(self._originals)
         return outputs[:count]
-
-
-# -- the graph of plain autograd ----------------------------------------------------------------------------
-
-# A place in the graph: a node and the number of one of its outputs, or the id of a leaf and LEAF.
-Edge = tuple[Any, int]
-LEAF = -1
-
-
-def entering(
-    outputs: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0
-) -> dict[Edge, Tensor | None]:
-    """The edges at which a graph begins: own ones, leaves (with the tensor), and results of older nodes."""
-    found: dict[Edge, Tensor | None] = {}
-    pending: list[Edge] = []
-    for y in outputs:
-        if y.grad_fn is not None:
-            pending.append((y.grad_fn, y.output_nr))
-        elif y.requires_grad:
-            found[id(y), LEAF] = y
-    seen = {None}
-    while pending:
-        edge = pending.pop()
-        node = edge[0]
-        if node in seen:
-            continue
-        if node._sequence_nr() < first_node or edge in own:
-            found[edge] = None
-            continue
-        seen.add(node)
-        following = node.next_functions
-        pending.extend(following)
-        if not following and node.name() == "torch::autograd::AccumulateGrad":
-            found[id(node.variable), LEAF] = node.variable
-    return found

@@ -194,7 +194,7 @@ class Region:
         To hold those would keep another graph alive.
         """
         found = self._found
-        edges = tensors.entering(tensors_in(out), (), first_node)
+        edges = autograd.entering(tensors_in(out), (), first_node)
         known = {*found.tensors, *map(id, self._given)}
         for (key, _), leaf in edges.items():
             if leaf is not None and key not in known:
