@@ -140,10 +140,8 @@ class Call(Leaf):
 
     def seal(self) -> None:
         """From now on the graph owns what it has made, and this refers to it by id."""
-        owned: dict[int, Tensor] = {}
-        for key, x in self._found.tensors.items():
-            if x.grad_fn is not None or key in self._numbers:
-                owned[key] = x
+        tensors_of_f = self._found.tensors.items()
+        owned = {key: x for key, x in tensors_of_f if x.grad_fn is not None or key in self._numbers}
         if owned:
             # f may read values through which nothing is differentiated.
             if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
@@ -171,6 +169,8 @@ class Call(Leaf):
             stack.enter_context(context)
         root, arguments = self._found.root if rebuilt is None else rebuilt.callable, self._arguments
         f, leaves = (root, arguments.others) if arguments.is_flat else root
+        if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
+            watch.begin([*inputs, *map(_tensor, self._constants)])
         return f, *arguments.unflatten(inputs[: self.arity], leaves)
 
     # -- the first run ------------------------------------------------------------------------------
@@ -202,14 +202,19 @@ class Call(Leaf):
         with ExitStack() as stack:
             f, args, kwargs = self._enter(stack, inputs, rebuilt, drawn)
             content = None if self._arguments.is_flat else pytree.tree_flatten((args, kwargs))
-            if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
-                watch.begin([*inputs, *map(_tensor, self._constants)])
             try:
                 out = f(*args, **kwargs)
             except RuntimeError as error:
-                if any(words in str(error) for words in autograd.WRITES_TO_INPUT):
-                    raise self._writes_to_input(inputs) from error
-                raise
+                if not any(words in str(error) for words in autograd.WRITES_TO_INPUT):
+                    raise
+                # f sees its arguments as leaves, to which autograd lets nobody write.
+                leaves = [
+                    f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)
+                ]
+                raise MutationError(
+                    f"remat({self.name}) writes in place to {' or '.join(leaves)}, or to what it captured. "
+                    "Work on a copy (x.clone()) inside the function."
+                ) from error
             finally:
                 if rebuilt is not None:
                     rebuilt.write_back()
@@ -242,15 +247,11 @@ class Call(Leaf):
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep what buffers were that f has updated; anything else that it has written to is an error."""
         for i, (x, version) in enumerate(self._constants):
-            now, update = tensors.version_of(x), updates.get(id(x))
+            is_written, update = tensors.version_of(x) != version, updates.get(id(x))
             if update is None:
-                if now != version:
-                    raise MutationError(
-                        f"remat({self.name}) changed {self._found.where(id(x))} ({describe(x)}) in place. "
-                        "Return the new value instead, or make it a buffer of a module that is training, of "
-                        f"at most {tensors.MAX_BUFFER} elements."
-                    )
-            elif now != version or not tensors.is_same(x, update):
+                if is_written:
+                    raise self._changed_inside(x, self._found.where(id(x)))
+            elif is_written or not tensors.is_same(x, update):
                 self._updated[id(x)] = update
                 self._constants[i] = x, None
 
@@ -294,10 +295,7 @@ class Call(Leaf):
         rebuilt = None
         if mapped or changed or found.gone:
             rebuilt = Rebuilt(found, mapped, changed, repeats_effects=True)
-        written = []
-        for x, version in self._constants:
-            if version is not None and x._version != version:
-                written.append(x)
+        written = [x for x, version in self._constants if version is not None and x._version != version]
         states = self._states if self.random and self._options.preserve_rng_state else None
         with ExitStack() as stack:
             f, args, kwargs = self._enter(
@@ -311,8 +309,6 @@ class Call(Leaf):
                 None if self._drawn is None else self._drawn.replayed(),
             )
             del inputs, mapped
-            if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
-                watch.begin()
             out = f(*args, **kwargs)
             if states is not None and self._drawn is None and checks:
                 if world.ended_elsewhere(states, self._ends):
@@ -354,21 +350,17 @@ class Call(Leaf):
             "between the forward and the recomputation. Pass a copy of it, or change it after the backward."
         )
 
+    def _changed_inside(self, x: Tensor, where: str) -> MutationError:
+        return MutationError(
+            f"remat({self.name}) changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside "
+            "the function, or return the new value. What may be updated is a buffer of a module that is "
+            f"training, of at most {tensors.MAX_BUFFER} elements."
+        )
+
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         for i, (version, now) in enumerate(zip(before, tensors.versions_of(inputs), strict=True)):
             if version != now:
-                raise MutationError(
-                    f"remat({self.name}) changed {self.where(i)} ({describe(inputs[i])}) in place. Work on a "
-                    "copy (x.clone()) inside the function, or return the new value."
-                )
-
-    def _writes_to_input(self, inputs: Sequence[Tensor]) -> MutationError:
-        """f sees its arguments as leaves, to which autograd lets nobody write."""
-        given = [f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)]
-        return MutationError(
-            f"remat({self.name}) writes in place to {' or '.join(given)}, or to what it has captured. "
-            "Work on a copy (x.clone()) inside the function."
-        )
+                raise self._changed_inside(inputs[i], self.where(i))
 
     def held(self) -> list[Tensor]:
         """Constants of f, and copies to compare with."""

@@ -40,14 +40,9 @@ class Arguments:
                 leaves[i] = _Static(args[i])
         for key in static_names & kwargs.keys():
             kwargs = {**kwargs, key: _Static(kwargs[key])}
-        # Most calls have tensors and numbers for arguments: no tree to take apart, and nothing to search.
-        self._keys = tuple(kwargs)
-        values = [*leaves, *kwargs.values()]
-        self.is_flat = all(map(isinstance, values, repeat(LEAVES)))
-        if self.is_flat:
-            leaves = values
-        else:
-            leaves, self._structure = pytree.tree_flatten((leaves, kwargs))
+        # Most calls have tensors and numbers for arguments: there is nothing to search.
+        self.is_flat = all(map(isinstance, (*leaves, *kwargs.values()), repeat(LEAVES)))
+        leaves, self._structure = pytree.tree_flatten((leaves, kwargs))
         self.others = leaves  # what is no tensor, in its place
         self.tensors: list[Tensor] = []
         # Which tensor stands where among the leaves.
@@ -74,13 +69,7 @@ class Arguments:
         leaves = [*others]
         for i, number in self._numbers.items():
             leaves[i] = tensors[number]
-        return self._tree(leaves)
-
-    def _tree(self, leaves: list[Any]) -> Any:
-        if not self.is_flat:
-            return pytree.tree_unflatten(leaves, self._structure)
-        count = len(leaves) - len(self._keys)
-        return leaves[:count], dict(zip(self._keys, leaves[count:], strict=True))
+        return pytree.tree_unflatten(leaves, self._structure)
 
     def check_unchanged(self, name: str, before: tuple[list[Any], Any], args: Any, kwargs: Any) -> None:
         """f is given containers of its own: what it does to them nobody would see."""
@@ -97,7 +86,8 @@ class Arguments:
         return self._where_leaf(next(at for at, number in self._numbers.items() if number == i))
 
     def _where_leaf(self, i: int) -> str:
-        paths = pytree.tree_flatten_with_path(self._tree([*range(len(self.others))]))[0]
+        numbered = pytree.tree_unflatten([*range(len(self.others))], self._structure)
+        paths = pytree.tree_flatten_with_path(numbered)[0]
         return f"argument {pytree.keystr(paths[i][0][1:])}"
 
 
@@ -107,17 +97,13 @@ Look = tuple[torch.dtype, tuple[int, ...], torch.device]
 class Outputs:
     """What f returned: its structure, what is no tensor, and how each tensor looked."""
 
-    # What holds of one tensor alone.
-    structure: pytree.TreeSpec | None = None
     # Where the runs are compared by values: those of the outputs below all levels, and how many these are.
     values: Sequence[tuple[Tensor, int]] = ()
 
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
         given = dict(zip(map(id, inputs), range(len(inputs)), strict=True))
-        leaves: list[Any] = [out]
-        if not isinstance(out, Tensor):
-            leaves, self.structure = pytree.tree_flatten(out)
+        leaves, self.structure = pytree.tree_flatten(out)
         self.others = leaves
         self.tensors: list[Tensor] = []
         # By their positions among the leaves: what tensors look like, and which input or output each is.
@@ -158,22 +144,21 @@ class Outputs:
         for among, numbers in ((inputs, self._inputs), (tensors, self._numbers)):
             for i, number in numbers.items():
                 leaves[i] = among[number]
-        return leaves[0] if self.structure is None else pytree.tree_unflatten(leaves, self.structure)
+        return pytree.tree_unflatten(leaves, self.structure)
 
     def difference(self, again: Outputs) -> str | None:
         """How the outputs of a recomputation differ from these, in words."""
         if self.structure != again.structure:
             return f"structure {again.structure}, and the forward {self.structure}"
-        if self._looks != again._looks:
-            for i in range(len(self.others)):
-                here, there = self._looks.get(i), again._looks.get(i)
-                if here != there:
-                    return f"output {i} as {_in_words(there)}, and the forward as {_in_words(here)}"
+        for i in range(len(self.others)):
+            look, now = self._looks.get(i), again._looks.get(i)
+            if look != now:
+                return f"output {i} as {_in_words(now)}, and the forward as {_in_words(look)}"
         if self.values:
             for i, ((x, levels), y) in enumerate(zip(self.values, again.as_in(self), strict=True)):
-                now, levels_now = wrappers.physical(y.detach())
+                values, levels_now = wrappers.physical(y.detach())
                 # What another level (the vmap of jacfwd, say) may have batched cannot be compared.
-                if levels == levels_now and not is_close(x, now):
+                if levels == levels_now and not is_close(x, values):
                     return f"other values in output {i}, {describe(x)}, than the forward"
         return None
 
