@@ -173,7 +173,6 @@ class Found:
         changed = set()
         for number, node in self.nodes.items():
             value, content, kind, names = node.value, node.content, node.kind, node.names
-            there: Any
             if value is None or kind in kinds.CONSTANT:
                 continue
             if kind is kinds.FUNCTION:
@@ -187,8 +186,7 @@ class Found:
                 there = value.__dict__
             else:
                 there, names = kinds.read(kind, value, names), None
-            size = len(there) if names is None else len(there.keys() & names)
-            if size != len(content) or not all(map(there.__contains__, content)):
+            if content.keys() != (there.keys() if names is None else there.keys() & names):
                 changed.add(number)
             elif not all(map(operator.is_, map(there.get, content), content.values())):
                 for name, x in content.items():
@@ -207,21 +205,17 @@ class Found:
         while size < len(reached):
             size = len(reached)
             for number, node in reversed(self.nodes.items()):  # most of what an object holds was met after it
-                if (
-                    number not in reached
-                    and node.kind not in kinds.FIXED
-                    and not reached.isdisjoint(node.refers)
-                ):
+                if node.kind not in kinds.FIXED and not reached.isdisjoint(node.refers):
                     reached.add(number)
         return reached
 
-    def weaken(self, tensors: Collection[Tensor]) -> None:
-        """Hold tensors no longer, but for what refers to them now."""
-        self._put_into_contents({id(x): Hole(id(x), weakref.ref(x)) for x in tensors})
+    def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:
+        """Hold tensors no longer, but for what refers to them now, nor objects with some ids."""
+        holes = {number: Hole(number) for number in own}
         for x in tensors:
+            holes[id(x)] = Hole(id(x), weakref.ref(x))
             del self.tensors[id(x)]
-
-    def _put_into_contents(self, holes: dict[int, Hole]) -> None:
+        self.root = holes.get(id(self.root), self.root)
         for node in self.nodes.values():
             if not holes.keys().isdisjoint(node.refers):
                 for name, item in node.content.items():
@@ -230,18 +224,15 @@ class Found:
     def seal(self, tensors: Collection[Tensor]) -> None:
         """Let go of tensors that the graph owns from now on, and of all that would hold them."""
         self.gone = self.leading_to({*map(id, tensors)}) & self.nodes.keys()
-        self.weaken(tensors)
         # A module and globals are everybody's: they hold what they hold now, whoever refers to them.
         own = [n for n in self.gone if self.nodes[n].kind not in (kinds.MODULE, kinds.GLOBALS)]
-        holes = {number: Hole(number) for number in own}
-        self._put_into_contents(holes)
+        self.weaken(tensors, own)
         for node in map(self.nodes.__getitem__, own):
             if node.kind is kinds.DICT or node.kind is kinds.LIST:
                 node.like = kinds.emptied(node.value)
             elif node.kind in kinds.OBJECTS and node.cls.__weakrefoffset__:
                 node.like = weakref.ref(node.value)
             node.value = None
-        self.root = holes.get(id(self.root), self.root)
 
     # -- in words -----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -136,14 +136,13 @@ _WITH_SUBCLASSES: dict[type, Kind | None] = {
 
 def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     """What an object of a kind refers to; of those with names, under which names that count."""
-    if kind is GLOBALS and names is not None:
-        return {name: value[name] for name in sorted(names & value.keys())}
     if kind in MAPPINGS or kind in SPACES or kind is SLOTTED:
         there = value if kind in MAPPINGS else getattr(value, "__dict__", {})
         if kind is SLOTTED:
             slots = [name for name in slots_of(value.__class__) if hasattr(value, name)]
             there = {**there, **{name: getattr(value, name) for name in slots}}
-        return dict(there) if names is None else dict(compress(there.items(), map(names.__contains__, there)))
+        some = there if names is None else sorted(names & there.keys())
+        return dict(zip(some, map(there.__getitem__, some), strict=True))
     if kind is TUPLE or kind is LIST:
         return dict(enumerate(value))
     if kind is CELL:

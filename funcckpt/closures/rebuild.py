@@ -31,14 +31,7 @@ class Rebuilt:
     Shared and cyclic references stay shared and cyclic.
     """
 
-    def __init__(
-        self,
-        found: Found,
-        mapped: dict[int, Tensor],
-        changed: Iterable[int] = (),
-        repeats_effects: bool = False,
-    ) -> None:
-        """With `repeats_effects`, what the run appends to copies of lists is appended to the originals."""
+    def __init__(self, found: Found, mapped: dict[int, Tensor], changed: Iterable[int] = ()) -> None:
         self._nodes = found.nodes
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
         # What stands for something, by the id of that; and for what it stands, by the id of the other.
@@ -48,7 +41,6 @@ class Rebuilt:
         self._placed: dict[int, dict[Any, Any]] = {}
         # What classes and context variables held, and hold for the time of the run.
         self._put_back: list[tuple[Node, dict[Any, Any], dict[Any, Any]]] = []
-        self._repeats_effects = repeats_effects
         self.callable = found.root
 
     def __enter__(self) -> Any:
@@ -62,7 +54,7 @@ class Rebuilt:
         return self.callable
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
-        if self._repeats_effects and kind is None:
+        if kind is None:  # what was appended to copies of lists is appended to the originals
             for number, placed in self._placed.items():
                 there = self._nodes[number].value
                 if isinstance(there, list):
@@ -101,10 +93,6 @@ class Rebuilt:
                 new = {} if cls is dict else kinds.emptied(node.like if value is None else value)
             self._built[number] = new  # it is known before what refers to it is made
             items = self._placed[number] = self._items(node.content)
-            if node.key == "_parameters":
-                for x in items.values():
-                    if type(x) is Tensor:
-                        x._is_param = True  # what `isinstance(x, nn.Parameter)` asks
             original = node.like and node.like() if value is None else value
             if original is not None and node.names is not None:  # what does not count is as it is now
                 now = kinds.read(kind, original)
@@ -142,8 +130,8 @@ class Rebuilt:
 
     def write_back(self) -> None:
         """Repeat on the originals what f has assigned on copies in its first run."""
-        get = self._originals.get
-        for number, placed in self._placed.items():
+        get, assigned, self._placed = self._originals.get, self._placed, {}
+        for number, placed in assigned.items():
             node = self._nodes[number]
             now = kinds.read(node.kind, self._built[number], node.names)
             if len(now) != len(placed) or not all(map(operator.is_, map(placed.get, now), now.values())):

@@ -294,7 +294,7 @@ class Call(Leaf):
         changed, mapped = found.changed(), self._mapped(inputs)
         rebuilt = None
         if mapped or changed or found.gone:
-            rebuilt = Rebuilt(found, mapped, changed, repeats_effects=True)
+            rebuilt = Rebuilt(found, mapped, changed)
         written = [x for x, version in self._constants if version is not None and x._version != version]
         states = self._states if self.random and self._options.preserve_rng_state else None
         with ExitStack() as stack:

@@ -255,7 +255,7 @@ class Region:
         with ExitStack() as stack:
             f, others = found.root
             if changed or instead:
-                f, others = stack.enter_context(Rebuilt(found, instead, changed, repeats_effects=True))
+                f, others = stack.enter_context(Rebuilt(found, instead, changed))
             for i, x in others.items():
                 leaves[i] = x
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
