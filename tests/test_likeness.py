@@ -181,6 +181,7 @@ def attributes_of_arguments(wrap, x):
 
 def parameters_are_parameters(wrap, x):
     w = nn.Parameter(tensor(3, seed=2))
+    w.register_hook(lambda g: None)  # what has hooks is replaced in a recomputation
     by_kind = lambda w, x: x.sin() * (w if isinstance(w, nn.Parameter) else 1.0)
     return wrap(lambda x: by_kind(w, x))(x), wrap(by_kind)(w, x)
 

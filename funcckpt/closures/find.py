@@ -57,8 +57,8 @@ class Found:
     nodes : dict of int to Node
         By the id of the object, in the order in which they were met.
     tensors, marks, places : dict
-        Tensors by their ids, and their attributes, if any, and where each was found: the id of what holds it,
-        and by which name. `seal` takes away the tensors that the graph owns.
+        Tensors by their ids, their attributes (also whether it is a parameter), and where each was found: the
+        id of what holds it, and by which name. `seal` takes away the tensors that the graph owns.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
     gone : set of int
@@ -95,8 +95,8 @@ class Found:
                     continue
                 if isinstance(value, Tensor):
                     tensors[number], self.places[number] = value, (parent, key)
-                    if value.__dict__:
-                        self.marks[number] = value.__dict__
+                    kept = {"_is_param": True} if isinstance(value, nn.Parameter) else {}
+                    self.marks[number] = value.__dict__ | kept
                     continue
                 cls: Any = type(value)
                 kind = kinds.kind_of(cls)

@@ -36,6 +36,8 @@ class Rebuilt:
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
         # What stands for something, by the id of that; and for what it stands, by the id of the other.
         self._built: dict[int, Any] = {**mapped}
+        for number, x in mapped.items():
+            x.__dict__.update(found.marks.get(number, ()))
         self._originals = {id(x): found.tensors.get(number) for number, x in mapped.items()}
         # What was put into the copies that f may write to.
         self._placed: dict[int, dict[Any, Any]] = {}

@@ -338,8 +338,6 @@ class Call(Leaf):
                     raise net.not_given(self, f"that requires grad ({describe(x)})")
         for key, update in self._updated.items():
             mapped[key] = update.clone()
-        for key in mapped.keys() & self._found.marks.keys():
-            tensors.dress(mapped[key], self._found.marks[key])
         return mapped
 
     # -- versions -----------------------------------------------------------------------------------
