@@ -138,8 +138,7 @@ class Found:
                     space = value.__globals__
                     if id(space) not in nodes:
                         node = Node(kinds.GLOBALS, dict, space, {}, set(), number, "__globals__", set())
-                        nodes[id(space)] = node
-                        named.append(node)
+                        named.append(nodes.setdefault(id(space), node))
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up

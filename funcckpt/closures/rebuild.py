@@ -37,7 +37,7 @@ class Rebuilt:
         # What stands for something, by the id of that; and for what it stands, by the id of the other.
         self._built: dict[int, Any] = {**mapped}
         for number, x in mapped.items():
-            x.__dict__.update(found.marks.get(number, ()))
+            x.__dict__.update(found.marks.get(number, {}) | x.__dict__)
         self._originals = {id(x): found.tensors.get(number) for number, x in mapped.items()}
         # What was put into the copies that f may write to.
         self._placed: dict[int, dict[Any, Any]] = {}
@@ -99,10 +99,8 @@ class Rebuilt:
             if original is not None and node.names is not None:  # what does not count is as it is now
                 now = kinds.read(kind, original)
                 items = {name: x for name, x in now.items() if name not in node.names} | items
-            if cls is dict:
-                new.update(items)
-            elif kind in kinds.SPACES:
-                new.__dict__.update(items)
+            if cls is dict or kind in kinds.SPACES:
+                (new if cls is dict else new.__dict__).update(items)
             else:
                 _put(kind, new, {}, items)
         else:

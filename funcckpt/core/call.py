@@ -178,7 +178,7 @@ class Call(Leaf):
     def run(self, *inputs: Tensor) -> Tensors:
         for x, attributes in zip(inputs, self._attributes, strict=True):
             if attributes:
-                tensors.dress(x, attributes)
+                x.__dict__.update(attributes | x.__dict__)
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
     def _run_first(self, inputs: Tensors) -> Tensors:
@@ -292,9 +292,7 @@ class Call(Leaf):
             inputs = self._buffers.given(inputs)
             buffers = self._buffers.outputs(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
-        rebuilt = None
-        if mapped or changed or found.gone:
-            rebuilt = Rebuilt(found, mapped, changed)
+        rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written = [x for x, version in self._constants if version is not None and x._version != version]
         states = self._states if self.random and self._options.preserve_rng_state else None
         with ExitStack() as stack:

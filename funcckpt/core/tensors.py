@@ -60,13 +60,6 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
 _version = operator.attrgetter("_version")
 
 
-def dress(x: Tensor, attributes: dict[str, Any]) -> None:
-    """Give the attributes of a tensor to one that stands for it."""
-    for name, value in attributes.items():
-        if name not in x.__dict__:
-            setattr(x, name, value)
-
-
 def is_same(x: Tensor, before: Tensor) -> bool:
     """Whether a buffer is what it was. Where it has no value yet, or to look would be to wait: no."""
     if functorch.is_tracing() or x.is_meta or x.device.type != "cpu":
