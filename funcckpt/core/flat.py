@@ -102,23 +102,19 @@ class Outputs:
 
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
-        given = dict(zip(map(id, inputs), range(len(inputs)), strict=True))
         leaves, self.structure = pytree.tree_flatten(out)
         self.others = leaves
         self.tensors: list[Tensor] = []
-        # By their positions among the leaves: what tensors look like, and which input or output each is.
+        # By their positions among the leaves: what tensors look like, and which output each is. An input that
+        # is handed back has a number below zero: its place, counted from the end of the inputs.
         self._looks: dict[int, Look] = {}
-        self._inputs: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
-        numbers: dict[int, int] = {}
+        numbers = dict(zip(map(id, inputs), range(-len(inputs), 0), strict=True))
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                if id(leaf) in given:
-                    self._inputs[i] = given[id(leaf)]  # handed back as it is
-                else:
-                    number = self._numbers[i] = numbers.setdefault(id(leaf), len(numbers))
-                    if number == len(self.tensors):
-                        self.tensors.append(leaf)
+                number = self._numbers[i] = numbers.setdefault(id(leaf), len(self.tensors))
+                if number == len(self.tensors):
+                    self.tensors.append(leaf)
                 # A nested tensor with strides has no shape that one may ask for.
                 shape = () if leaf.is_nested and leaf.layout == torch.strided else leaf.shape
                 self._looks[i] = leaf.dtype, shape, leaf.device
@@ -131,7 +127,7 @@ class Outputs:
         """The tensors that were outputs in the first run, where this is another one."""
         if self._numbers == first._numbers:
             return (*self.tensors,)
-        found = {number: self.tensors[self._numbers[i]] for i, number in first._numbers.items()}
+        found = {n: self.tensors[self._numbers[i]] for i, n in first._numbers.items() if n >= 0}
         return (*found.values(),)
 
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
@@ -141,9 +137,9 @@ class Outputs:
             # their gradients would not know.
             if tensors[i].requires_grad:
                 tensors[i] = tensors[i].unsqueeze(0).unbind()[0]
-        for among, numbers in ((inputs, self._inputs), (tensors, self._numbers)):
-            for i, number in numbers.items():
-                leaves[i] = among[number]
+        tensors += inputs
+        for i, number in self._numbers.items():
+            leaves[i] = tensors[number]
         return pytree.tree_unflatten(leaves, self.structure)
 
     def difference(self, again: Outputs) -> str | None:
