@@ -2,6 +2,10 @@
 the test before.
 """
 
+import collections
+import itertools
+import zlib
+
 import pytest
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -12,6 +16,42 @@ from funcckpt.tape import recompute
 torch.set_num_threads(1)
 # torch's own test utilities, whose database of modules is used here, forbid flags that Opacus sets.
 torch.backends.disable_global_flags = lambda: None
+
+
+# Above so many cases of one cross product, pairs of its parameters are enough for the five minutes.
+MANY = 60
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items):
+    products = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        if len(cases) > MANY:
+            mark_exhaustive(cases)
+
+
+def mark_exhaustive(cases):
+    """Mark what adds no new pair of parameters; of two parameters, what adds no third partner to a value."""
+    met = collections.Counter()
+    for item in sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        values = factors(item.callspec)
+        groups = [*itertools.combinations(values, 2)] if len(values) > 2 else values
+        if all(met[group] >= (1 if len(values) > 2 else 3) for group in groups):
+            item.add_marker("exhaustive")
+        else:
+            met.update(groups)
+
+
+def factors(callspec):
+    """The ids that the decorators have given; of a single one with several parameters, these."""
+    values = [*enumerate(callspec._idlist)]
+    words = [*map(repr, callspec.params.values())]
+    if len(values) == 1 and not any(" at 0x" in word for word in words):  # every process must choose alike
+        values = [*enumerate(words)]
+    return values
 
 
 @pytest.fixture(autouse=True)

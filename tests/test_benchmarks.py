@@ -24,6 +24,7 @@ def problems(script):
     return importlib.import_module(script).PROBLEMS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # Opacus
 @pytest.mark.parametrize(
     ("script", "problem"),
@@ -37,6 +38,7 @@ def test_methods_agree_at_toy_size(script, problem):
     assert sum("difference" in row for row in rows) > 2 or script == "chunks"
 
 
+@pytest.mark.exhaustive
 def test_the_script_for_a_gpu(capsys):
     import gpu
 

@@ -142,6 +142,7 @@ def training_step(f):
     return step
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("inside", "outside", "share"),
     [

@@ -216,6 +216,7 @@ def test_functional_optimizers_of_torchopt(optimizer, options):
     assert_same(grad(adapted)(META["p"], grad, options), want)
 
 
+@pytest.mark.exhaustive
 def test_hundreds_of_inner_steps():
     task = sinusoid(3)
     meta_gradient = lambda gradient, options: grad(adapted_loss)(META, task, momentum, gradient, options, 500)
@@ -238,6 +239,7 @@ def test_eager_backward_through_inner_steps():
     assert_same(backward({"checkpoints": 3}, grad), backward(None, grad))
 
 
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_inner_steps():
     task = sinusoid(5)
     peak = lambda gradient, options, steps: (
@@ -248,6 +250,7 @@ def test_memory_does_not_grow_with_the_inner_steps():
     assert peak(inner_grad, {"checkpoints": 6}, 64) < 0.1 * peak(grad, None, 64)
 
 
+@pytest.mark.exhaustive
 def test_jacobians_through_a_sampler():
     """Langevin steps down a learned energy: noise is drawn in each, and the Jacobian is of all of them."""
     w = torch.randn(3, 3, generator=torch.Generator().manual_seed(7), dtype=F64)

@@ -47,6 +47,7 @@ def test_committed_with_outputs(path):
         assert not re.search(r"(^|\s)/(home|root|work|tmp|usr)/", text_of(cell)), "a path of some machine"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, monkeypatch):
     """Every cell runs, and those that print no errors of torch's print what is committed, but for digits."""

@@ -20,13 +20,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # some operators are deprecat
 
 CHOSEN = os.environ.get("FUNCCKPT_OP_SAMPLES")
 
-# dtype, how many samples of each operator (None: all)
+# dtype, how many samples of each operator (None: all): in five minutes, and in the run that is exhaustive
+QUICK = [(torch.float64, 1)]
 RUNS = [(torch.float64, None), (torch.complex128, 2)]
 
 
-def check(op):
+def check(op, runs):
     report = op_db.Report()
-    for dtype, few in RUNS:
+    for dtype, few in runs:
         limit = few if CHOSEN is None else None if CHOSEN == "all" else int(CHOSEN)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -34,18 +35,32 @@ def check(op):
     return report
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=op.full_name) for op in op_db.load()])
-def test_remat_of_an_operator_is_the_operator(op):
-    report = check(op)
-    name = op.full_name
+OPERATORS = pytest.mark.parametrize("op", [pytest.param(op, id=op.full_name) for op in op_db.load()])
+
+
+def passed(report):
     failures = report.failures
     if failures:
         lines = [f"{len(failures)} failures, {report.passed} passes", *map(str, failures[:8])]
         pytest.fail("\n".join([*lines, failures[0].trace]), pytrace=False)
+
+
+@OPERATORS
+def test_the_first_sample_of_an_operator(op):
+    passed(check(op, QUICK))
+
+
+@pytest.mark.exhaustive
+@OPERATORS
+def test_remat_of_an_operator_is_the_operator(op):
+    report = check(op, RUNS)
+    passed(report)
+    name = op.full_name
     if name in op_db.MORE_THAN_TORCH:
         assert report.allowed, f"{name} is refused as by torch: take it out of MORE_THAN_TORCH"
 
 
+@pytest.mark.exhaustive
 def test_the_harness_finds_what_it_should():
     """A remat with one flaw each: its values, its derivative, its random stream."""
     by_name = {op.full_name: op for op in op_db.load()}
@@ -62,6 +77,7 @@ def test_the_harness_finds_what_it_should():
     assert found("nn.functional.dropout", lambda f: lambda *a, **k: (f(*a, **k), f(*a, **k))[0])
 
 
+@pytest.mark.exhaustive
 def test_plain_torch_refuses_little():
     """Otherwise every comparison above could be one of two errors."""
     report = op_db.Report()

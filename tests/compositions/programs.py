@@ -300,6 +300,9 @@ class Writer:
                 "backward_one_input",
             ):
                 chosen[1:] = [n for n in chosen[1:] if n != "jvp_tangent"]
+            if chosen[0].startswith("jacobian"):  # with two heavy ones inside it takes minutes
+                heavy = [n for n in chosen[1:] if n in HEAVY]
+                chosen[1:] = [n for n in chosen[1:] if n not in heavy[1:]]
         elif not self.uses_random and not self.uses_custom and rng.random() < 0.08:
             chosen[0] = "functionalized"
         return Program(seed, "\n".join(self.lines) + "\n", tuple(chosen))

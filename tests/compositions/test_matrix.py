@@ -192,6 +192,7 @@ def test_same_as_without_remat(function, names):
     assert_same_outcome(actual, expected)
 
 
+@pytest.mark.exhaustive
 def test_the_matrix_is_not_made_of_errors():
     """The cells compare errors too; this says how many compare values, so that a typo cannot hollow
     them out.

@@ -95,6 +95,7 @@ def private_names():
                         yield from ((node.module, alias.name) for alias in node.names)
 
 
+@pytest.mark.exhaustive
 def test_remat_where_a_private_name_is_missing():
     """Each in turn: one warning, and remat by the public Function."""
     names = list(private_names())

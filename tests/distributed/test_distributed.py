@@ -11,6 +11,7 @@ import torch.distributed as dist
 WORKER = Path(__file__).with_name("worker.py")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_are_those_of_one_process(ranks):
