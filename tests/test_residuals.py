@@ -25,6 +25,7 @@ from funcckpt import (
     remat,
     saved_residuals,
 )
+from funcckpt.inspect import residuals
 from funcckpt.meter import Meter
 from funcckpt.nn import Remat, apply_remat
 
@@ -528,3 +529,20 @@ def test_printed(params, capsys):
 def test_errors():
     with pytest.raises(InputError, match="a function and its arguments"):
         saved_residuals(torch.ones(3))
+
+
+MUCH = [{i: [i]} for i in range(20_000)]  # what f's globals lead to
+
+
+def test_the_graph_is_searched_and_not_what_f_refers_to(monkeypatch):
+    looked_at = []
+    parts_of = residuals._parts_of
+    monkeypatch.setattr(
+        residuals, "_parts_of", lambda item, by: (looked_at.append(by), parts_of(item, by))[1]
+    )
+
+    def f(x):
+        return remat(lambda x: (x.sin() * len(MUCH)).cos())(x).sum()
+
+    assert saved_residuals(f, torch.rand(3, requires_grad=True))
+    assert 0 < len(looked_at) < 5_000

@@ -307,6 +307,8 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
         else:
             owner = getattr(saved.unpack_hook, "__self__", None)
             yield (saved.data, saved.unpack_hook), getattr(owner, "title", by), False
+    elif isinstance(item, Found):  # and not all that f refers to
+        yield from [(x, by, False) for x in item.tensors.values()]
     elif isinstance(item, FunctionType):  # and not its globals
         yield (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__), by, False
     else:
