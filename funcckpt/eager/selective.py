@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import world
-from .._torch import autograd
+from .._torch import autograd, dynamo
 from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, as_function, current_name
@@ -64,7 +64,8 @@ def create_selective_checkpoint_contexts(
     >>> x.grad.shape
     torch.Size([2, 2])
     """
-    if torch.compiler.is_compiling():  # which reads torch's off the graph
+    # Who compiles reads torch's off the graph. (torch 2.11 does not say there that it compiles.)
+    if torch.compiler.is_compiling() or dynamo.is_traced_by_aot_autograd():
         return torch_checkpoint.create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
