@@ -223,9 +223,7 @@ def remove_remat(model: M) -> M:
 
 
 class Sequential(nn.Sequential):
-    """An `nn.Sequential` that recomputes its layers in the backward, some at a time.
-
-    :func:`funcckpt.checkpoint_sequential` does the same in a call.
+    """An `nn.Sequential` that recomputes its layers, some at a time, as `checkpoint_sequential` does.
 
     Parameters
     ----------

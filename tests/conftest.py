@@ -19,7 +19,7 @@ torch.backends.disable_global_flags = lambda: None
 
 
 # Above so many cases of one cross product, pairs of its parameters are enough for the five minutes.
-MANY = 60
+MANY = 24
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks

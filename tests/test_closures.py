@@ -1347,3 +1347,16 @@ def test_accumulates_into_an_existing_grad():
         return w.grad
 
     assert_same(run(remat), run(plain))
+
+
+def test_an_object_that_holds_the_globals_of_its_function():
+    def run(wrap):
+        space = {"k": 2.0}
+        exec("def f(x):\n    return (x * k).sin()", space)
+        holder = types.SimpleNamespace(f=space["f"], space=space)
+        x = tensor(3, requires_grad=True)
+        y = wrap(lambda x: holder.f(x) * holder.space["k"])(x).sum()
+        space["k"] = 3.0
+        return torch.autograd.grad(y, x)
+
+    assert_same(run(remat), run(plain))

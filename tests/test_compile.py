@@ -496,3 +496,10 @@ def test_the_eager_backend_recomputes(name):
     with Count() as count:
         torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_loss)(PARAMETERS, X))
     assert count.seen == (times + 1) * DEPTH  # and once without remat
+
+
+def test_a_policy_of_checkpoint_is_refused_in_a_graph():
+    x = torch.rand(3, 3, requires_grad=True)
+    f = lambda x: funcckpt.checkpoint(torch.sin, x, policy=[torch.ops.aten.sin.default]).sum()
+    with pytest.raises(Exception, match="checkpoint: policy cannot be honoured in a compiled graph"):
+        torch.compile(f, backend="eager", fullgraph=True)(x)

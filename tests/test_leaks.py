@@ -418,3 +418,20 @@ def test_no_reference_cycle_after_an_error():
     tensors = lambda items: sum(issubclass(type(o), torch.Tensor) for o in items)
     got, want = cyclic_garbage(lambda: run(remat(fails))), cyclic_garbage(lambda: run(fails))
     assert tensors(got) <= tensors(want), ours(got)
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("how", ["last", "grad_sample"])
+def test_attributes_of_a_weight_hold_no_calls_before(how, is_argument):
+    """As without remat, the attribute holds the graph of one step, and that none of the step before."""
+    w, x, made = tensor(3, requires_grad=True), tensor(3, requires_grad=True), []
+    for _ in range(5):
+        y = remat(lambda x, w: (x * w).sin())(x, w) if is_argument else remat(lambda x: (x * w).sin())(x)
+        kept = y * 1
+        if how == "grad_sample":
+            (kept,) = torch.autograd.grad(y.sum(), w, create_graph=True)
+        setattr(w, how, kept)
+        made.append(weakref.ref(kept))
+    del y, kept
+    gc.collect()
+    assert sum(ref() is not None for ref in made) == 1

@@ -50,6 +50,28 @@ def step(gradient, w, x, eta):
     return (g["w"] ** 2).sum() + (g["b"] * x).sum() + g["unused"].sum()
 
 
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_hooks_around_the_call_hide_no_tensor(is_leaf):
+    """They give another tensor for one that is saved at a level: right, or an error."""
+
+    def run(gradient):
+        x, w = X.clone().requires_grad_(), X.cos().requires_grad_()
+        c = w if is_leaf else w * 1
+        with torch.autograd.graph.save_on_cpu():
+            y = gradient(lambda y: torch.sin(c * y).sum())(x)
+        first = torch.autograd.grad(y.sum(), [x, w], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [x, w], allow_unused=True)
+
+    try:
+        found = run(inner_grad)
+    except ClosureError:
+        return
+    x, w = X.clone().requires_grad_(), X.cos().requires_grad_()
+    y = torch.cos(w * x) * w
+    first = torch.autograd.grad(y.sum(), [x, w], create_graph=True)
+    assert_same(found, torch.autograd.grad(sum(g.square().sum() for g in first), [x, w]))
+
+
 def plain_forward_mode(f):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(W, V), forward_ad.make_dual(X, X), ETA))

@@ -56,9 +56,9 @@ class Found:
     ----------
     nodes : dict of int to Node
         By the id of the object, in the order in which they were met.
-    tensors, marks, places : dict
-        Tensors by their ids, their attributes (also whether it is a parameter), and where each was found: the
-        id of what holds it, and by which name. `seal` takes away the tensors that the graph owns.
+    tensors, places, marks : dict
+        Tensors by their ids, and where each was found: the id of what holds it, and by which name. `seal`
+        takes away those that the graph owns, and leaves their attributes.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
     gone : set of int
@@ -95,8 +95,6 @@ class Found:
                     continue
                 if isinstance(value, Tensor):
                     tensors[number], self.places[number] = value, (parent, key)
-                    kept = {"_is_param": True} if isinstance(value, nn.Parameter) else {}
-                    self.marks[number] = value.__dict__ | kept
                     continue
                 cls: Any = type(value)
                 kind = kinds.kind_of(cls)
@@ -142,7 +140,8 @@ class Found:
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
-                        nodes[id(space)].names.update(of_globals)
+                        if nodes[id(space)].kind is kinds.GLOBALS:  # and no dict that f holds
+                            nodes[id(space)].names.update(of_globals)
                         self.calls_backward |= "backward" in looked_up
                         for name in imported:
                             self.draws_elsewhere |= name not in sys.modules  # for all that is known
@@ -213,6 +212,7 @@ class Found:
         holes = {number: Hole(number) for number in own}
         for x in tensors:
             holes[id(x)] = Hole(id(x), weakref.ref(x))
+            self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
         for node in self.nodes.values():

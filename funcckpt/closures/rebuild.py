@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import kinds
 from .code import is_library
@@ -37,7 +37,11 @@ class Rebuilt:
         # What stands for something, by the id of that; and for what it stands, by the id of the other.
         self._built: dict[int, Any] = {**mapped}
         for number, x in mapped.items():
-            x.__dict__.update(found.marks.get(number, {}) | x.__dict__)
+            original = found.tensors.get(number)
+            marks = found.marks.get(number, {}) if original is None else original.__dict__
+            x.__dict__.update(marks | x.__dict__)
+            if nn.Parameter in type(original).__mro__:
+                x._is_param = True  # type: ignore[attr-defined]
         self._originals = {id(x): found.tensors.get(number) for number, x in mapped.items()}
         # What was put into the copies that f may write to.
         self._placed: dict[int, dict[Any, Any]] = {}

@@ -256,11 +256,9 @@ class Call(Leaf):
                 self._constants[i] = x, None
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
-        found: dict[autograd.Edge, Tensor] = {}
-        for x in self._found.tensors.values():
-            if x.requires_grad:
-                found[(id(x), autograd.LEAF) if (node := x.grad_fn) is None else (node, x.output_nr)] = x
-        captured = []
+        tracked, end = [x for x in self._found.tensors.values() if x.requires_grad], autograd.LEAF
+        found = {(id(x), end) if x.grad_fn is None else (x.grad_fn, x.output_nr): x for x in tracked}
+        captured, private = [], autograd.references_of_private_leaf()
         for edge, leaf in edges.items():
             if edge in found:
                 captured.append(found[edge])
@@ -269,8 +267,8 @@ class Call(Leaf):
                 result = f"{describe(node._input_metadata[number])}, a result of {node.name()}"
                 raise net.not_given(self, f"that requires grad ({result})")
             # Else one made by f itself, for an inner optimisation: nobody can ask for its gradient.
-            elif sys.getrefcount(leaf) > autograd.references_of_private_leaf():
-                captured.append(leaf)
+            elif sys.getrefcount(leaf) > private or wrappers.is_functorch_wrapped_tensor(leaf):
+                captured.append(leaf)  # a wrapper is what hooks around the call gave for an input at a level
         return captured
 
     # -- a recomputation ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .. import compiled
 from .._torch import autograd, functorch, wrappers
 from ..core.call import Options as RematOptions
 from ..errors import OptionError
-from ..policies.policies import Policy, chooser_of
+from ..policies.policies import Policy, chooser_of, nothing_saveable
 from ..remat import AS_IT_IS, PLAIN, call as call_remat, decides, name_and_check
 from . import patched
 from .region import Contexts, Options, Region, title
@@ -136,7 +136,11 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if options.determinism_check not in ("default", "none", "values"):
         raise OptionError(f"{title(f)}: determinism_check should be one of default, none and values.")
     if options.policy is not None or options.determinism_check == "values":
-        return _functional(f, args, kwargs, options)
+        if not torch.compiler.is_dynamo_compiling():
+            return _functional(f, args, kwargs, options)
+        if options.policy is not None and options.policy is not nothing_saveable:
+            compiled.refuse("checkpoint: policy")
+        return call_remat(f, "f", _of_remat(options), args, kwargs)
     if torch.compiler.is_compiling() or (functorch.maybe_current_level() is None and functorch.is_tracing()):
         # Dynamo takes no option that it cannot read, not even at its default.
         dynamo = torch.compiler.is_dynamo_compiling()
@@ -182,9 +186,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> Any:
-    # Dynamo cannot ask each f for its name.
-    name = "f" if torch.compiler.is_dynamo_compiling() else name_and_check(f, "checkpoint")
-    policy = options.policy
+    name, policy = name_and_check(f, "checkpoint"), options.policy
     if options.context_fn is not noop_context_fn:
         if policy is not None:
             raise OptionError(f"checkpoint({name}) takes policy= or context_fn=, not both.")
