@@ -17,10 +17,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from .eager.checkpoint import call
+from .eager.checkpoint import call, check_options
 from .eager.region import Options
 from .eager.sequential import chain
 from .errors import InputError, OptionError
+from .policies.policies import as_function
 
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
@@ -62,7 +63,7 @@ class Remat(nn.Module):
             return super().__new__(cls)
         if args:
             raise OptionError("Remat takes one module; options are given by name.")
-        _check(module, options)
+        options = _checked(module, options)
         module.__class__ = _checkpointed_class(type(module))
         module.__dict__[_KEY] = options
         return module
@@ -82,7 +83,7 @@ class Remat(nn.Module):
         return _make_again, (make, args), *state
 
 
-def _check(module: Any, options: dict[str, Any]) -> None:
+def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     name = type(module).__name__
     if not isinstance(module, nn.Module):
         raise InputError(f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions.")
@@ -95,13 +96,17 @@ def _check(module: Any, options: dict[str, Any]) -> None:
             f"Remat({name}): a forward was assigned to this instance (by torch.compile, for one). Wrap the "
             "module before that is done."
         )
-    _check_options(f"Remat({name})", options)
+    return _checked_options(f"Remat({name})", options)
 
 
-def _check_options(title: str, options: dict[str, Any]) -> None:
+def _checked_options(title: str, options: dict[str, Any]) -> dict[str, Any]:
     unknown = options.keys() - _OPTIONS
     if unknown:
         raise OptionError(f"{title}: no option {sorted(unknown)}. There are {sorted(_OPTIONS)}.")
+    check_options(title, Options(**options))
+    if isinstance(policy := options.get("policy"), (list, tuple, set, frozenset)):
+        options["policy"] = as_function(policy, title)  # which can be pickled
+    return options
 
 
 def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -146,10 +151,11 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
         The model, which is changed and returned. Where nothing is selected, or a selected module cannot be
         wrapped, an InputError says so, and nothing is changed.
     select : class, tuple of classes, str, or callable
-        Which modules: those of a class; those whose name matches a pattern, such as ``"layers.*"``
-        or ``"*.block[0-4]"``, where a star stands for part of a name without dots; ``"every 2"``, the
-        first, third, fifth, ... of the members of each outermost `ModuleList` or `Sequential`, and so
-        on for other numbers; or those for which ``select(name, module)`` is true.
+        Which modules: those of a class, or of one with this name, ``"Block"``; those whose name matches a
+        pattern, such as ``"layers.*"`` or ``"*.block[0-4]"``, where a star stands for part of a name without
+        dots (if none does, those whose name ends so); ``"every 2"``, the first, third, fifth, ... of the
+        members of each outermost `ModuleList` or `Sequential`, and so on for other numbers; or those for
+        which ``select(name, module)`` is true.
     **options
         Those of :class:`Remat`.
 
@@ -165,14 +171,14 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     """
     chosen = _selected(model, select)
     if not chosen:
+        parts = [name.rpartition(".") for name, _ in model.named_modules()]
+        pattern = next((f"{lead}{dot}*" for lead, dot, last in parts if last.isdigit()), parts[-1][-1])
         raise InputError(
             f"apply_remat: {select!r} selects nothing in {type(model).__name__}. Name a class or a pattern "
-            "that matches some of its named_modules()."
+            f"that matches some of its named_modules(), such as {pattern!r}."
         )
-    for module in chosen:
-        _check(module, options)
-    for module in chosen:
-        Remat(module, **options)
+    for module, checked in [(module, _checked(module, options)) for module in chosen]:
+        Remat(module, **checked)
     return model
 
 
@@ -183,13 +189,14 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
     if isinstance(select, str):
         if every := re.fullmatch(r"every +(\d+)", select):
             return list(_every(model, int(every[1])))
+        if of_class := [m for _, m in named if select in [kind.__name__ for kind in type(m).__mro__]]:
+            return of_class
         pattern = select.split(".")
-        return [m for name, m in named if _matches(name.split("."), pattern)]
+        parts = [(name.split("."), m) for name, m in named if name]
+        ends = [(name, m) for name, m in parts if all(map(fnmatch.fnmatchcase, name[::-1], pattern[::-1]))]
+        ends = [(name, m) for name, m in ends if len(name) >= len(pattern)]
+        return [m for name, m in ends if len(name) == len(pattern)] or [m for _, m in ends]
     return [m for name, m in named if select(name, m)]
-
-
-def _matches(name: list[str], pattern: list[str]) -> bool:
-    return len(name) == len(pattern) and all(map(fnmatch.fnmatchcase, name, pattern))
 
 
 def _every(module: nn.Module, n: int) -> Iterator[nn.Module]:
@@ -248,12 +255,11 @@ class Sequential(nn.Sequential):
 
     def __init__(self, *layers: Any, every: int = 1, skip_last: bool = False, **options: Any) -> None:
         super().__init__(*layers)
-        _check_options("Sequential", options)
+        self.options = _checked_options("Sequential", options)
         if not isinstance(every, int) or every < 1:
             raise OptionError(f"Sequential: every={every!r} is no positive number of layers.")
         self.every = every
         self.skip_last = skip_last
-        self.options = options
 
     def forward(self, input: Any) -> Any:
         layers = list(self)

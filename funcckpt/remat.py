@@ -11,10 +11,11 @@ import inspect
 import operator
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_CHECKS = ("default", "none", "values")
+CHECKS = ("default", "none", "values")
 
 
 @overload
@@ -130,17 +131,16 @@ def remat(
     title = "remat" if f is None else f"remat({_name(f)})"
     positions = _several(int, static_argnums, "static_argnums", title)
     names = _several(str, static_argnames, "static_argnames", title)
-    if determinism_check not in _CHECKS:
-        raise InputError(f"{title}: determinism_check is one of {_CHECKS}, not {determinism_check!r}")
+    if determinism_check not in CHECKS:
+        raise InputError(f"{title}: determinism_check is one of {CHECKS}, not {determinism_check!r}")
     chooser = chooser_of(policy, title)
 
     def wrap(f: Callable[..., Any]) -> Any:
         inner: Any = f.__func__ if isinstance(f, staticmethod | classmethod) else f
         name = name_and_check(inner)
         static = _positions_and_names(inner, name, positions, names)
-        made: Any = _Checkpointed(
-            inner, name, Options(*static, preserve_rng_state, determinism_check, chooser)
-        )
+        kind = _CheckpointedModule if isinstance(inner, nn.Module) else _Checkpointed
+        made: Any = kind(inner, name, Options(*static, preserve_rng_state, determinism_check, chooser))
         return made if inner is f else (staticmethod if isinstance(f, staticmethod) else classmethod)(made)
 
     return wrap if f is None else wrap(f)
@@ -235,7 +235,32 @@ class _Checkpointed:
         with suppress(AttributeError):
             if operator.attrgetter(name)(sys.modules.get(self.__module__)) is self:
                 return name  # a decorated function is found by its name
-        return _Checkpointed, self._made_of
+        return type(self), self._made_of
+
+
+# What tells a module what it holds, from outside: `m.name = value`, and ModuleList and its like.
+_ASSIGNS, _ADDS = nn.Module.__setattr__.__code__, nn.Module.add_module.__code__
+
+
+class _CheckpointedModule(_Checkpointed):
+    """A module that was given to remat: a function, whose parameters no module registers."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # A module asks `isinstance(value, Module)` of what it is given, and nothing else.
+        caller, name, module = sys._getframe(1), self._made_of[1], cast("nn.Module", self._made_of[0])
+        if caller.f_code in (_ASSIGNS, _ADDS):
+            owner, at = caller.f_locals["self"], caller.f_locals["name"]
+            what = (
+                f"{type(owner).__name__}.{at}: remat({name}) is a function, and registers no parameters. "
+                "Write funcckpt.nn.Remat(module), which is the module."
+            )
+            if caller.f_code is _ADDS or at in owner._modules:
+                raise InputError(what)
+            own = set(owner.parameters())
+            if any(p.requires_grad and p not in own for p in module.parameters()):
+                warnings.warn(what, stacklevel=3)
+        return type(self)
 
 
 def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:

@@ -679,10 +679,77 @@ def test_options_that_do_not_exist():
         Remat(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("wrap", [lambda m, **o: Remat(m, **o), lambda m, **o: Sequential(m, **o)])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"policy": 3}, "function or a list of ops, not 3"),
+        ({"policy": "dots_saveable"}, r"not 'dots_saveable': write funcckpt\.policies\."),
+        ({"policy": torch.ops.aten.mm.default}, "function or a list of ops"),
+        ({"policy": policies.budget}, "budget does not take.*Call it"),
+        ({"policy": policies.save_only_these_names}, "save_only_these_names does not take"),
+        ({"policy": policies.save_from_both_policies}, "save_from_both_policies does not take"),
+        ({"policy": lambda prim, *_, **params: True}, "policy of JAX has no ctx"),
+        ({"policy": ["mm"]}, "Expected op in `op_list`"),
+        ({"determinism_check": "value"}, "one of default, none and values"),
+        ({"context_fn": 3}, "3 is no function"),
+        ({"policy": [], "context_fn": lambda: None}, "not both"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_at_once(wrap, options, message):
+    module = nn.Linear(2, 2)
+    with pytest.raises(funcckpt.OptionError, match=message):
+        wrap(module, **options)
+    assert type(module) is nn.Linear
+    if "context_fn" not in options:
+        with pytest.raises(funcckpt.InputError, match=r"^remat\("):
+            funcckpt.remat(torch.sin, **options)
+
+
+def test_a_list_of_operators_is_pickled():
+    policy = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    again = pickle.loads(pickle.dumps(mlp(WAYS["Remat"](policy=policy))))
+    found, _ = cost(again, "eager")
+    expected, _ = cost(mlp(WAYS["Remat"](policy=policies.dots_saveable)), "eager")
+    assert found.flops == expected.flops
+
+
+# -- a function in place of a module ------------------------------------------------------------------
+
+
+def test_remat_of_a_module_is_no_module():
+    """What would lose parameters says so where it happens; a function of what is registered says nothing."""
+    model = nn.Module()
+    with pytest.warns(
+        UserWarning, match=r"Module\.head: remat\(Linear\) .*Write funcckpt\.nn\.Remat\("
+    ) as said:
+        model.head = funcckpt.remat(nn.Linear(2, 2))
+    assert said[0].filename == __file__
+    model.linear = nn.Linear(2, 2)
+    model.again = funcckpt.remat(model.linear)
+    model.act, model.frozen = funcckpt.remat(nn.Tanh()), funcckpt.remat(nn.Linear(2, 2).requires_grad_(False))
+    assert [name for name, _ in model.named_modules()] == ["", "linear"]
+    same = copy.deepcopy(model.again), pickle.loads(pickle.dumps(model.again)), model.again
+    assert len({f(torch.ones(1, 2)) for f in same}) == 3 and not isinstance(model.again, nn.Module)
+    linear = funcckpt.remat(nn.Linear(2, 2))
+    for assign in (
+        lambda: nn.ModuleList([linear]),
+        lambda: nn.Sequential(linear),
+        lambda: setattr(model, "linear", linear),
+    ):
+        with pytest.raises(funcckpt.InputError, match=r"Write funcckpt\.nn\.Remat"):
+            assign()
+
+
 # -- whole models -------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+class Parent(nn.Module):
+    pass
+
+
+class Model(Parent):
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(3, 3)
@@ -712,6 +779,8 @@ def wrapped_names(model):
         ("every 2", ["layers.0", "layers.2", "layers.4", "head.0", "head.2"]),
         ("every 5", ["layers.0", "head.0"]),
         (lambda name, m: name.endswith("3"), ["layers.3"]),
+        ("Tanh", [*[f"layers.{i}.1" for i in range(5)], "head.1"]),
+        ("Parent", [""]),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -726,10 +795,17 @@ def test_select(select, names):
     )
 
 
+@pytest.mark.parametrize("pattern", ["*.layers.*", "layers.*", "inner.model.layers.*"])
+def test_select_in_a_model_that_was_wrapped(pattern):
+    """As peft and data parallelism do: names are longer then."""
+    model = nn.ModuleDict({"inner": nn.ModuleDict({"model": Model()})})
+    assert wrapped_names(apply_remat(model, pattern)) == [f"inner.model.layers.{i}" for i in range(5)]
+
+
 @pytest.mark.parametrize(
     "select, error, message",
     [
-        (nn.Conv2d, funcckpt.InputError, "selects nothing in Model"),
+        (nn.Conv2d, funcckpt.InputError, r"selects nothing in Model.*such as 'layers\.\*'"),
         ("layer.*", funcckpt.InputError, "'layer.\\*' selects nothing"),
         ("layers", funcckpt.InputError, "has no forward"),
         ("every 0", ValueError, "cannot be zero"),

@@ -530,7 +530,7 @@ def test_a_policy_is_told_the_name_and_the_result():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: remat(torch.sin, policy=3), InputError, "not int"),
+        (lambda: remat(torch.sin, policy=3), InputError, "not 3"),
         (lambda: remat(torch.sin, policy=[torch.ops.aten.mm]), OptionError, "aten.mm.default"),
         (lambda: policies.budget(), OptionError, "one of the two"),
         (lambda: policies.budget(bytes=1, fraction=0.5), OptionError, "one of the two"),

@@ -22,7 +22,7 @@ from .._torch import autograd, functorch, wrappers
 from ..core.call import Options as RematOptions
 from ..errors import OptionError
 from ..policies.policies import Policy, chooser_of, nothing_saveable
-from ..remat import AS_IT_IS, PLAIN, call as call_remat, decides, name_and_check
+from ..remat import AS_IT_IS, CHECKS, PLAIN, call as call_remat, decides, name_and_check
 from . import patched
 from .region import Contexts, Options, Region, title
 from .selective import Forward, create_selective_checkpoint_contexts
@@ -131,10 +131,21 @@ def _warn_of_reentrant() -> None:
     warnings.warn("funcckpt.checkpoint serves use_reentrant=True like use_reentrant=False.", stacklevel=3)
 
 
+def check_options(title: str, options: Options) -> None:
+    """Raise what is wrong with options, before any call."""
+    if options.determinism_check not in CHECKS:
+        raise OptionError(f"{title}: determinism_check should be one of default, none and values.")
+    if not callable(options.context_fn):
+        raise OptionError(f"{title}: context_fn is called, and {options.context_fn!r} is no function.")
+    if options.policy is not None and options.context_fn is not noop_context_fn:
+        raise OptionError(f"{title} takes policy= or context_fn=, not both.")
+    chooser_of(options.policy, title)
+
+
 def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """A call of :func:`checkpoint`."""
-    if options.determinism_check not in ("default", "none", "values"):
-        raise OptionError(f"{title(f)}: determinism_check should be one of default, none and values.")
+    if options.determinism_check not in CHECKS:
+        check_options(title(f), options)
     if options.policy is not None or options.determinism_check == "values":
         if not torch.compiler.is_dynamo_compiling():
             return _functional(f, args, kwargs, options)
@@ -188,8 +199,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
 def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> Any:
     name, policy = name_and_check(f, "checkpoint"), options.policy
     if options.context_fn is not noop_context_fn:
-        if policy is not None:
-            raise OptionError(f"checkpoint({name}) takes policy= or context_fn=, not both.")
+        check_options(f"checkpoint({name})", options)
         forward, _ = options.context_fn()
         if not isinstance(forward, Forward):
             raise OptionError(

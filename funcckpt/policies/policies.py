@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -131,12 +133,19 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
             f"{title}: {policy!r} chooses among all values, for which only remat(f, policy=...) can wait. "
             "Give it alone."
         )
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, autograd.OPERATORS):
+        if (code := getattr(policy, "__code__", None)) is not None:
+            named, more = code.co_argcount, code.co_flags & inspect.CO_VARARGS
+            if named == 1 or (named < 3 and not more) or (named == 0 and policy.__module__ == __name__):
+                raise OptionError(
+                    f"{title}: {policy.__name__} does not take (ctx, op, *args, **kwargs), as a policy does. "
+                    "Call it, if it makes one. A policy of JAX has no ctx, and primitives for operators."
+                )
         return policy  # type: ignore[no-any-return]
     if not isinstance(policy, (list, tuple, set, frozenset)):
-        raise InputError(
-            f"{title}: a policy is either a function or a list of ops, not {type(policy).__name__}: write "
-            "policy(ctx, op, *args, **kwargs), or [torch.ops.aten.mm.default]."
+        raise OptionError(
+            f"{title}: a policy is either a function or a list of ops, not {policy!r}: write "
+            "funcckpt.policies.dots_saveable, or [torch.ops.aten.mm.default]."
         )
     for op in policy:
         if not isinstance(op, autograd.OPERATORS):
@@ -146,8 +155,24 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
                 f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}. Please update the "
                 f"OpOverloadPacket to a specific OpOverload{more}."
             )
-    saved = frozenset(policy)
-    return lambda ctx, op, *args, **kwargs: op in saved
+    return _Listed(policy)
+
+
+class _Listed:
+    """Keeps the results of some operators. A pickle has their names, as they have none themselves."""
+
+    def __init__(self, operators: Iterable[Any]) -> None:
+        self._operators = frozenset(operators)
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op in self._operators
+
+    def __reduce__(self) -> Any:
+        return _listed, tuple(map(str, self._operators))
+
+
+def _listed(*names: str) -> _Listed:
+    return _Listed([operator.attrgetter(name)(torch.ops) for name in names])
 
 
 def chooser_of(policy: Any, title: str) -> Chooser | None:
