@@ -40,9 +40,14 @@ class Arguments:
                 leaves[i] = _Static(args[i])
         for key in static_names & kwargs.keys():
             kwargs = {**kwargs, key: _Static(kwargs[key])}
-        # Most calls have tensors and numbers for arguments: there is nothing to search.
-        self.is_flat = all(map(isinstance, (*leaves, *kwargs.values()), repeat(LEAVES)))
-        leaves, self._structure = pytree.tree_flatten((leaves, kwargs))
+        # Most calls have tensors and numbers for arguments: no tree to take apart, and nothing to search.
+        self._names = (*kwargs,)
+        values = [*leaves, *kwargs.values()]
+        self.is_flat = all(map(isinstance, values, repeat(LEAVES)))
+        if self.is_flat:
+            leaves = values
+        else:
+            leaves, self._structure = pytree.tree_flatten((leaves, kwargs))
         self.others = leaves  # what is no tensor, in its place
         self.tensors: list[Tensor] = []
         # Which tensor stands where among the leaves.
@@ -69,7 +74,13 @@ class Arguments:
         leaves = [*others]
         for i, number in self._numbers.items():
             leaves[i] = tensors[number]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return self._tree(leaves)
+
+    def _tree(self, leaves: list[Any]) -> Any:
+        if not self.is_flat:
+            return pytree.tree_unflatten(leaves, self._structure)
+        count = len(leaves) - len(self._names)
+        return leaves[:count], dict(zip(self._names, leaves[count:], strict=True))
 
     def check_unchanged(self, name: str, before: tuple[list[Any], Any], args: Any, kwargs: Any) -> None:
         """f is given containers of its own: what it does to them nobody would see."""
@@ -86,11 +97,11 @@ class Arguments:
         return self._where_leaf(next(at for at, number in self._numbers.items() if number == i))
 
     def _where_leaf(self, i: int) -> str:
-        numbered = pytree.tree_unflatten([*range(len(self.others))], self._structure)
-        paths = pytree.tree_flatten_with_path(numbered)[0]
+        paths = pytree.tree_flatten_with_path(self._tree([*range(len(self.others))]))[0]
         return f"argument {pytree.keystr(paths[i][0][1:])}"
 
 
+_ONE = pytree.tree_structure(0)  # of what is no container
 Look = tuple[torch.dtype, tuple[int, ...], torch.device]
 
 
@@ -102,7 +113,10 @@ class Outputs:
 
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
         """`inputs` are the tensors that f was given for them."""
-        leaves, self.structure = pytree.tree_flatten(out)
+        leaves: list[Any] = [out]
+        self.structure = _ONE
+        if not isinstance(out, Tensor):
+            leaves, self.structure = pytree.tree_flatten(out)
         self.others = leaves
         self.tensors: list[Tensor] = []
         # By their positions among the leaves: what tensors look like, and which output each is. An input that
@@ -140,7 +154,7 @@ class Outputs:
         tensors += inputs
         for i, number in self._numbers.items():
             leaves[i] = tensors[number]
-        return pytree.tree_unflatten(leaves, self.structure)
+        return leaves[0] if self.structure is _ONE else pytree.tree_unflatten(leaves, self.structure)
 
     def difference(self, again: Outputs) -> str | None:
         """How the outputs of a recomputation differ from these, in words."""

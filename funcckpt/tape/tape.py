@@ -141,6 +141,13 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
     sees_names = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would guard each operator against Dynamo, which costs more than the operator. Whoever enters
+        # this mode has done that once (`autograd.without_dynamo`).
+        return False
+
     # Whether it is f that runs, and not what is done before it, nor the pullback of what was recorded of it.
     in_f = False
     number = 0
