@@ -48,4 +48,4 @@ class OutputError(FuncckptError, TypeError):
 
 
 class TransformError(FuncckptError):
-    """What was asked for needs saved-tensor hooks, which `torch.func` transforms refuse."""
+    """What was asked for, such as saved-tensor hooks, is refused by `torch.func` transforms."""

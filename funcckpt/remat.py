@@ -128,7 +128,7 @@ def remat(
     """
     if torch.compiler.is_dynamo_compiling():
         return _made_compiled(f, preserve_rng_state, determinism_check, policy)
-    title = "remat" if f is None else f"remat({_name(f)})"
+    title = "remat" if f is None else f"remat({name_of(f)})"
     positions = _several(int, static_argnums, "static_argnums", title)
     names = _several(str, static_argnames, "static_argnames", title)
     if determinism_check not in CHECKS:
@@ -163,7 +163,10 @@ PLAIN, AS_IT_IS = object(), object()
 decides: ContextVar[Callable[[Any, str], Any] | None] = ContextVar("funcckpt_decides", default=None)
 
 
-def _name(f: Any) -> str:
+def name_of(f: Any) -> str:
+    """What a callable is called in messages."""
+    while isinstance(f, functools.partial):
+        f = f.func
     # An nn.Module takes long to say that it has none.
     name: str = (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
     return name
@@ -206,7 +209,7 @@ def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
         raise InputError(
             f"{taker} takes a callable, not {type(f).__name__}. Write {taker}(f)(x), not {taker}(f(x))."
         )
-    return _name(f)
+    return name_of(f)
 
 
 class _Checkpointed:

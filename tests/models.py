@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from funcckpt.meter import mark
+
 SAMPLES, WIDTH = 3, 32
 
 
@@ -36,34 +38,76 @@ def library_of_models(name):
     return pytest.importorskip(name, reason="needs the extra `models`")
 
 
-def gpt2(depth=4):
+def of_transformers(config, model, **options):
+    """A small model with dropout. `use_cache=False`: a cache would store tensors of the blocks."""
     transformers = library_of_models("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=61,
-        n_positions=32,
-        n_embd=WIDTH,
-        n_layer=depth,
-        n_head=4,
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config), tokens
+    return getattr(transformers, model)(getattr(transformers, config)(**options)), tokens
+
+
+def gpt2(depth=4, use_cache=False):
+    return of_transformers(
+        "GPT2Config", "GPT2LMHeadModel", vocab_size=61, n_positions=32, n_embd=WIDTH, n_layer=depth, n_head=4,
+        bos_token_id=0, eos_token_id=0, attn_implementation="eager", use_cache=use_cache,
+    )  # fmt: skip
+
+
+SIZES = dict(hidden_size=WIDTH, intermediate_size=64, num_attention_heads=4)
+
+
+def bert(depth=4):
+    return of_transformers(
+        "BertConfig", "BertForMaskedLM", vocab_size=61, max_position_embeddings=32, num_hidden_layers=depth, **SIZES
+    )  # fmt: skip
 
 
 def llama(depth=4):
-    transformers = library_of_models("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=depth,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        attention_dropout=0.1,
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config), tokens
+    return of_transformers(
+        "LlamaConfig", "LlamaForCausalLM", vocab_size=61, max_position_embeddings=32, num_hidden_layers=depth,
+        attention_dropout=0.1, attn_implementation="eager", use_cache=False, **SIZES,
+    )  # fmt: skip
+
+
+def t5(depth=4):
+    return of_transformers(
+        "T5Config", "T5ForConditionalGeneration", vocab_size=61, d_model=WIDTH, d_kv=8, d_ff=64, num_heads=4,
+        num_layers=depth, decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+
+
+def vit(depth=4):
+    model, _ = of_transformers(
+        "ViTConfig", "ViTForImageClassification", image_size=32, patch_size=8, num_labels=7,
+        num_hidden_layers=depth, hidden_dropout_prob=0.1, **SIZES,
+    )  # fmt: skip
+    return model, images
+
+
+def lora(depth=4):
+    peft = library_of_models("peft")
+    model, _ = llama(depth)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)  # zeros otherwise, and so are the gradients of lora_A
+    return model, tokens
+
+
+def resnet(depth=6):
+    timm = library_of_models("timm")
+    model = timm.models.ResNet(
+        timm.models.resnet.BasicBlock, layers=(depth, 1, 1, 1), channels=(16,) * 4, num_classes=7,
+        norm_layer=lambda channels, **_: nn.GroupNorm(4, channels),
+    )  # fmt: skip
+    return model, images
+
+
+def swin(depth=2):
+    timm = library_of_models("timm")
+    model = timm.models.SwinTransformer(
+        img_size=32, patch_size=2, window_size=4, embed_dim=16, depths=(depth, 2), num_heads=(2, 4), num_classes=7,
+        drop_path_rate=0.0, proj_drop_rate=0.1,
+    )  # fmt: skip
+    return model, images
 
 
 def vision_transformer(depth=4):
@@ -93,9 +137,15 @@ def densenet(depth=4):
 
 # What `apply_remat` is to select.
 BLOCKS = {
-    gpt2: "transformer.h.*",
+    gpt2: "GradientCheckpointingLayer",
+    bert: "GradientCheckpointingLayer",
     llama: "model.layers.*",
+    t5: "GradientCheckpointingLayer",
+    vit: "GradientCheckpointingLayer",
+    lora: "*.layers.*",
     vision_transformer: "blocks.*",
+    resnet: "BasicBlock",
+    swin: "SwinTransformerBlock",
     mixer: "blocks.*",
     densenet: "features.denseblock*.denselayer*",
 }
@@ -106,7 +156,8 @@ def tokens(model, parameters, buffers):
 
     def loss(parameters, ids):
         ids = ids[None]
-        out = functional_call(model, (parameters, buffers), (), {"input_ids": ids})
+        out = functional_call(model, (parameters, buffers), (), {"input_ids": ids, "labels": ids})
+        mark("saved")
         return nn.functional.cross_entropy(out.logits[0, :-1].double(), ids[0, 1:])
 
     return loss, ids
@@ -116,7 +167,9 @@ def images(model, parameters, buffers):
     xs = torch.randn(SAMPLES, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
     def loss(parameters, x):
-        logits = functional_call(model, (parameters, buffers), (x[None].to(next(model.parameters()).dtype),))
+        out = functional_call(model, (parameters, buffers), (x[None].to(next(model.parameters()).dtype),))
+        logits = getattr(out, "logits", out)
+        mark("saved")
         return nn.functional.cross_entropy(logits, torch.zeros(1, dtype=torch.long))
 
     return loss, xs
@@ -124,16 +177,16 @@ def images(model, parameters, buffers):
 
 def enable(model, use_reentrant=False):
     """Checkpointing as the model's own library has it."""
-    if hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        model.disable_input_require_grads()  # its hook calls requires_grad_(), which no transform allows
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.disable_input_require_grads()
     else:
         _switch(model, True)
 
 
 def disable(model):
-    if hasattr(model, "gradient_checkpointing_disable"):
-        model.gradient_checkpointing_disable()
+    if hasattr(model, "activation_checkpointing_disable"):
+        model.activation_checkpointing_disable()
     else:
         _switch(model, False)
 

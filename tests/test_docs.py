@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import library_of_models
 from torch import nn
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
@@ -159,6 +160,8 @@ def test_examples_of_the_pages(page, number, monkeypatch):
     if "plot" in text:
         pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs the extra `plot`")
         pyplot.switch_backend("agg")
+    if "import transformers" in text:
+        library_of_models("transformers")
     if "from funcckpt" not in text:
         names.update(vars(funcckpt))
     exec(compile(text, f"{page.name}, example {number}", "exec"), names)

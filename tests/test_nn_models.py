@@ -4,50 +4,80 @@ import copy
 
 import pytest
 import torch
-from models import BLOCKS, SAMPLES, adapt, densenet, trained, vision_transformer
-from support import Storages
+from models import BLOCKS, SAMPLES, adapt, densenet, gpt2, trained, vision_transformer
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from funcckpt import EscapeError
+from funcckpt.meter import measure
 from funcckpt.nn import Remat, apply_remat
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning"),
+    # peft calls transformers by names of before.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
-def wrapped_and_plain(build):
+def built(build, **sizes):
     torch.manual_seed(0)
-    plain, make = build()
-    plain.train().double()
-    return apply_remat(copy.deepcopy(plain), BLOCKS[build]), plain, make
+    model, make = build(**sizes)
+    return model.train().double(), make
+
+
+def per_sample(model, make):
+    """Per-sample gradients of what is trained, the state of the random stream after them, and the bytes."""
+    parameters = {k: p.detach() for k, p in trained(model).items()}
+    loss, batch = make(model, parameters, dict(model.named_buffers()))
+    torch.manual_seed(2)
+    measured = measure(vmap(grad(loss), (None, 0), randomness="different"), parameters, batch)
+    return measured.result, torch.rand(3), measured
 
 
 @pytest.mark.parametrize("build", BLOCKS, ids=lambda f: f.__name__)
 def test_per_sample_gradients(build):
-    *models, make = wrapped_and_plain(build)
-    assert sum(isinstance(m, Remat) for m in models[0].modules()) == (8 if build is densenet else 4)
-    results = []
-    for model in models:
-        parameters = {k: p.detach() for k, p in model.named_parameters()}
-        loss, batch = make(model, parameters, dict(model.named_buffers()))
-        torch.manual_seed(2)
-        with Storages().known(parameters, dict(model.named_buffers()), batch) as storages:
-            gradients = vmap(grad(loss), (None, 0), randomness="different")(parameters, batch)
-        results.append((gradients, torch.rand(3), storages.peak))
-    (actual, after, peak), (expected, plain_after, plain_peak) = results
+    plain, make = built(build)
+    wrapped = apply_remat(copy.deepcopy(plain), BLOCKS[build])
+    expected, plain_after, without = per_sample(plain, make)
+    actual, after, measured = per_sample(wrapped, make)
     assert actual.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-12)
     assert torch.equal(after, plain_after)
-    assert peak < 0.8 * plain_peak
+    assert measured.peak_bytes < 0.8 * without.peak_bytes
+
+
+@pytest.mark.parametrize("build", [b for b in BLOCKS if b is not densenet], ids=lambda f: f.__name__)
+def test_a_block_keeps_its_input(build):
+    """What two blocks more keep for the backward is their inputs, to the byte."""
+    kept, inputs = [], []
+    for depth in (2, 4):
+        model, make = built(build, depth=depth)
+        apply_remat(model, BLOCKS[build])
+        kept.append(per_sample(model, make)[2].marks["saved"])
+        blocks = [m for m in model.modules() if isinstance(m, Remat)]
+        sizes = []
+        for block in blocks:
+            block.register_forward_pre_hook(lambda _, args, into=sizes: into.append(args[0].numel() * 8))
+        per_sample(model, make)
+        inputs.append(SAMPLES * sum(sizes))
+    assert kept[1] - kept[0] == inputs[1] - inputs[0] > 0
+
+
+def test_a_cache_is_named():
+    model, make = built(gpt2, use_cache=True)
+    apply_remat(model, BLOCKS[gpt2])
+    with pytest.raises(EscapeError, match=r"GPT2Block.*attribute 'keys'.*use_cache=False"):
+        per_sample(model, make)
 
 
 @pytest.mark.parametrize("build", BLOCKS, ids=lambda f: f.__name__)
 def test_plain_backward(build):
     results = []
-    *models, make = wrapped_and_plain(build)
-    for model in models:
-        parameters = dict(model.named_parameters())
+    plain, make = built(build)
+    for model in (apply_remat(copy.deepcopy(plain), BLOCKS[build]), plain):
+        parameters = trained(model)
         loss, batch = make(model, parameters, dict(model.named_buffers()))
         torch.manual_seed(2)
         results.append(torch.autograd.grad(loss(parameters, batch[0]), list(parameters.values())))

@@ -188,4 +188,9 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]
                 continue
             for x in Found(value, everything=True).tensors.values():
                 if id(x) not in found.tensors:
-                    yield x, found.path(number, key)
+                    of = (
+                        ", of a cache (turn it off: use_cache=False)"
+                        if "cache" in repr(node.cls).lower()
+                        else ""
+                    )
+                    yield x, found.path(number, key) + of

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .._torch import autograd
+from ..errors import TransformError
 
 _installed = False
 # What holds in this context, whatever is installed.
@@ -71,6 +72,14 @@ def active(value: bool) -> Iterator[None]:
     token = _here.set(value)
     try:
         yield
+    except RuntimeError as error:
+        if "call Tensor.requires_grad_()" not in str(error):
+            raise
+        raise TransformError(
+            "patched: requires_grad_() is called, which no transform allows: by the hook that the switch of "
+            "transformers puts on embeddings. Call model.disable_input_require_grads() after the switch; or "
+            'write funcckpt.nn.apply_remat(model, "GradientCheckpointingLayer") in its place.'
+        ) from error
     finally:
         _here.reset(token)
 

@@ -35,6 +35,7 @@ from ..closures import Found, Rebuilt
 from ..core import tensors
 from ..errors import CheckpointError, MutationError, describe
 from ..policies import Policy
+from ..remat import name_of
 from ..tape.operators import tensors_in
 from . import patched
 
@@ -87,7 +88,7 @@ class Log(TorchDispatchMode):
 
 def title(f: Callable[..., Any]) -> str:
     """A call of checkpoint in words, for errors."""
-    return f"checkpoint({getattr(f, '__qualname__', None) or type(f).__qualname__})"
+    return f"checkpoint({name_of(f)})"
 
 
 class _Stop(BaseException):

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._torch import autograd
+from ..closures import Found, kinds
 from ..core.call import code_of
+from ..eager import patched
 from ..meter import Meter
 from ..remat import AS_IT_IS, PLAIN, decides
 from .residuals import Residual, Subject
@@ -163,6 +165,9 @@ class Calls:
         self._policy = policy
 
     def __call__(self, f: Any, title: str) -> Any:
+        if patched.is_active() and "<locals>" in title:  # a function that a library has made for torch's
+            blocks = [node.cls for node in Found(f).nodes.values() if node.kind is kinds.MODULE]
+            title = f"{title[:-1]} of {blocks[0].__name__})" if blocks else title
         key = title, code_of(f)
         i = -1
         if autograd.graph_task() == -1:

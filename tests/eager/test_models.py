@@ -1,32 +1,22 @@
 """Models of others, with checkpoint calls of their own, under per-sample gradients."""
 
+import re
+
 import pytest
 import torch
-from models import (
-    SAMPLES,
-    WIDTH,
-    adapt,
-    densenet,
-    disable,
-    enable,
-    gpt2,
-    llama,
-    mixer,
-    trained,
-    vision_transformer,
-)
+from models import BLOCKS, SAMPLES, WIDTH, adapt, disable, enable, gpt2, llama, trained, vision_transformer
 from support import Storages, tensor_bytes
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
-from funcckpt import patched
+from funcckpt import TransformError, explain, patched
 
 pytestmark = [
-    # Transformers 5 renames the enabling call.
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_.*` is deprecated:FutureWarning"),
+    # peft calls transformers by names of before.
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning"),
 ]
-MODELS = [gpt2, llama, vision_transformer, mixer, densenet]
+MODELS = [*BLOCKS]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +29,7 @@ def test_per_sample_gradients(build, train, use_reentrant):
     torch.manual_seed(0)
     model, make = build()
     model.train(train).double()
-    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    parameters = {k: p.detach() for k, p in trained(model).items()}
     buffers = dict(model.named_buffers())
     loss, batch = make(model, parameters, buffers)
     per_sample = vmap(grad(loss), (None, 0), randomness="different")
@@ -71,12 +61,38 @@ def test_per_sample_gradients(build, train, use_reentrant):
         assert peak < 0.8 * plain_peak
 
 
+def test_the_hook_of_the_switch_is_named():
+    model, make = gpt2()
+    model.train().activation_checkpointing_enable()
+    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    loss, batch = make(model, parameters, {})
+    with pytest.raises(TransformError, match=r"model\.disable_input_require_grads\(\)"), patched():
+        vmap(grad(loss), (None, 0), randomness="different")(parameters, batch)
+
+
+@pytest.mark.parametrize(
+    "build, name",
+    [(gpt2, "GPT2Block.forward"), (vision_transformer, "forward of Block")],
+    ids=["gpt2", "timm"],
+)
+def test_explain_names_the_block(build, name):
+    model, make = build()
+    enable(model.train())
+    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    loss, batch = make(model, parameters, {})
+    with patched():
+        (site,) = explain(vmap(grad(loss), (None, 0), randomness="different"), parameters, batch).sites
+        (eager,) = explain(lambda: loss(dict(model.named_parameters()), batch[0])).sites
+    assert site.calls == eager.calls == 4
+    assert all(re.fullmatch(rf"(remat|checkpoint)\(.*{name}\)", found.name) for found in (site, eager))
+
+
 @pytest.mark.parametrize("build", MODELS, ids=lambda f: f.__name__)
 def test_plain_backward(build):
     torch.manual_seed(0)
     model, make = build()
     model.train().double()
-    parameters = dict(model.named_parameters())
+    parameters = trained(model)
     loss, batch = make(model, parameters, dict(model.named_buffers()))
 
     def run():
