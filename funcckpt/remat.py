@@ -140,7 +140,7 @@ def remat(
         name = name_and_check(inner)
         static = _positions_and_names(inner, name, positions, names)
         kind = _CheckpointedModule if isinstance(inner, nn.Module) else _Checkpointed
-        made: Any = kind(inner, name, Options(*static, preserve_rng_state, determinism_check, chooser))
+        made: Any = kind(inner, name, Options(preserve_rng_state, determinism_check, chooser, *static))
         return made if inner is f else (staticmethod if isinstance(f, staticmethod) else classmethod)(made)
 
     return wrap if f is None else wrap(f)
@@ -148,7 +148,7 @@ def remat(
 
 def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
     """`remat(f)`, made in code that Dynamo traces: it need not be told which arguments are static."""
-    how = Options(frozenset(), frozenset(), *options)
+    how = Options(*options)
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
         name = getattr(f, "__name__", None) or type(f).__name__  # Dynamo is not at home with __qualname__
@@ -298,5 +298,5 @@ def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any
         compiled.refuse(f"remat({name}): policy")
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
-    how = Options(frozenset(), frozenset(), options.preserve_rng_state, options.determinism_check)
-    return compiled.call(functools.partial(call, name=name, options=how), name, f, args, kwargs)
+    how = functools.partial(call, name=name, options=Options(*options[:2]))
+    return compiled.call(how, name, f, args, kwargs)

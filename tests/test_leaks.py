@@ -421,10 +421,12 @@ def test_no_reference_cycle_after_an_error():
 
 
 @pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
 @pytest.mark.parametrize("how", ["last", "grad_sample"])
-def test_attributes_of_a_weight_hold_no_calls_before(how, is_argument):
+def test_attributes_of_a_weight_hold_no_calls_before(how, kind, is_argument):
     """As without remat, the attribute holds the graph of one step, and that none of the step before."""
     w, x, made = tensor(3, requires_grad=True), tensor(3, requires_grad=True), []
+    w = w if kind is torch.Tensor else kind(w)
     for _ in range(5):
         y = remat(lambda x, w: (x * w).sin())(x, w) if is_argument else remat(lambda x: (x * w).sin())(x)
         kept = y * 1

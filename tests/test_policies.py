@@ -20,7 +20,7 @@ from funcckpt import (
 )
 from funcckpt.errors import FuncckptError, InputError, OptionError
 from funcckpt.meter import mark, measure
-from funcckpt.policies.policies import chooser_of, current_name
+from funcckpt.policies.policies import Chooser, chooser_of, current_name
 from funcckpt.tape import recompute, recording
 
 
@@ -229,6 +229,34 @@ def test_products_with_vectors_are_kept(f):
     assert measured.flops == without.flops
 
 
+def test_what_a_policy_keeps_is_learned_once(monkeypatch):
+    """And where a flag decides what f does, nothing is taken for known any more."""
+    asked = []
+    decides = Chooser.decides
+    monkeypatch.setattr(Chooser, "decides", lambda *args: asked.append(args) or decides(*args))
+    x, w = samples()[0], weights(attention)[0]
+
+    def f(x, flag):
+        y = x @ w
+        return (y.sin() if flag else y.exp()).sum()
+
+    g = remat(f, policy=policies.dots_saveable)
+    for flag, is_asked, again in ((1, True, 0), (1, False, 0), (0, False, 1), (1, True, 0), (0, True, 0)):
+        asked.clear()
+        without, measured = [measure(grad(h), x, flag) for h in (f, g)]
+        assert_close(measured.result, without.result)
+        assert measured.flops - without.flops == again * 2 * N * D * D
+        assert bool(asked) == is_asked
+
+    def own(ctx, op, *args, **kwargs):  # may say something else each time
+        asked.append(op)
+
+    for _ in range(3):
+        asked.clear()
+        grad(remat(lambda x: f(x, 1), policy=own))(x)
+        assert asked
+
+
 def test_nothing_saveable_is_no_policy():
     """Nobody asks it anything."""
     with Names() as names:
@@ -335,11 +363,13 @@ def test_kept_random_numbers_leave_the_stream_where_it_was():
         policies.everything_saveable,
         [torch.ops.aten.bernoulli.p, torch.ops.aten.rand_like.default],
     ):
-        results = []
-        for g in (f, remat(f, policy=policy)):
-            torch.manual_seed(0)
-            results.append((grad(g)(x), torch.rand(3)))
-        assert_close(*results)
+        g = remat(f, policy=policy)
+        for seed in range(3):  # the second knows what the first has kept
+            results = []
+            for h in (f, g):
+                torch.manual_seed(seed)
+                results.append((grad(h)(x), torch.rand(3)))
+            assert_close(*results)
 
 
 @pytest.mark.parametrize("policy", ["everything", "dots", "names", "but"])

@@ -18,7 +18,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -159,6 +159,11 @@ class Found:
         self.draws_elsewhere |= "random" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
+
+    def codes(self) -> Iterator[Any]:
+        """Of all that was met the code of a function, or the class."""
+        for node in self.nodes.values():
+            yield node.value.__code__ if node.kind is kinds.FUNCTION else node.cls
 
     def buffers_in_training(self) -> list[Tensor]:
         """The buffers of the modules that are training."""

@@ -30,12 +30,12 @@ from .program import Leaf, Tensors, here, is_differentiable
 
 
 class Options(NamedTuple):
-    # The first two are for `Arguments`.
-    static_argnums: frozenset[int] = frozenset()
-    static_argnames: frozenset[str] = frozenset()
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     chooser: Chooser | None = None
+    # These two are for `Arguments`.
+    static_argnums: frozenset[int] = frozenset()
+    static_argnames: frozenset[str] = frozenset()
 
 
 class Call(Leaf):
@@ -54,11 +54,15 @@ class Call(Leaf):
         """With `lifts_all`, captured tensors of plain autograd are inputs as well, used or not."""
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
-        self._arguments = arguments = Arguments(name, args, kwargs, *options[:2])
+        self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
         self._found = found = Found(f if arguments.is_flat else (f, arguments.others))
+        if self.chooser is not None:
+            self.codes = (*found.codes(),)
         self.arity = arguments.arity
         # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
         inputs = self._inputs = arguments.tensors
+        # What code can tell of arguments beside their values: they carry marks, and may be parameters.
+        self._attributes = [(x.__dict__, nn.Parameter in type(x).__mro__) for x in inputs]
         # Which inputs f refers to beside its arguments, by their ids.
         self._numbers: dict[int, int] = {}
         if found.tensors and (lifts_all or self.layers or wrappers.has_dual_level()):
@@ -69,10 +73,6 @@ class Call(Leaf):
                     number = self._numbers[key] = numbers.get(key, len(inputs))
                     if number == len(inputs):
                         inputs.append(x)
-        # What code can tell of tensors beside their values: they may be parameters, and carry marks.
-        self._attributes = [
-            {**x.__dict__, "_is_param": True} if isinstance(x, nn.Parameter) else x.__dict__ for x in inputs
-        ]
         # A lazy module in its first call is run as it is.
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
         # Captured tensors that are no inputs, and how often they were changed.
@@ -176,9 +176,11 @@ class Call(Leaf):
     # -- the first run ------------------------------------------------------------------------------
 
     def run(self, *inputs: Tensor) -> Tensors:
-        for x, attributes in zip(inputs, self._attributes, strict=True):
+        for x, (attributes, is_parameter) in zip(inputs, self._attributes, strict=False):
             if attributes:
                 x.__dict__.update(attributes | x.__dict__)
+            if is_parameter:
+                x._is_param = True  # type: ignore[attr-defined]
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
     def _run_first(self, inputs: Tensors) -> Tensors:

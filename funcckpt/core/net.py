@@ -71,7 +71,7 @@ def run_first(
     record: recording.Record | None = None
     if source.chooser is not None and not functorch.is_tracing():
         if records or "grad" in [layer.kind for layer in layers]:
-            record = recording.Record(source, source.chooser)
+            record = recording.Record(program, source.chooser)
     shadows: Any = functorch.shadows(layers) if layers else nullcontext()
     asleep = nullcontext() if record is None or layers else autograd.hooks_asleep()
     watched: Any = record or nullcontext()

@@ -56,6 +56,8 @@ class Leaf(Program):
     random: bool | None = None
     # What its code is, to expect of another call what this one did.
     code: Any = None
+    # For a policy: those of all that it refers to.
+    codes: tuple[Any, ...] = ()
     # What a policy has kept of the first run, until the nodes have it.
     kept: recording.Kept | None = None
     # How many of the inputs are arguments. The others f has captured at levels, and maybe does not use.

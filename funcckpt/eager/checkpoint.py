@@ -198,19 +198,20 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> Any:
     name, policy = name_and_check(f, "checkpoint"), options.policy
+    title = f"checkpoint({name})"
     if options.context_fn is not noop_context_fn:
-        check_options(f"checkpoint({name})", options)
+        check_options(title, options)
         forward, _ = options.context_fn()
         if not isinstance(forward, Forward):
             raise OptionError(
-                f"checkpoint({name}): under torch.func transforms and in forward mode, context_fn is made "
+                f"{title}: under torch.func transforms and in forward mode, context_fn is made "
                 "with funcckpt.create_selective_checkpoint_contexts. Enter others inside of the function."
             )
         policy = forward.policy
-    how = _of_remat(options)._replace(chooser=chooser_of(policy, f"checkpoint({name})"))
+    how = _of_remat(options)._replace(chooser=chooser_of(policy, title))
     f = patched.always(f) if patched.is_active() else f
     return call_remat(f, name, how, args, kwargs)
 
 
 def _of_remat(options: Options) -> RematOptions:
-    return RematOptions(frozenset(), frozenset(), options.preserve_rng_state, options.determinism_check)
+    return RematOptions(options.preserve_rng_state, options.determinism_check)

@@ -161,7 +161,7 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
     # xs lie as they were given, and `first` counts in their order.
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = [first + steps - end for end in ends[1:]] if loop.reverse else [first + end for end in ends[:-1]]
-    options = Options(_STATIC, chooser=loop.chooser)
+    options = Options(static_argnums=_STATIC, chooser=loop.chooser)
     stacks = []
     for part, start, x in zip(cut, starts, split(xs, lengths, loop.reverse), strict=True):
         if part.schedule is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import OptionError
+from ..tape.operators import name_of
 from ..tape.tape import Call, Place, recomputed
 from .policies import Chooser, Decision, is_dot, is_product
 
@@ -47,50 +47,27 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
 class Budget(Chooser):
     """A policy that chooses among all values; see :func:`budget`."""
 
-    # What was chosen for the call that runs: the outputs, by the number of the call.
-    _plan: dict[int, list[int]] | None = None
-    _signature: Any = None
-
     def __init__(self, limit: int | None, fraction: float | None) -> None:
         self._limit = limit
         self._fraction = fraction
-        # By function and looks of its inputs.
-        self._plans: dict[Any, dict[int, list[int]]] = {}
 
     def __repr__(self) -> str:
         given = f"bytes={self._limit}" if self._fraction is None else f"fraction={self._fraction}"
         return f"budget({given})"
 
-    def for_call(self, signature: Any) -> Chooser:
-        chooser = copy.copy(self)
-        chooser._signature, chooser._plan = signature, self._plans.get(signature)
-        return chooser
+    @property
+    def known(self) -> Budget:
+        return self
 
-    def decides(
-        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, number: int | None = None
-    ) -> Decision:
-        return Decision(number is not None and (self._plan is None or number in self._plan))
+    def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision:
+        return Decision(name_of(func) != "alias")  # of a name
 
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
-        plan = self._plan
-        if plan is not None:
-            found = {index: call.number for index, call in enumerate(calls) if call.number in plan}
-            if len(found) < len(plan):
-                # Something else decides what f does (an argument that is no tensor): measure again next time.
-                self._plans.pop(self._signature, None)
-            return frozenset([(index, i) for index, number in found.items() for i in plan[number]])
         sets, everything = _frontier(calls, read)
         limit = int((self._fraction or 0) * everything) if self._limit is None else self._limit
-        chosen = [s for s in sets if s.bytes <= limit][-1].places
-        if len(self._plans) >= _MANY:
-            self._plans.clear()
-        plan = self._plans[self._signature] = {}
-        for index, i in chosen:
-            plan.setdefault(calls[index].number, []).append(i)
-        return chosen
+        return [s for s in sets if s.bytes <= limit][-1].places
 
 
-_MANY = 1024
 # So many sets are compared, and each of them with so many more values.
 _SETS = 128
 _VALUES = 64

@@ -90,13 +90,12 @@ class Chooser:
         self.policy = policy
         self._title = title
 
-    def for_call(self, signature: Any) -> Chooser:
-        """What to ask in one call of f; `signature` is its code, and what its inputs look like."""
-        return self
+    @property
+    def known(self) -> Any:
+        """What tells policies apart that say the same of the same operators; None for one that may not."""
+        return self.policy if _is_known(self.policy) else None
 
-    def decides(
-        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, number: int | None = None
-    ) -> Decision:
+    def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision:
         """What to do with what an operator returned; for `aten.alias` with a name, with what is named."""
         if func in SAC_IGNORED_OPS:
             return Decision(False)
@@ -121,6 +120,12 @@ class Chooser:
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
         """What to keep in the end, given all calls and the values that the backward reads."""
         return frozenset([(index, i) for index, call in enumerate(calls) for i in call.values])
+
+
+def _is_known(policy: Any) -> bool:
+    """Whether a policy is made of ours, or a list."""
+    parts = getattr(policy, "parts", ())
+    return getattr(policy, "__module__", None) == __name__ and all(map(_is_known, parts))
 
 
 Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any] | Chooser
@@ -166,6 +171,12 @@ class _Listed:
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         return op in self._operators
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Listed) and self._operators == other._operators
+
+    def __hash__(self) -> int:
+        return hash(self._operators)
 
     def __reduce__(self) -> Any:
         return _listed, tuple(map(str, self._operators))
@@ -297,6 +308,7 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
             return _OFFLOAD
         return _FORBID if said == [_FORBID, _FORBID] else _LEAVE
 
+    policy.parts = both  # type: ignore[attr-defined]
     return policy
 
 

@@ -28,7 +28,7 @@ from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, signature, tensors_of
 from .recording import Kept
-from .tape import Call, Tape, Watch
+from .tape import Call, Tape, Watch, steps_of
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -245,15 +245,6 @@ def _blame(error: Exception) -> None:
 
 def _key(program: Program, inputs: Sequence[Tensor]) -> Any:
     """What tells recomputations apart: the function, what is computed of it, what its inputs look like."""
-    source = program.source
-    steps: list[Any] = [source.code]
-    while program is not source:
-        # What decides what it computes of the one inside.
-        steps += (type(program), *[getattr(program, name, None) for name in _SHAPES])
-        program = program.inner  # type: ignore[attr-defined]
     if len(_plans) >= 4096:
         _plans.clear()
-    return (*steps, *map(look, inputs))
-
-
-_SHAPES = ("wrt", "of", "along", "in_dims", "at_level")
+    return (*steps_of(program), *map(look, inputs))

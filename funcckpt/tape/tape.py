@@ -132,6 +132,18 @@ def recomputed(
     return used, again
 
 
+def steps_of(program: Any) -> list[Any]:
+    """The code of the function at the root of a program, and what decides what is computed of it."""
+    steps, source = [program.source.code], program.source
+    while program is not source:
+        steps += (type(program), *[getattr(program, name, None) for name in _SHAPES])
+        program = program.inner
+    return steps
+
+
+_SHAPES = ("wrt", "of", "along", "in_dims", "at_level", "differentiated")
+
+
 class Watch(TorchDispatchMode):
     """A mode that watches one function, in its first run or in another, and whatever it calls.
 
