@@ -1,54 +1,15 @@
-"""What a model of one's own refers to is changed after its forward: the gradient is that of the forward, or an
-error says so. Torch's checkpoint gives that of what is there in the backward, in each of these cases.
+"""What a module assigns itself, and parts of it that are changed before the backward (see also
+`tests/test_changes.py`).
 """
 
-import argparse
-import collections
-import functools
-
-import changes
 import pytest
 import torch
-from changes import by_factor
 from oracles import assert_same
 from torch import nn
 
 from funcckpt import checkpoint
-from funcckpt.errors import CheckpointError, MutationError
 
 from .implementations import D, leaf
-
-# What was written to in place.
-REFUSED = {"tensor of an object, in place", "buffer, in place"}
-
-
-@pytest.fixture(autouse=True)
-def put_back():
-    yield
-    changes.undo()
-
-
-def run(wrap, change, model=changes.Model):
-    torch.manual_seed(0)
-    m = model()
-    return changes.gradients(m, wrap(m), functools.partial(change, m))
-
-
-def plain(f):
-    return f
-
-
-@pytest.mark.parametrize("part", ["first", "second"])
-@pytest.mark.parametrize("change", changes.CHANGES)
-def test_changed_before_the_backward(change, part):
-    changed = lambda m: changes.CHANGES[change](getattr(m, part))
-    expected = run(plain, lambda m: None)
-    try:
-        found = run(lambda f: functools.partial(checkpoint, f, use_reentrant=False), changed)
-    except (CheckpointError, MutationError) as error:
-        assert change in REFUSED, error
-    else:
-        assert_same(found, expected)
 
 
 class Counting(nn.Module):
@@ -83,77 +44,8 @@ def test_what_a_module_assigns_itself(nested):
     assert_same(found, torch.autograd.grad(f(x).sum(), [x, *f.parameters()]))
 
 
-class Reader(nn.Module):
-    def __init__(self, there):
-        super().__init__()
-        self.there = there
-
-    def forward(self, x):
-        return (x * self.scale).sin()
-
-
-class OfASet(Reader):
-    @property
-    def scale(self):
-        return len(self.there)
-
-
-class OfItems(Reader):
-    @functools.cached_property
-    def _deepest(self):
-        return self.there[0]["a"]["b"]["c"]["d"]
-
-    @property
-    def scale(self):
-        return self._deepest["e"]
-
-
-class OfAttributes(Reader):
-    @staticmethod
-    def by_global(x):
-        return x * changes.FACTOR
-
-    @property
-    def scale(self):
-        return self.by_global(self.there.k)
-
-
 def nested():
     return [{"a": {"b": {"c": {"d": {"e": 2.0}}}}}]
-
-
-READERS = {
-    "set": (lambda: OfASet({"a"}), lambda m: m.there.add("b")),
-    "deque": (lambda: OfASet(collections.deque([1])), lambda m: m.there.append(2)),
-    "tuple": (lambda: OfItems((*nested(), 1.0)), lambda m: m._deepest.__setitem__("e", 3.0)),
-    "deep": (lambda: OfItems(nested()), lambda m: m._deepest.__setitem__("e", 3.0)),
-    "namespace": (lambda: OfAttributes(argparse.Namespace(k=2.0)), lambda m: setattr(m.there, "k", 3.0)),
-    "global of a static method": (
-        lambda: OfAttributes(argparse.Namespace(k=2.0)),
-        lambda m: setattr(changes, "FACTOR", 3.0),
-    ),
-    "property": (
-        lambda: OfAttributes(argparse.Namespace(k=2.0)),
-        lambda m: setattr(OfAttributes, "scale", property(lambda self: 5.0)),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_where_else_a_module_reads(name, monkeypatch):
-    monkeypatch.setattr(OfAttributes, "scale", OfAttributes.scale)
-    make, change = READERS[name]
-    expected = run(plain, lambda m: None, make)
-    assert_same(run(lambda f: functools.partial(checkpoint, f), change, make), expected)
-
-
-@pytest.mark.parametrize("way", ["imported", "of a module"])
-def test_a_function_of_another_file(way):
-    f = (lambda x: by_factor(x).sin()) if way == "imported" else (lambda x: changes.by_factor(x).sin())
-    x = leaf(3)
-    y, expected = checkpoint(f, x), torch.autograd.grad(f(x).sum(), x)
-    changes.CHANGES["global"](None)
-    assert_same(torch.autograd.grad(y.sum(), x), expected)
 
 
 class Scaled(nn.Module):
