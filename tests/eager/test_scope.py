@@ -62,15 +62,6 @@ def same(f, *shapes, backward=None):
 # -- gradients --------------------------------------------------------------------------------------
 
 
-def test_used_after_the_block():
-    def f(scope, a, b, c):
-        with scope():
-            x = a + b
-        return x * c
-
-    same(f, (3,), (3,), (3,))
-
-
 def test_composite_operators_views_and_modules():
     torch.manual_seed(0)
     norm, linear, conv = nn.LayerNorm(4), nn.Linear(4, 4), nn.Conv1d(2, 3, 3)
@@ -98,19 +89,6 @@ def test_conjugate_and_real_views(dtype):
         return (torch.view_as_real(x * y.sin()).square() + y.imag[:, None].exp()).sum() + x.real.exp().sum()
 
     same(f, (3,), (3,))
-
-
-def test_random_numbers():
-    def f(scope, a):
-        with scope():
-            x = F.dropout(a, 0.5) * torch.rand_like(a)
-        between = torch.rand(3, dtype=D)
-        with scope():
-            y = x + torch.randn(64, dtype=D)
-            z = F.dropout(y.exp(), 0.3)
-        return (x * y * z).sin() * between.sum()
-
-    same(f, (64,))
 
 
 def test_random_streams_are_recorded_for_each_device_and_on_first_use(other_device, monkeypatch):
@@ -185,17 +163,6 @@ def test_backward_under_autocast():
     assert g.dtype == torch.float32
 
 
-def test_no_grad_and_factories_inside():
-    def f(scope, a):
-        with scope():
-            with torch.no_grad():
-                scale = a.norm() + torch.arange(3, dtype=D) + torch.tensor([1.0, 2.0, 3.0], dtype=D)
-            x = a * scale
-        return x.exp() + scale * x
-
-    same(f, (3,))
-
-
 def test_double_backward():
     def second(scope):
         x = torch.linspace(0, 1, 3, dtype=D, requires_grad=True)
@@ -258,26 +225,6 @@ def test_custom_functions_inside():
     assert "sin" in ops.names
 
 
-def test_f_of_scope_in_every_thread():
-    a, c = leaf(3), leaf(3)
-    results = {}
-
-    def work(name):
-        b = (a * name).detach().requires_grad_()
-        with checkpoint_scope():
-            x = b.sin()
-        y = x * c
-        results[name] = torch.autograd.grad(y.sum(), b)[0]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for i in range(4):
-        assert_same(results[i], (c * (a * i).cos()).detach())
-
-
 def test_made_in_one_thread_used_in_another():
     a, c = leaf(64), leaf(64)
     with checkpoint_scope():
@@ -300,19 +247,6 @@ def test_made_in_one_thread_used_in_another():
 
 
 # -- what is kept -----------------------------------------------------------------------------------
-
-
-def test_what_is_made_is_not_kept():
-    a, b, c = leaf(64), leaf(64), leaf(64)
-    with checkpoint_scope():
-        x = a + b
-        z = x.exp()
-    gone = dead(x, z)
-    y = x * c + z.view(8, 8).t().reshape(-1).sin()
-    del x, z
-    assert gone() == [True, True]
-    y.sum().backward()
-    assert_same(c.grad, (a + b).detach())
 
 
 def test_live_bytes_exactly():
@@ -451,31 +385,6 @@ def test_order_of_allocation_and_release_and_the_peak():
         assert (meter.live_bytes, meter.peak_bytes) == (n + 8, 7 * n + scalars)
 
 
-def test_order_of_allocation_and_release_of_two_scopes():
-    """Each is recomputed when the first of its own is needed, so that one is alive at a time."""
-    a = leaf(64)
-    n, scalars = a.nbytes, 16
-    with Timeline() as timeline, Meter() as meter:
-        with checkpoint_scope():
-            x = a.sin()
-            y = x.exp()
-        u = x * y
-        with checkpoint_scope():
-            z = a.cos()
-            t = z.exp()
-        loss = (u + z * t).sum()
-        del x, y, u, z, t
-        timeline.take()
-        assert meter.live_bytes == 8
-        meter.peak_bytes = 0
-        loss.backward()
-        first = "+cos +exp +mul +mul -cos +mul -exp -mul +add -mul -mul"
-        sine = "+sin +neg +mul -neg -sin -add"  # of the gradient of cos
-        second = "+sin +exp +mul +mul -sin +mul -exp -mul +add -mul -mul +cos +mul -cos -add +add -mul -mul"
-        assert timeline.take() == f"{first} {sine} {second}"
-        assert (meter.live_bytes, meter.peak_bytes) == (n + 8, 5 * n + scalars)
-
-
 def test_leftovers_of_a_partial_backward_serve_the_next():
     a = leaf(3)
     with checkpoint_scope():
@@ -512,59 +421,7 @@ def test_nothing_is_left_when_the_graph_dies():
     assert ref() is None
 
 
-def test_dropped_without_a_backward():
-    a = leaf(3)
-    kept = a * 2
-    gone = dead(kept)
-    with checkpoint_scope():
-        x = kept.sin()
-    y = x.exp()
-    del kept
-    assert gone() == [False]
-    del x, y
-    assert gone() == [True]
-
-
 # -- nesting, order, and hooks of others -------------------------------------------------------------
-
-
-def test_nested():
-    def f(scope, a, b):
-        with scope():
-            x = a.sin()
-            with scope():
-                y = (x * b).exp()
-            z = y * x
-        return z * y + x * b
-
-    same(f, (3,), (3,))
-    a, b = leaf(64), leaf(64)
-    with checkpoint_scope():
-        x = a.sin()
-        with checkpoint_scope():
-            y = (x * b).exp()
-        z = y * x
-    gone = dead(x, y, z)
-    w = z * y + x * b
-    del x, y, z
-    assert gone() == [True] * 3
-    w.sum().backward()
-
-
-def test_several_alive_at_once():
-    def f(scope, a, b):
-        with scope():
-            x = a.sin()
-        with scope():
-            y = b.exp()
-        with scope():
-            z = x * y
-        u = z.exp() * x
-        with scope():
-            v = u * z
-        return v * y * u
-
-    same(f, (3,), (3,))
 
 
 def test_hooks_of_others_around_the_use():
@@ -587,19 +444,6 @@ def test_hooks_of_others_around_the_use():
     assert_same(c.grad, a.sin().detach())
 
 
-def test_save_on_cpu_around_and_inside():
-    def f(scope, a, c):
-        with save_on_cpu():
-            with scope():
-                x = a.sin()
-                with save_on_cpu():
-                    y = (x * c).exp()
-            z = x * y * c
-        return z * x
-
-    same(f, (3,), (3,))
-
-
 def test_checkpoint_inside():
     def f(scope, a, c):
         with scope():
@@ -616,35 +460,6 @@ def test_checkpoint_inside():
     del h, x
     assert gone() == [True, True]
     y.sum().backward()
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_scope_inside_of_a_checkpoint(early_stop):
-    def f(scope, a, c):
-        def body(a, c):
-            h = a.tanh()
-            with scope():
-                x = F.dropout(h.sin(), 0.5)
-                y = x.exp()
-            return (y * c).exp() * x
-
-        if scope is nullcontext:
-            return body(a, c)
-        return checkpoint(body, a, c, early_stop=early_stop)
-
-    same(f, (16,), (16,))
-
-
-@both
-def test_checkpoint_of_what_was_made(checkpoint):
-    def f(scope, a, c):
-        with scope():
-            x = a.sin()
-            y = x * c
-        z = x * y if scope is nullcontext else checkpoint(lambda x, y: (x * y).tanh().sin() * x, x, y)
-        return z.exp() if scope is not nullcontext else ((x * y).tanh().sin() * x).exp()
-
-    same(f, (3,), (3,))
 
 
 def test_what_a_scope_inside_of_a_checkpoint_reads_twice():
@@ -691,17 +506,6 @@ def test_scope_in_remat():
     assert_same(torch.autograd.grad(remat(body)(a).sum(), a), torch.autograd.grad(body(a).sum(), a))
 
 
-def test_backward_inside_of_the_block():
-    def f(scope, a):
-        with scope():
-            x = a.sin()
-            (g,) = torch.autograd.grad((x * x).sum(), a, create_graph=True)
-            y = g * x
-        return y.exp()
-
-    same(f, (3,))
-
-
 def test_garbage_collection_in_the_middle():
     a, c = leaf(3), leaf(3)
     with checkpoint_scope():
@@ -732,21 +536,6 @@ def test_exceptions_inside_of_the_block():
         raise ValueError("mine")
     (x * c).sum().backward()
     assert_same(c.grad, a.sin().detach())
-
-
-def test_in_place_inside_of_the_block():
-    def f(scope, a, b):
-        with scope():
-            x = a.sin()
-            x.mul_(2).add_(b)
-            y = F.relu(x, inplace=True)
-            buffer = torch.empty(4, 3, dtype=D)
-            buffer.fill_(0)
-            buffer[1] = y
-            buffer[2:].copy_(y * b)
-        return buffer.exp() * y
-
-    same(f, (3,), (3,))
 
 
 def test_overwritten_after_it_was_saved():
@@ -884,25 +673,6 @@ def test_they_are_tensors_like_others():
     x.retain_grad()
     x.sum().backward()
     assert_same(x.grad, torch.ones(3, dtype=D))
-
-
-def test_hooks_on_them():
-    a = leaf(3)
-    seen = []
-    with checkpoint_scope():
-        x = a.sin()
-    x.register_hook(lambda g: seen.append(type(g)))
-    loss = (x * x).sum()
-    loss.backward()
-    assert seen == [torch.Tensor]
-
-
-def test_loss_made_inside():
-    a = leaf(3)
-    with checkpoint_scope():
-        loss = (a.sin() * a).sum()
-    loss.backward()
-    assert_same(a.grad, (a.cos() * a + a.sin()).detach())
 
 
 def test_without_grad_mode():
@@ -1112,17 +882,6 @@ def test_operators_that_take_functions():
         return w * z
 
     same(f, (3,))
-
-
-def test_they_are_formatted_like_others():
-    x = torch.ones(1)
-    with checkpoint_scope():
-        y = x.exp().sum()
-        copied = torch.nn.Parameter(x * 2)
-    assert f"{y:.3f}" == "2.718" and f"{y}" == f"{y.item()}"
-    module = torch.nn.Linear(1, 1)
-    module.weight = torch.nn.Parameter(copied.detach()[None])
-    assert_same(copy.deepcopy(module).weight, module.weight)
 
 
 @both
