@@ -182,13 +182,6 @@ def test_what_is_no_policy():
     assert issubclass(CheckpointError, torch.utils.checkpoint.CheckpointError)
 
 
-def test_nested():
-    inner = lambda x, w: checkpoint(f, x.sin(), w, context_fn=ours([mm])).exp()
-    plain = lambda x, w: f(x.sin(), w).exp()
-    x, w = leaf(3, 3), leaf(3, 3)
-    assert_same(run(checkpoint, x, w, f=inner)[0], run(None, x, w, f=plain)[0])
-
-
 def test_dropped_when_the_graph_is():
     x, w = leaf(3, 3), leaf(3, 3)
     refs = []
@@ -402,8 +395,3 @@ def test_a_saved_result_that_is_changed_after_the_forward():
             y.mul_(2)
         with nullcontext() if allowed else pytest.raises(MutationError, match="inplace operation"):
             z.sum().backward()
-
-
-def test_packets_are_refused_in_torchs_words():
-    with pytest.raises(ValueError, match="update the OpOverloadPacket to a specific OpOverload"):
-        funcckpt.create_selective_checkpoint_contexts([torch.ops.aten.sin])
