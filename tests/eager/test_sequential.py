@@ -8,7 +8,6 @@ import torch
 from support import Counter, Storages, assert_same
 from torch import nn
 
-import funcckpt
 from funcckpt import checkpoint_sequential, plan_segments
 from funcckpt.eager.sequential import Cost, best_segments, measure_layers
 from funcckpt.errors import OptionError
@@ -250,10 +249,6 @@ def test_a_module_that_the_chain_holds_twice():
     net = nn.Sequential(layer, nn.Tanh(), layer)
     assert torch.equal(checkpoint_sequential(net, 2, x), net(x))
     assert sum(plan_segments(net, x)) == 3
-
-
-def test_names_are_exported():
-    assert funcckpt.checkpoint_sequential is checkpoint_sequential
 
 
 # -- modules that are not as they seem -------------------------------------------------------------
