@@ -318,13 +318,6 @@ def model():
     return nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(DEPTH)])
 
 
-def module_loss(m, wrap):
-    def loss(p, x):
-        return functional_call(m, p, (x,)).square().sum()
-
-    return loss
-
-
 @pytest.mark.parametrize("how", ["Remat", "remat", "checkpoint"])
 def test_modules(how):
     class Wrapped(nn.Module):
