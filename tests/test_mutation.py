@@ -218,21 +218,11 @@ def writes_to_input(x):
     return y * x
 
 
-def writes_to_row(x):
-    x[0] = 0.0
-    return x.sin()
-
-
-def writes_to_view(x):
-    x.view(-1).mul_(2)
-    return x.sin()
-
-
 def activates_in_place(x):
     return torch.relu_(x) * 2
 
 
-WRITERS = {f.__name__: f for f in (writes_to_input, writes_to_row, writes_to_view, activates_in_place)}
+WRITERS = {f.__name__: f for f in (writes_to_input, activates_in_place)}
 
 
 def around(wrap, f):
@@ -261,15 +251,6 @@ def test_input_changed_inside_without_a_recomputation(writer, transform):
     compare(run, remat, allowed=(MutationError,))
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_input_changed_inside_without_grad(writer):
-    def run(wrap):
-        x = tensor(3)
-        return wrap(WRITERS[writer])(x), x
-
-    compare(run, remat, allowed=(MutationError,))
-
-
 def test_input_without_gradient_changed_inside():
     """The gradient is asked for another argument; the change would be made twice."""
 
@@ -281,19 +262,6 @@ def test_input_without_gradient_changed_inside():
         w, buffer = tensor(3, requires_grad=True), tensor(3, seed=1)
         wrap(f)(w, buffer).sum().backward()
         return w.grad, buffer
-
-    compare(run, remat, allowed=(MutationError,))
-
-
-def test_integer_input_changed_inside():
-    def f(x, counter):
-        counter.add_(1)
-        return x * counter
-
-    def run(wrap):
-        x, counter = tensor(3, requires_grad=True), torch.zeros((), dtype=torch.long)
-        wrap(f)(x, counter).sum().backward()
-        return x.grad, counter
 
     compare(run, remat, allowed=(MutationError,))
 
@@ -378,12 +346,8 @@ def build(**options):
 
 SPELLINGS = {
     "module": lambda wrap, m: wrap(m),
-    "lambda": lambda wrap, m: wrap(lambda x: m(x)),
-    "method": lambda wrap, m: wrap(m.forward),
     "partial_of_the_model": lambda wrap, m: lambda x: m.last(torch.relu(wrap(m.norm)(m.first(x)))),
     "nested": lambda wrap, m: wrap(lambda x: wrap(m)(x) * 2),
-    "argument": lambda wrap, m: lambda x: wrap(lambda m, x: m(x))(m, x),
-    "sequential": lambda wrap, m: wrap(nn.Sequential(m.first, m.norm, m.last)),
 }
 
 
@@ -414,34 +378,6 @@ def test_two_remats_of_one_batch_norm_in_one_forward():
         f = wrap(model)
         total(f(f(tensor(4, 3)))).backward()
         return {k: b.clone() for k, b in model.named_buffers()}, [p.grad for p in model.parameters()]
-
-    assert_same(run(remat), run(plain))
-
-
-def test_statistics_are_not_touched_in_eval_mode():
-    def run(wrap):
-        model = build().eval()
-        total(wrap(model)(tensor(4, 3))).backward()
-        return {k: b.clone() for k, b in model.named_buffers()}, [p.grad for p in model.parameters()]
-
-    assert_same(run(remat), run(plain))
-
-
-def test_statistics_without_grad():
-    def run(wrap):
-        model = build()
-        with torch.no_grad():
-            y = wrap(model)(tensor(4, 3))
-        return y, {k: b.clone() for k, b in model.named_buffers()}
-
-    assert_same(run(remat), run(plain))
-
-
-def test_statistics_and_a_forward_without_backward():
-    def run(wrap):
-        model = build()
-        wrap(model)(tensor(4, 3))
-        return {k: b.clone() for k, b in model.named_buffers()}
 
     assert_same(run(remat), run(plain))
 
@@ -550,12 +486,6 @@ DIFFERENCES = {
     ),
     "structure": (lambda x: (x.sin(),), lambda x: {"key": x.sin()}, ("key", "tuple")),
     "length": (lambda x: (x.sin(), x.cos()), lambda x: (x.sin(), x.cos(), x.exp()), ("tuple",)),
-    "none": (lambda x: (x.sin(), None), lambda x: (x.sin(), x.cos()), ()),
-    "second_output": (
-        lambda x: (x.sin(), x.cos()),
-        lambda x: (x.sin(), x.cos().sum()),
-        ("[3]", "[]"),
-    ),
     "integer_output": (
         lambda x: (x.sin(), x.long()),
         lambda x: (x.sin(), x.int()),
