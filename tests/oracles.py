@@ -405,15 +405,12 @@ class Births(TorchDispatchMode):
 
 @contextmanager
 def frozen_heap():
-    """What lives before is out of the collector's sight: it sees what is made in here alone, and is
-    fast.
+    """What lives before is out of the collector's sight, from here on: it sees what is made in here alone, and
+    is fast.
     """
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    yield
 
 
 @contextmanager

@@ -179,19 +179,6 @@ def test_flops_of_fused_attention_on_a_cpu(causal):
     assert measure(m.result.sum().backward).flops == 5 * product  # two that were, and four less one
 
 
-def test_inference_mode_counts_the_same_as_grad_mode():
-    x, w = torch.ones(2, 3, 4), torch.ones(5, 4)
-
-    def f():
-        return F.linear(torch.matmul(x, x.mT), torch.ones(6, 3)).sum() + F.linear(x, w).sum()
-
-    with torch.inference_mode():
-        inference = measure(f)
-    plain = measure(f)
-    assert inference.flops == plain.flops == 2 * 2 * 3 * 3 * 4 + 2 * 2 * 3 * 3 * 6 + 2 * 2 * 3 * 4 * 5
-    assert inference.peak_bytes == plain.peak_bytes
-
-
 # Transforms
 
 

@@ -12,7 +12,6 @@ from support import assert_same, no_remat
 from torch import nn
 from torch.func import (
     functional_call,
-    functionalize,
     grad,
     hessian,
     jacfwd,
@@ -324,21 +323,6 @@ def _norm():
     return nn.Sequential(made(nn.Linear, 3, 4), made(nn.BatchNorm1d, 4), nn.Tanh())
 
 
-def test_statistics_given_by_functional_call():
-    net, x = _norm(), tensor(5, 3)
-
-    def run(remat):
-        buffers = {name: b.clone() for name, b in net.named_buffers()}
-
-        def loss(p, buffers, x):
-            out = remat(lambda p, b, x: functional_call(net, {**p, **b}, (x,)))(p, buffers, x)
-            return out.pow(2).sum(), buffers
-
-        return grad(loss, has_aux=True)(parameters(net), buffers, x), buffers
-
-    same(run, times=2)
-
-
 def test_statistics_of_an_ensemble():
     nets, x = [_norm() for _ in range(3)], tensor(5, 3)
 
@@ -354,59 +338,6 @@ def test_statistics_of_an_ensemble():
         return vmap(grad(loss, has_aux=True), (0, 0, None))(p, buffers, x), buffers
 
     same(run, times=2)
-
-
-# -- no error where nothing is wrong ---------------------------------------------------------------------
-
-
-class Switch:
-    calls = 0
-
-
-def counting_helper(x):
-    Switch.calls += 1
-    return x
-
-
-def refers_to_a_counter(x, w, use_helper=False):
-    return counting_helper(x) if use_helper else (x @ w).tanh()
-
-
-@pytest.mark.parametrize("by", ["remat", "checkpoint"])
-def test_counter_of_a_class_that_is_only_reachable(by):
-    def run(remat):
-        w, x = tensor(3, 3, requires_grad=True), tensor(2, 3)
-        if by == "remat" or remat is no_remat:
-            out = remat(refers_to_a_counter)(x, w)
-        else:
-            out = funcckpt.checkpoint(refers_to_a_counter, x, w)
-        counting_helper(x)
-        out.sum().backward()
-        return w.grad
-
-    same(run)
-
-
-def writes_to_its_argument(x):
-    x = x.add_(1)
-    return x.sin()
-
-
-TRANSPARENT = {
-    "vmap": lambda f: lambda x: vmap(f)(x),
-    "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),)),
-    "functionalize": lambda f: lambda x: functionalize(f)(x),
-    "vmap_jvp": lambda f: lambda x: vmap(lambda x: jvp(f, (x,), (torch.ones_like(x),)))(x),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSPARENT)
-def test_a_write_where_nothing_is_recomputed(transform):
-    def run(remat):
-        x = tensor(3)
-        return TRANSPARENT[transform](remat(writes_to_its_argument))(x), x
-
-    same(run)
 
 
 # -- what torch's modules do in their first call, and where they return nothing ----------------------------

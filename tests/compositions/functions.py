@@ -23,6 +23,12 @@ def case(make):
     return make
 
 
+def whole(f):
+    """A case that is one function in remat."""
+    FUNCTIONS[f.__name__] = lambda remat: remat(f)
+    return f
+
+
 def random(make):
     RANDOM.add(make.__name__)
     return make
@@ -31,14 +37,14 @@ def random(make):
 # The plain kinds
 
 
-@case
-def mlp_loss(remat):
-    return remat(lambda x, w: ((w @ torch.tanh(w @ x) - x) ** 2).mean())
+@whole
+def mlp_loss(x, w):
+    return ((w @ torch.tanh(w @ x) - x) ** 2).mean()
 
 
-@case
-def vector(remat):
-    return remat(lambda x, w: torch.tanh(w @ x) * x)
+@whole
+def vector(x, w):
+    return torch.tanh(w @ x) * x
 
 
 @case
@@ -215,10 +221,10 @@ def remat_of_remat(remat):
 # Randomness
 
 
-@case
+@whole
 @random
-def dropout(remat):
-    return remat(lambda x, w: F.dropout(torch.tanh(w @ x), 0.5) * x)
+def dropout(x, w):
+    return F.dropout(torch.tanh(w @ x), 0.5) * x
 
 
 @case
@@ -333,15 +339,12 @@ def func_grad_inside(remat):
     return remat(lambda x, w: torch.func.grad(potential)(x, w) * x)
 
 
-@case
-def func_transforms_inside(remat):
-    def f(x, w):
-        rows = torch.func.vmap(lambda row: torch.sin(row * x))(w)
-        jac = torch.func.jacrev(lambda y: torch.tanh(w @ y))(x)
-        _, tangent = torch.func.jvp(lambda y: (w @ y).sin(), (x,), (x.cos(),))
-        return rows.sum(0) + jac @ x + tangent
-
-    return remat(f)
+@whole
+def func_transforms_inside(x, w):
+    rows = torch.func.vmap(lambda row: torch.sin(row * x))(w)
+    jac = torch.func.jacrev(lambda y: torch.tanh(w @ y))(x)
+    _, tangent = torch.func.jvp(lambda y: (w @ y).sin(), (x,), (x.cos(),))
+    return rows.sum(0) + jac @ x + tangent
 
 
 @case
@@ -362,14 +365,11 @@ def vmap_of_grad_inside(remat):
     return remat(f)
 
 
-@case
-def autograd_grad_inside(remat):
-    def force(x, w):
-        energy = (torch.cos(w @ x) * x).sum()
-        (g,) = torch.autograd.grad(energy, x, create_graph=True)
-        return g * x
-
-    return remat(force)
+@whole
+def autograd_grad_inside(x, w):
+    energy = (torch.cos(w @ x) * x).sum()
+    (g,) = torch.autograd.grad(energy, x, create_graph=True)
+    return g * x
 
 
 class Cube(torch.autograd.Function):
@@ -417,9 +417,9 @@ class HalfSine(torch.autograd.Function):
         return torch.cos(x) / 2 * g
 
 
-@case
-def custom_function_inside(remat):
-    return remat(lambda x, w: Cube.apply(w @ x, x.sin()))
+@whole
+def custom_function_inside(x, w):
+    return Cube.apply(w @ x, x.sin())
 
 
 @case
@@ -431,73 +431,56 @@ def custom_function_takes_closure(remat):
     return fn
 
 
-@case
-def custom_function_without_jvp(remat):
-    return remat(lambda x, w: HalfSine.apply(w @ x) * x)
+@whole
+def custom_function_without_jvp(x, w):
+    return HalfSine.apply(w @ x) * x
 
 
-@case
-def no_grad_and_detach_inside(remat):
-    def f(x, w):
-        with torch.no_grad():
-            a = w @ x
-        return a * x.sin() + (w.detach() @ x).cos() + x * x.detach()
-
-    return remat(f)
+@whole
+def no_grad_and_detach_inside(x, w):
+    with torch.no_grad():
+        a = w @ x
+    return a * x.sin() + (w.detach() @ x).cos() + x * x.detach()
 
 
 # Operators with formulas of their own
 
 
-@case
-def cumprod(remat):
-    return remat(lambda x, w: torch.cumprod(w @ x, 0) + torch.cumsum(x, 0))
+@whole
+def cumprod(x, w):
+    return torch.cumprod(w @ x, 0) + torch.cumsum(x, 0)
 
 
-@case
-def solve(remat):
-    return remat(lambda x, w: torch.linalg.solve(w @ w.mT + 2 * torch.eye(3), x))
+@whole
+def solve(x, w):
+    return torch.linalg.solve(w @ w.mT + 2 * torch.eye(3), x)
 
 
-@case
-def activations(remat):
-    return remat(
-        lambda x, w: F.silu(w @ x) + F.mish(x) + torch.logit(torch.sigmoid(w @ x) * 0.9 + 0.05) + F.gelu(x)
-    )
+@whole
+def activations(x, w):
+    return F.silu(w @ x) + F.mish(x) + torch.logit(torch.sigmoid(w @ x) * 0.9 + 0.05) + F.gelu(x)
 
 
-@case
-def group_norm(remat):
-    def f(x, w):
-        return F.group_norm((w * x).reshape(1, 3, 3), 3).reshape(3, 3).sin() @ x
-
-    return remat(f)
+@whole
+def group_norm(x, w):
+    return F.group_norm((w * x).reshape(1, 3, 3), 3).reshape(3, 3).sin() @ x
 
 
-@case
-def softmax_layer_norm_logsumexp(remat):
-    def f(x, w):
-        return F.layer_norm(torch.softmax(w * x, -1).sum(0) * x, (3,)) + torch.logsumexp(w, 0)
-
-    return remat(f)
+@whole
+def softmax_layer_norm_logsumexp(x, w):
+    return F.layer_norm(torch.softmax(w * x, -1).sum(0) * x, (3,)) + torch.logsumexp(w, 0)
 
 
-@case
-def attention(remat):
-    def f(x, w):
-        q, k, v = (t.reshape(1, 1, 3, 3) for t in (w, w * x, w.t() + x))
-        return F.scaled_dot_product_attention(q, k, v).reshape(3, 3).sum(1)
-
-    return remat(f)
+@whole
+def attention(x, w):
+    q, k, v = (t.reshape(1, 1, 3, 3) for t in (w, w * x, w.t() + x))
+    return F.scaled_dot_product_attention(q, k, v).reshape(3, 3).sum(1)
 
 
-@case
-def complex_numbers(remat):
-    def f(x, w):
-        z = torch.fft.fft(torch.complex(w @ x, x))
-        return z, (z * z.conj()).real.sum()
-
-    return remat(f)
+@whole
+def complex_numbers(x, w):
+    z = torch.fft.fft(torch.complex(w @ x, x))
+    return z, (z * z.conj()).real.sum()
 
 
 @case
@@ -511,46 +494,37 @@ def conjugate_and_negative_views(remat):
     return fn
 
 
-@case
-def gather_and_scatter(remat):
-    def f(x, w):
-        index = torch.tensor([2, 0, 2])
-        return torch.zeros(3).index_add(0, index, (w @ x)) + w[index, index] * x[index]
-
-    return remat(f)
+@whole
+def gather_and_scatter(x, w):
+    index = torch.tensor([2, 0, 2])
+    return torch.zeros(3).index_add(0, index, (w @ x)) + w[index, index] * x[index]
 
 
-@case
-def where_and_clamp(remat):
-    return remat(lambda x, w: torch.where(x > 0.5, (w @ x).sin(), x**2).clamp(-0.4, 0.4) + w.relu().sum(0))
+@whole
+def where_and_clamp(x, w):
+    return torch.where(x > 0.5, (w @ x).sin(), x**2).clamp(-0.4, 0.4) + w.relu().sum(0)
 
 
-@case
-def branch_on_a_value(remat):
-    def f(x, w):
-        if x.sum() > 0:
-            return (w @ x).sin()
-        return x
-
-    return remat(f)
+@whole
+def branch_on_a_value(x, w):
+    if x.sum() > 0:
+        return (w @ x).sin()
+    return x
 
 
-@case
-def another_dtype_inside(remat):
+@whole
+def another_dtype_inside(x, w):
     """A wider one: with a narrower one the order of a sum would show."""
-    return remat(lambda x, w: (w.to(torch.complex128) @ x.to(torch.complex128)).sin().real + x)
+    return (w.to(torch.complex128) @ x.to(torch.complex128)).sin().real + x
 
 
 # Outputs of every kind
 
 
-@case
-def integer_and_boolean_outputs(remat):
-    def f(x, w):
-        values, index = (w @ x).max(0)
-        return values, index, x > 0, torch.argsort(x), (w * x).topk(2, 1)
-
-    return remat(f)
+@whole
+def integer_and_boolean_outputs(x, w):
+    values, index = (w @ x).max(0)
+    return values, index, x > 0, torch.argsort(x), (w * x).topk(2, 1)
 
 
 @case
@@ -559,14 +533,11 @@ def integer_operands(remat):
     return lambda x, w: f(x, torch.tensor([1, 1, 0]), torch.tensor([True, False, True]), w)
 
 
-@case
-def frexp_and_cummax(remat):
-    def f(x, w):
-        mantissa, exponent = torch.frexp(w @ x)
-        values, index = torch.cummax(x, 0)
-        return mantissa * 2, exponent, values.sin(), index
-
-    return remat(f)
+@whole
+def frexp_and_cummax(x, w):
+    mantissa, exponent = torch.frexp(w @ x)
+    values, index = torch.cummax(x, 0)
+    return mantissa * 2, exponent, values.sin(), index
 
 
 @case
@@ -580,13 +551,10 @@ def view_outputs(remat):
     return fn
 
 
-@case
-def several_views_of_one_base(remat):
-    def f(x, w):
-        h = w @ x
-        return *h.unbind(), h[:2], *w.chunk(3), h
-
-    return remat(f)
+@whole
+def several_views_of_one_base(x, w):
+    h = w @ x
+    return *h.unbind(), h[:2], *w.chunk(3), h
 
 
 @case
@@ -610,13 +578,10 @@ def output_is_a_closure(remat):
     return fn
 
 
-@case
-def the_same_output_twice(remat):
-    def f(x, w):
-        h = (w @ x).sin()
-        return h, h, h.view(3)
-
-    return remat(f)
+@whole
+def the_same_output_twice(x, w):
+    h = (w @ x).sin()
+    return h, h, h.view(3)
 
 
 @case
@@ -649,25 +614,22 @@ def zero_size(remat):
     return lambda x, w: f(x[:0], x, w)
 
 
-@case
-def numbers_promoted(remat):
-    return remat(lambda x, w: (x.sum() * torch.tensor(2) + w.sum() * torch.tensor(1.5), 2**x))
+@whole
+def numbers_promoted(x, w):
+    return (x.sum() * torch.tensor(2) + w.sum() * torch.tensor(1.5), 2**x)
 
 
 # Writing in place
 
 
-@case
-def in_place_on_intermediates(remat):
-    def f(x, w):
-        h = w @ x
-        h.mul_(x).add_(1)
-        out = torch.zeros(3) + h
-        out[0] = x[1] * 2
-        out[1:].sin_()
-        return out
-
-    return remat(f)
+@whole
+def in_place_on_intermediates(x, w):
+    h = w @ x
+    h.mul_(x).add_(1)
+    out = torch.zeros(3) + h
+    out[0] = x[1] * 2
+    out[1:].sin_()
+    return out
 
 
 @case

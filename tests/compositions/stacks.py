@@ -83,11 +83,6 @@ def direction(t):
 
 
 @inner
-def grad_x(fn):
-    return grad(lambda x, w: scalar(fn(x, w)))
-
-
-@inner
 def grad_both(fn):
     def g(x, w):
         gx, gw = grad(lambda x, w: scalar(fn(x, w)), argnums=(0, 1))(x, w)
@@ -97,22 +92,12 @@ def grad_both(fn):
 
 
 @inner
-def grad_tree(fn):
-    return lambda x, w: grad(lambda p: scalar(fn(p["x"], p["w"])))({"x": x, "w": w})
-
-
-@inner
 def grad_aux(fn):
     def with_aux(x, w):
         out = fn(x, w)
         return scalar(out), out
 
     return grad(with_aux, has_aux=True)
-
-
-@inner
-def value_and_grad(fn):
-    return grad_and_value(lambda x, w: scalar(fn(x, w)), argnums=1)
 
 
 @inner
@@ -149,21 +134,11 @@ def vjp_vmap(fn):
 
 
 @inner
-def jacrev_x(fn):
-    return jacrev(lambda x, w: split(fn(x, w)), has_aux=True)
-
-
-@inner
 def jacrev_both(fn):
     def g(x, w):
         return jacrev(lambda x, w: split(fn(x, w))[0], argnums=(0, 1))(x, w)
 
     return g
-
-
-@inner
-def jacrev_chunk(fn):
-    return jacrev(lambda x, w: split(fn(x, w))[0], chunk_size=1)
 
 
 @inner
@@ -181,34 +156,9 @@ def autograd_grad(fn):
 
 
 @inner
-def jvp_x(fn):
-    return lambda x, w: jvp(lambda x: split(fn(x, w)), (x,), (direction(x),), has_aux=True)
-
-
-@inner
-def jvp_both(fn):
-    return lambda x, w: jvp(lambda x, w: split(fn(x, w))[0], (x, w), (direction(x), w * 0.5))
-
-
-@inner
 def jvp_tangent(fn):
     """Linear in the tangent, which here is the input of the outer levels."""
     return lambda x, w: jvp(lambda y: split(fn(y, w))[0], (torch.linspace(0.2, 0.8, 3),), (x,))[1]
-
-
-@inner
-def jacfwd_x(fn):
-    return jacfwd(lambda x, w: split(fn(x, w)), has_aux=True)
-
-
-@inner
-def jacfwd_same(fn):
-    return jacfwd(lambda x, w: split(fn(x, w))[0], argnums=(0, 1), randomness="same")
-
-
-@inner
-def jacfwd_different(fn):
-    return jacfwd(lambda x, w: split(fn(x, w))[0], randomness="different")
 
 
 @inner
@@ -220,22 +170,7 @@ def linearize_x(fn):
     return g
 
 
-@inner
-def hessian_x(fn):
-    return hessian(lambda x, w: scalar(fn(x, w)))
-
-
 # Batching
-
-
-@inner
-def vmap_x(fn):
-    return lambda x, w: vmap(fn, (0, None))(rows(x), w)
-
-
-@inner
-def vmap_w(fn):
-    return lambda x, w: vmap(fn, (None, 0))(x, rows(w))
 
 
 @inner
@@ -253,26 +188,6 @@ def vmap_dims(fn):
         )
 
     return g
-
-
-@inner
-def vmap_nested(fn):
-    return lambda x, w: vmap(vmap(fn, (0, None)), (None, 0))(rows(x), rows(w))
-
-
-@inner
-def vmap_chunk(fn):
-    return lambda x, w: vmap(fn, (0, None), chunk_size=1)(rows(x), w)
-
-
-@inner
-def vmap_different(fn):
-    return lambda x, w: vmap(fn, (0, None), randomness="different")(rows(x), w)
-
-
-@inner
-def vmap_same(fn):
-    return lambda x, w: vmap(fn, (0, None), randomness="same")(rows(x), w)
 
 
 @inner
@@ -309,17 +224,27 @@ def vmap_out_none(fn):
     return g
 
 
-# Others
-
-
-@inner
-def functionalized(fn):
-    return functionalize(fn)
-
-
-@inner
-def functionalized_views(fn):
-    return functionalize(fn, remove="mutations_and_views")
+INNER |= {
+    "grad_x": lambda fn: grad(lambda x, w: scalar(fn(x, w))),
+    "grad_tree": lambda fn: lambda x, w: grad(lambda p: scalar(fn(p["x"], p["w"])))({"x": x, "w": w}),
+    "value_and_grad": lambda fn: grad_and_value(lambda x, w: scalar(fn(x, w)), argnums=1),
+    "jacrev_x": lambda fn: jacrev(lambda x, w: split(fn(x, w)), has_aux=True),
+    "jacrev_chunk": lambda fn: jacrev(lambda x, w: split(fn(x, w))[0], chunk_size=1),
+    "jvp_x": lambda fn: lambda x, w: jvp(lambda x: split(fn(x, w)), (x,), (direction(x),), has_aux=True),
+    "jvp_both": lambda fn: lambda x, w: jvp(lambda x, w: split(fn(x, w))[0], (x, w), (direction(x), w * 0.5)),
+    "jacfwd_x": lambda fn: jacfwd(lambda x, w: split(fn(x, w)), has_aux=True),
+    "jacfwd_same": lambda fn: jacfwd(lambda x, w: split(fn(x, w))[0], argnums=(0, 1), randomness="same"),
+    "jacfwd_different": lambda fn: jacfwd(lambda x, w: split(fn(x, w))[0], randomness="different"),
+    "hessian_x": lambda fn: hessian(lambda x, w: scalar(fn(x, w))),
+    "vmap_x": lambda fn: lambda x, w: vmap(fn, (0, None))(rows(x), w),
+    "vmap_w": lambda fn: lambda x, w: vmap(fn, (None, 0))(x, rows(w)),
+    "vmap_nested": lambda fn: lambda x, w: vmap(vmap(fn, (0, None)), (None, 0))(rows(x), rows(w)),
+    "vmap_chunk": lambda fn: lambda x, w: vmap(fn, (0, None), chunk_size=1)(rows(x), w),
+    "vmap_different": lambda fn: lambda x, w: vmap(fn, (0, None), randomness="different")(rows(x), w),
+    "vmap_same": lambda fn: lambda x, w: vmap(fn, (0, None), randomness="same")(rows(x), w),
+    "functionalized": lambda fn: functionalize(fn),
+    "functionalized_views": lambda fn: functionalize(fn, remove="mutations_and_views"),
+}
 
 
 # Plain eager, around everything
@@ -333,11 +258,6 @@ def leaves(x, w):
 def forward(fn):
     """No transform; inputs that require grad. Also compares requires_grad of every output."""
     return lambda x, w: fn(*leaves(x, w))
-
-
-@outer
-def forward_without_grad(fn):
-    return fn
 
 
 @outer
@@ -487,11 +407,6 @@ def grads_batched_then_backward(fn):
 
 
 @outer
-def jacobian(fn):
-    return lambda x, w: torch.autograd.functional.jacobian(lambda x, w: tuple(split(fn(x, w))[0]), (x, w))
-
-
-@outer
 def jacobian_vectorized(fn):
     def g(x, w):
         return torch.autograd.functional.jacobian(
@@ -499,30 +414,6 @@ def jacobian_vectorized(fn):
         )
 
     return g
-
-
-@outer
-def jacobian_forward(fn):
-    return lambda x, w: torch.autograd.functional.jacobian(
-        lambda x, w: tuple(split(fn(x, w))[0]), (x, w), vectorize=True, strategy="forward-mode"
-    )
-
-
-@outer
-def hessian_vectorized(fn):
-    return lambda x, w: torch.autograd.functional.hessian(
-        lambda x, w: scalar(fn(x, w)), (x, w), vectorize=True
-    )
-
-
-@outer
-def hessian_forward_over_reverse(fn):
-    return lambda x, w: torch.autograd.functional.hessian(
-        lambda x, w: scalar(fn(x, w)),
-        (x, w),
-        vectorize=True,
-        outer_jacobian_strategy="forward-mode",
-    )
 
 
 def unpack(out):
@@ -595,11 +486,29 @@ def traced_then_differentiated(fn):
     return g
 
 
-@outer
-def traced_symbolically(fn):
-    return lambda x, w: make_fx(fn, tracing_mode="symbolic")(x, w)(x * 0.9, w * 1.1)
-
-
-@outer
-def traced_functionalized(fn):
-    return lambda x, w: make_fx(functionalize(fn))(x, w)(x * 0.9, w * 1.1)
+OUTER |= {
+    "forward_without_grad": lambda fn: fn,
+    "jacobian": lambda fn: (
+        lambda x, w: torch.autograd.functional.jacobian(lambda x, w: tuple(split(fn(x, w))[0]), (x, w))
+    ),
+    "jacobian_forward": lambda fn: (
+        lambda x, w: torch.autograd.functional.jacobian(
+            lambda x, w: tuple(split(fn(x, w))[0]), (x, w), vectorize=True, strategy="forward-mode"
+        )
+    ),
+    "hessian_vectorized": lambda fn: (
+        lambda x, w: torch.autograd.functional.hessian(lambda x, w: scalar(fn(x, w)), (x, w), vectorize=True)
+    ),
+    "hessian_forward_over_reverse": lambda fn: (
+        lambda x, w: torch.autograd.functional.hessian(
+            lambda x, w: scalar(fn(x, w)),
+            (x, w),
+            vectorize=True,
+            outer_jacobian_strategy="forward-mode",
+        )
+    ),
+    "traced_symbolically": lambda fn: (
+        lambda x, w: make_fx(fn, tracing_mode="symbolic")(x, w)(x * 0.9, w * 1.1)
+    ),
+    "traced_functionalized": lambda fn: lambda x, w: make_fx(functionalize(fn))(x, w)(x * 0.9, w * 1.1),
+}

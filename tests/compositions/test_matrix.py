@@ -185,7 +185,7 @@ def test_same_as_without_remat(function, names):
             assert_same_outcome(expected, outside)
         return
     if function.startswith("module_") and names[0].startswith(("traced", "linearize")):
-        # The module's own parameters are constants of what remat has recorded (see the README).
+        # The module's own parameters are constants of what remat has recorded (see docs/compile.md).
         actual.value, expected.value = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.detach, (actual.value, expected.value)
         )

@@ -1,10 +1,8 @@
 """checkpoint in plain eager code: what torch's own does, and then what it does not."""
 
-import functools
 import gc
 import itertools
 import queue
-import types
 import weakref
 
 import pytest
@@ -48,16 +46,6 @@ def test_only_the_inputs_are_kept(checkpoint):
 
 
 @both
-def test_module_method_partial_and_lambda(checkpoint):
-    layer = nn.Linear(3, 3, dtype=D)
-    x = leaf(2, 3)
-    expected = torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
-    for f in (layer, layer.forward, functools.partial(F.linear, weight=layer.weight, bias=layer.bias)):
-        assert_same(torch.autograd.grad(checkpoint(f, x).sum(), [x, *layer.parameters()]), expected)
-    assert_same(torch.autograd.grad(checkpoint(lambda: layer(x)).sum(), [x, *layer.parameters()]), expected)
-
-
-@both
 def test_keyword_and_nested_arguments(checkpoint):
     def f(pair, *, scale, more):
         a, b = pair
@@ -96,19 +84,6 @@ def test_without_grad_mode_f_is_just_called(checkpoint):
     with torch.no_grad():
         assert not checkpoint(f, leaf(2)).requires_grad
     assert f.calls == 1
-
-
-@both
-def test_inner_backward_in_the_region(checkpoint):
-    def f(x):
-        y = x.sin()
-        z = y.cos() * x
-        (g,) = torch.autograd.grad(z.sum(), x, retain_graph=True, create_graph=True)
-        return g * z
-
-    x = leaf(3)
-    for early_stop in (True, False):
-        assert_same(gradients(f, x, checkpoint=checkpoint, early_stop=early_stop), gradients(f, x))
 
 
 @both
@@ -733,46 +708,3 @@ def test_traced_by_make_fx():
     graph = make_fx(gradients)(x, w)
     assert_same([g.detach() for g in graph(x, w)], list(torch.autograd.grad(chain(x, w).sum(), [x, w])))
     assert sum("tanh.default" in str(node.target) for node in graph.graph.nodes) >= 5  # forward and again
-
-
-# -- functional_call: what autograd does not save -----------------------------------------------------
-
-
-class Shifted(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        self.register_buffer("b", torch.ones(4, dtype=torch.float64))
-
-    def forward(self, x, use):
-        return funcckpt.checkpoint(lambda x: use(self, x).sin(), x)
-
-
-USES = [
-    ("parameter", lambda m, x: x + m.p),
-    ("buffer", lambda m, x: x + m.b),
-    ("buffer", lambda m, x: x * m.b),
-]
-
-
-@pytest.mark.parametrize(("kind", "use"), USES)
-def test_functional_call_with_what_is_not_saved(kind, use):
-    m = Shifted()
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    replaced = types.SimpleNamespace(p=x[0] * 3, b=x[0].detach() * 3)
-    expected = torch.autograd.grad(use(replaced, x).sin().sum(), x)
-    y = torch.func.functional_call(m, {"p": x[0] * 3, "b": replaced.b}, (x, use)).sum()
-    assert_same(torch.autograd.grad(y, x), expected)
-
-
-def test_functional_call_with_what_is_not_used():
-    m = Shifted()
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    use = lambda m, x: x * m.b.numel() + m.p.shape[0]
-    torch.func.functional_call(m, {"p": x[0] * 3, "b": x[0]}, (x, use)).sum().backward()
-    expected = torch.autograd.grad((x * 4 + 4).sin().sum(), x)[0]
-    assert torch.equal(x.grad, expected)
-    # And where the module has the same again.
-    x.grad = None
-    torch.func.functional_call(m, dict(m.named_parameters()), (x, lambda m, x: x + m.p)).sum().backward()
-    assert torch.equal(x.grad, x.cos().detach())

@@ -62,24 +62,6 @@ def same(f, *shapes, backward=None):
 # -- gradients --------------------------------------------------------------------------------------
 
 
-def test_composite_operators_views_and_modules():
-    torch.manual_seed(0)
-    norm, linear, conv = nn.LayerNorm(4), nn.Linear(4, 4), nn.Conv1d(2, 3, 3)
-    for m in (norm, linear, conv):
-        m.double()
-
-    def f(scope, a, q):
-        with scope():
-            x = F.gelu(norm(linear(a)))
-            y = F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]
-            z = conv(q).relu().flatten()
-            u, v = y.chunk(2, dim=-1)
-        w = u.t() @ v
-        return torch.cat([w.reshape(-1).softmax(0), z.square(), y.view(-1).exp(), u.exp().flatten()])
-
-    same(f, (6, 4), (2, 8))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_conjugate_and_real_views(dtype):
     def f(scope, a, b):
@@ -151,18 +133,6 @@ def test_autocast():
         assert torch.equal(a, e)
 
 
-def test_backward_under_autocast():
-    a = torch.randn(4, 4, requires_grad=True)
-    with checkpoint_scope():
-        x = a @ a
-    y = x.exp()
-    with torch.autocast("cpu", torch.bfloat16):
-        (g,) = torch.autograd.grad(y.sum(), a)
-    (expected,) = torch.autograd.grad((a @ a).exp().sum(), a)
-    torch.testing.assert_close(g, expected, rtol=1e-2, atol=1e-1)
-    assert g.dtype == torch.float32
-
-
 def test_double_backward():
     def second(scope):
         x = torch.linspace(0, 1, 3, dtype=D, requires_grad=True)
@@ -179,18 +149,6 @@ def test_double_backward():
         return y.exp() * x
 
     assert torch.autograd.gradcheck(f, leaf(3)) and torch.autograd.gradgradcheck(f, leaf(3))
-
-
-def test_several_backwards_and_partial_ones():
-    a = leaf(3)
-    with checkpoint_scope():
-        x, y = a.sin(), a.cos()
-    u, v = x.exp(), y.exp()
-    for _ in range(2):
-        (g,) = torch.autograd.grad(u.sum(), a, retain_graph=True)
-        assert_same(g, (a.cos() * a.sin().exp()).detach())
-    (g,) = torch.autograd.grad(v.sum(), a)
-    assert_same(g, (-a.sin() * a.cos().exp()).detach())
 
 
 def test_custom_functions_inside():
@@ -265,25 +223,6 @@ def test_live_bytes_exactly():
         assert storages.live == n + 8  # y, kept for the gradient of c, and the loss
         loss.backward()
         assert storages.live == 2 * n + 8  # the gradients and the loss
-
-
-def test_parts_of_a_chain_keep_their_inputs_only():
-    x0 = leaf(64)
-
-    def run(scope, depth):
-        with Storages().known(x0) as storages:
-            x = x0
-            for _ in range(depth):
-                with scope():
-                    x = x.sin().sin().sin().sin()
-            held = storages.live
-            x.sum().backward()
-        x0.grad = None
-        return held, storages.peak
-
-    n, loss = x0.nbytes, 16  # and its gradient
-    assert run(nullcontext, 8) == (32 * n, 34 * n + loss)
-    assert run(checkpoint_scope, 8) == (8 * n, 13 * n + loss)  # eight, the inside of one, and two
 
 
 def test_recomputed_once_in_order_when_the_first_is_needed():
@@ -799,42 +738,7 @@ def test_random_programs_inside_of_a_checkpoint(seed):
     assert_same(run(checkpoint_scope, whole, whole), run(nullcontext, just, just))
 
 
-# -- a scope in a checkpoint in a scope ---------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("between", [nullcontext, save_on_cpu])
-def test_a_scope_in_a_checkpoint_in_a_scope(checkpoint, between):
-    def f(scope, x):
-        def inner(x):
-            with between(), scope():
-                y = x.sin()
-                z = y.cos()
-            return y * y + z * x
-
-        with scope():
-            x = x * 2
-            a = checkpoint(inner, x)
-            b = a.exp()
-        return (a * a * b).sum()
-
-    same(f, (3, 3))
-
-
 # -- writes to parts of a tensor ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
-def test_recurrent_cells(kind):
-    """They write to chunks of one tensor, one after another."""
-    cell = kind(3, 5).double()
-
-    def f(scope, x):
-        with scope():
-            y = cell(x[None].expand(2, 4, 3) if kind in (nn.LSTM, nn.GRU) else x)
-        return sum((y * y).sum() for y in torch.utils._pytree.tree_leaves(y))
-
-    same(f, (4, 3))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
