@@ -537,33 +537,6 @@ def test_random_numbers_that_an_installed_package_draws(by, transform, tmp_path,
 # ---------------------------------------------------------------- writes that no version counter sees
 
 
-class Codebook(nn.Module):
-    """The buffers of a VQ-VAE, updated through `.data`."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(tensor(3, 3, seed=1))
-        self.register_buffer("codes", tensor(3, 3, seed=2))
-        self.register_buffer("mean", torch.zeros(3, 3, dtype=F64))
-
-    def forward(self, x):
-        y = x @ self.w
-        out = (y @ self.codes.clone()).sin()
-        if self.training:
-            self.mean.data.mul_(0.5).add_(y.detach().outer(y.detach()), alpha=0.5)
-            self.codes.data.copy_(self.mean)
-        return out
-
-
-def test_buffers_updated_through_data():
-    def run(wrap):
-        module = Codebook()
-        found = _backward(lambda x: wrap(module)(wrap(module)(x)))
-        return found, *module.buffers()
-
-    assert_same(run(remat), run(plain))
-
-
 def test_an_embedding_with_a_largest_norm():
     table = nn.Embedding(3, 3, max_norm=0.5, dtype=F64)
     f = remat(lambda i, x: table(i).sin() * x)
@@ -880,26 +853,6 @@ def test_a_hook_that_refers_to_its_tensor():
 
 
 # ---------------------------------------------------------------- what changes unseen
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_statistics_that_are_given_and_read(transform):
-    def run(wrap):
-        mean, variance = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)
-
-        def f(x, mean, variance):
-            x = F.batch_norm(x.expand(2, 3) * x.new_tensor([[1.0], [2.0]]), mean, variance, training=True)
-            return x * (1 + mean.clone())
-
-        # vmap allows statistics only of each sample
-        if transform == "vmap_grad":
-            mean, variance = mean.repeat(2, 1), variance.repeat(2, 1)
-            out = vmap(grad(lambda x, *s: total(wrap(f)(x, *s))))(tensor(2, 3), mean, variance)
-        else:
-            out = TRANSFORMS[transform](lambda x: wrap(f)(wrap(f)(x, mean, variance)[0], mean, variance))
-        return out, mean, variance
-
-    compare(run, remat)
 
 
 def test_an_optimizer_in_the_backward():

@@ -1,0 +1,235 @@
+"""Buffers that f updates: running statistics, averages, codebooks. They are read as of the call, and updated
+once: by the forward.
+"""
+
+import functools
+
+import pytest
+import torch
+from oracles import F64, compare, tensor, total
+from support import assert_same, no_remat
+from torch import nn
+from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
+from torch.nn import functional as F
+
+from funcckpt import MutationError, checkpoint, remat
+
+WRAPS = {"remat": remat, "checkpoint": lambda f: functools.partial(checkpoint, f, use_reentrant=False)}
+
+
+@pytest.fixture(params=WRAPS)
+def same(request):
+    """`run(wrap)` gives what it gives without a checkpoint."""
+
+    def compared(run):
+        results = []
+        for wrap in (WRAPS[request.param], no_remat):
+            torch.manual_seed(0)
+            results.append(run(wrap))
+        assert_same(*results)
+
+    return compared
+
+
+def rows(n=8):
+    return torch.randn(n, 3, dtype=F64, requires_grad=True)
+
+
+NORMS = {
+    "data": lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False, dtype=F64), nn.Linear(3, 3, dtype=F64)),
+    "affine": lambda: nn.Sequential(nn.Linear(3, 3, dtype=F64), nn.BatchNorm1d(3, dtype=F64)),
+    "frozen": lambda: nn.Sequential(nn.BatchNorm1d(3, dtype=F64).requires_grad_(False), nn.Tanh()),
+    "cumulative": lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None, dtype=F64), nn.Tanh()),
+    "eval": lambda: nn.Sequential(nn.BatchNorm1d(3, dtype=F64).eval(), nn.Tanh()),
+    "instance": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 1)),
+        nn.Conv1d(3, 4, 3, padding=2, dtype=F64),
+        nn.InstanceNorm1d(4, track_running_stats=True, dtype=F64),
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("order", [1, 2])
+def test_statistics_are_updated_once(same, norm, depth, needs_grad, order):
+    """One forward, one update; as many recomputations as there may be, none."""
+
+    def run(wrap):
+        model, x, w = NORMS[norm](), rows().detach().requires_grad_(needs_grad), rows(1)
+        wrt = [w, *([x] if needs_grad else []), *[p for p in model.parameters() if p.requires_grad]]
+
+        def at(depth, x):
+            return ((wrap(at)(depth - 1, x) if depth else model(x)) * w[0, 0]).sin()
+
+        y = wrap(at)(depth - 1, x) if depth else (wrap(model)(x) * w[0, 0]).sin()
+        first = torch.autograd.grad(y.sum(), wrt, create_graph=True, allow_unused=True)
+        model.eval()
+        again = sum(g.square().sum() for g in first if g is not None) if order == 2 else y.sum()
+        second = torch.autograd.grad(again, wrt, allow_unused=True)
+        return [*model.buffers()], [None if g is None else g.detach() for g in first], second
+
+    same(run)
+
+
+class Average(nn.Module):
+    """Subtracts a running mean, and updates it before."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(3, dtype=F64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.how = how
+
+    def forward(self, x):
+        now = x.detach().mean(0)
+        if self.how == "in place":
+            self.mean.mul_(0.9).add_(now, alpha=0.1)
+        else:
+            self.mean = self.mean * 0.9 + now * 0.1
+        self.calls += 1
+        return (x - self.mean).tanh() * self.mean.exp() / float(self.calls)
+
+
+class Codebook(nn.Module):
+    """Updates a buffer past its version counter, as those of VQ-VAEs do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("codes", torch.ones(size, 3, dtype=F64))
+
+    def forward(self, x):
+        y = x @ self.codes[:3].clone()
+        self.codes.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return (y * self.codes[0].clone()).sin()
+
+
+class Reads(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        self.norm, self.when = nn.BatchNorm1d(3, dtype=F64), when
+
+    def forward(self, x):
+        norm = self.norm
+        if self.when == "after":
+            return norm(x) * norm.running_var.exp() * float(norm.num_batches_tracked)
+        scale = norm.running_var + norm.num_batches_tracked
+        return norm(x) * scale
+
+
+class WithoutGrad(nn.BatchNorm1d):
+    def forward(self, x):
+        with torch.no_grad():
+            scale = super().forward(x)
+        return (x * scale).tanh()
+
+
+MODULES = {
+    "in place": lambda: Average("in place"),
+    "assigned": lambda: Average("assigned"),
+    "unseen": lambda: Codebook(3),
+    "large and unseen": lambda: Codebook(50_000),
+    "read before": lambda: Reads("before"),
+    "read after": lambda: Reads("after"),
+    "under no_grad": lambda: WithoutGrad(3, dtype=F64),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("nested", [False, True])
+def test_buffers_that_f_updates(same, module, nested):
+    def run(wrap):
+        m, x = MODULES[module](), rows()
+        f = (lambda x: wrap(m)(x).exp()) if nested else m
+        f = wrap(f)
+        y = f(f(x))
+        return torch.autograd.grad(y.sin().sum(), [x, *m.parameters()], allow_unused=True), [*m.buffers()]
+
+    same(run)
+
+
+def test_evaluation_between_forward_and_backward(same):
+    """The recomputation runs with the statistics of its forward, whatever happened since."""
+
+    def run(wrap):
+        model = NORMS["affine"]()
+        f = wrap(model)
+        first = f(rows())
+        f(rows())
+        model.eval()
+        f(rows())
+        model.train()
+        first.sin().sum().backward()
+        return [*model.buffers()], [p.grad for p in model.parameters()]
+
+    same(run)
+
+
+class Outer(nn.Module):
+    def __init__(self, wrap, model):
+        super().__init__()
+        self.model, self.wrap = model, wrap
+
+    def forward(self, x):
+        return self.wrap(self.model)(x)
+
+
+UNDER = {
+    "grad": lambda f, p: grad(f)(p),
+    "grad_grad": lambda f, p: grad(lambda p: total(grad(f)(p)))(p),
+    "vjp": lambda f, p: vjp(f, p)[1](torch.ones((), dtype=F64)),
+    "jvp": lambda f, p: jvp(f, (p,), (p,)),
+    "vmap_grad": lambda f, p: vmap(grad(f))({name: torch.stack([x, x * 2]) for name, x in p.items()}),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("transform", UNDER)
+@pytest.mark.parametrize("given", [False, True])
+def test_statistics_under_transforms(wrap, transform, given):
+    """The module's own; or made and written to inside of the transform, which torch allows under vmap, too."""
+
+    def run(wrap):
+        torch.manual_seed(5)
+        model = NORMS["affine"]()
+        own = {name: b.clone() for name, b in model.named_buffers()}
+
+        def loss(p):
+            zero = p["0.weight"].detach().sum() * 0
+            buffers = {name: b + zero.to(b.dtype) for name, b in own.items()} if given else {}
+            state = {f"model.{name}": x for name, x in {**p, **buffers}.items()}
+            y = functional_call(Outer(wrap, model), state, (tensor(4, 3),))
+            return total(y) + sum(b.detach().sum() for b in buffers.values())
+
+        p = {name: x.detach() for name, x in model.named_parameters()}
+        return UNDER[transform](loss, p), [b.clone() for b in model.buffers()]
+
+    compare(lambda each: run(wrap if each is remat else no_remat), remat, allowed=(MutationError,))
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "hessian", "vmap_grad"])
+def test_statistics_that_are_given_and_read(same, transform):
+    def run(wrap):
+        mean, variance = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)
+
+        def f(x, mean, variance):
+            x = F.batch_norm(x.expand(2, 3) * x.new_tensor([[1.0], [2.0]]), mean, variance, training=True)
+            return x * (1 + mean.clone())
+
+        def twice(x):
+            return total(wrap(f)(wrap(f)(x, mean, variance)[0], mean, variance))
+
+        if transform == "vmap_grad":  # which allows statistics only of each sample
+            mean, variance = mean.repeat(2, 1), variance.repeat(2, 1)
+            out = vmap(grad(lambda x, *s: total(wrap(f)(x, *s))))(tensor(2, 3), mean, variance)
+        elif transform == "backward":
+            out = torch.autograd.grad(twice(x := tensor(3, requires_grad=True)), x)
+        else:
+            out = {"grad": grad, "hessian": hessian}[transform](twice)(tensor(3))
+        return out, mean, variance
+
+    try:
+        same(run)
+    except RuntimeError as error:  # torch's, for statistics from outside of a transform
+        assert transform in ("grad", "hessian") and "in-place" in str(error)
