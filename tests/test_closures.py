@@ -842,14 +842,6 @@ def test_an_impure_function_finds_what_it_found_at_the_call(kind, transform):
     assert_same(found, run(plain))
 
 
-@pytest.mark.parametrize("transform", ["backward_leaf", "grad", "vmap_grad", "hessian_mixed"])
-def test_an_impure_function_with_the_same_values_passes(transform):
-    def kind(wrap, w, x, calls=[]):  # noqa: B006
-        return wrap(lambda x: calls.append(len(calls)) or act(w, x))(x)
-
-    compare(lambda wrap: observe(kind, transform, wrap), remat)
-
-
 # ---------------------------------------------------------------- other dtypes, modes and shapes
 # of captured tensors
 

@@ -231,22 +231,6 @@ def test_output_objects_without_tensors_pass():
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_output_object_is_what_registering_mends():
-    class Registered(Box):
-        pass
-
-    torch.utils._pytree.register_pytree_node(
-        Registered,
-        lambda b: ([b.content], None),
-        lambda children, _: Registered(next(iter(children))),
-        serialized_type_name="funcckpt.tests.Registered",
-    )
-    assert_same(
-        grad(lambda x: remat(lambda x: Registered(x.sin()))(x).content.sum())(tensor(3)),
-        tensor(3).cos(),
-    )
-
-
 # ---------------------------------------------------------------- EscapeError
 
 

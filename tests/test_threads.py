@@ -105,16 +105,6 @@ def test_one_transform_in_each_thread(transform):
     assert_same(got, want)
 
 
-def test_another_transform_in_each_thread():
-    runs = list(TRANSFORMS.values())
-    f = remat(act)
-    want = [[run(act, *inputs(i))] * ROUNDS for i, run in enumerate(runs)]
-    got = together(
-        *[lambda i=i, run=run: [run(f, *inputs(i)) for _ in range(ROUNDS)] for i, run in enumerate(runs)]
-    )
-    assert_same(got, want)
-
-
 @pytest.mark.parametrize("transform", ["jvp", "hessian", "forward_mode"])
 def test_forward_mode_in_one_thread_and_reverse_in_the_others(transform):
     """The level of forward AD that one thread has open is visible to all; the others must not be

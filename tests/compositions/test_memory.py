@@ -230,13 +230,6 @@ def test_forward_mode_needs_nothing_more():
     assert ours <= without
 
 
-def test_a_forward_without_grad_needs_nothing_more():
-    w, x = weights(), rows(ROWS)
-    ours, _ = peak(deep(remat(block)), w, x)
-    without, _ = peak(deep(block), w, x)
-    assert ours == without
-
-
 def test_recursive_halving_needs_logarithmic_memory():
     """Nested remat: doubling the number of steps adds a constant number of states."""
 
@@ -277,11 +270,3 @@ def test_a_dropped_graph_frees_everything():
             assert storages.live == 0
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("transform", [lambda f: grad(deep(f)), in_plain_eager], ids=["grad", "plain eager"])
-def test_the_meter_of_the_package_agrees(transform):
-    """funcckpt.meter against the twenty lines in support."""
-    w, x = weights(), rows(ROWS)
-    ours, _ = peak(transform(remat(block)), w, x)
-    assert measure(transform(remat(block)), w, x).peak_bytes == ours

@@ -62,17 +62,6 @@ def same(f, *shapes, backward=None):
 # -- gradients --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_conjugate_and_real_views(dtype):
-    def f(scope, a, b):
-        with scope():
-            x = torch.complex(a, b).exp()
-            y = x.conj()
-        return (torch.view_as_real(x * y.sin()).square() + y.imag[:, None].exp()).sum() + x.real.exp().sum()
-
-    same(f, (3,), (3,))
-
-
 def test_random_streams_are_recorded_for_each_device_and_on_first_use(other_device, monkeypatch):
     recorded, states = [], world.states
     monkeypatch.setattr(world, "states", lambda streams: (recorded.append(streams), states(streams))[1])
