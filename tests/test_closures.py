@@ -24,7 +24,7 @@ import pytest
 import torch
 from oracles import CAPTURES, F64, assert_same, compare, plain, tensor, total
 from torch import nn
-from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from funcckpt import CheckpointError, ClosureError, EscapeError, MutationError, remat
 
@@ -785,61 +785,6 @@ def test_batch_norm_where_no_copy_can_be_put(place):
         return x.grad, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked
 
     assert_same(run(remat), run(plain))
-
-
-def stepping():
-    steps = 0
-
-    def f(x):
-        nonlocal steps
-        steps += 1
-        return (x * steps).sin()
-
-    return f
-
-
-class Stepping:
-    steps = 0
-
-    def __call__(self, x):
-        self.steps += 1
-        return (x * self.steps).sin()
-
-
-class SteppingClass(Stepping):
-    def __call__(self, x):
-        type(self).steps += 1
-        return (x * self.steps).sin()
-
-
-IMPURE = {
-    "variable": stepping,
-    "attribute": Stepping,
-    "class_attribute": SteppingClass,
-    "list": lambda: lambda x, log=[]: log.append(1) or (x * len(log)).sin(),
-}
-
-
-@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad", "hessian"])
-@pytest.mark.parametrize("kind", IMPURE)
-def test_an_impure_function_finds_what_it_found_at_the_call(kind, transform):
-    def run(wrap):
-        f = wrap(IMPURE[kind]())
-        loss = lambda x: f(x).sum()
-        if transform == "backward":
-            x = tensor(3, requires_grad=True)
-            loss(x).backward()
-            return x.grad
-        if transform == "grad":
-            return grad(loss)(tensor(3))
-        if transform == "vmap_grad":
-            return vmap(grad(loss))(tensor(2, 3))
-        return hessian(loss)(tensor(3))
-
-    SteppingClass.steps = 0
-    found = run(remat)
-    SteppingClass.steps = 0
-    assert_same(found, run(plain))
 
 
 # ---------------------------------------------------------------- other dtypes, modes and shapes

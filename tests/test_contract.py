@@ -21,7 +21,7 @@ import torch
 from compositions.stacks import stack
 from support import assert_same, no_remat, outcome
 from torch import nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn import functional as F
 
 from funcckpt import ClosureError, MutationError, checkpoint, remat
@@ -244,6 +244,32 @@ def submodules_where_there_were_none(w, x, wrap):
     y = wrap(lambda x: net(x @ w).sin())(x)
     net.append(nn.Sigmoid())
     return y
+
+
+@place
+def order_of_layers(w, x, wrap):
+    net = nn.Sequential(nn.Softplus(), nn.Sigmoid(), nn.Tanh())
+    y = wrap(lambda x: net(x @ w))(x)
+    net._modules["3"] = net._modules.pop("0")
+    return y
+
+
+@place
+def hooks_that_come_later(w, x, wrap):
+    net = Block(w)
+    y = wrap(net)(x)
+    net.register_forward_hook(lambda module, args, out: out * 5)
+    net.act.register_forward_pre_hook(lambda module, args: (args[0] * 5,))
+    return y
+
+
+@place
+def list_that_gets_shorter(w, x, wrap):
+    skips = [x.sin(), x.cos()]
+    for _ in range(2):
+        x = wrap(lambda x: (x @ w * skips[-1]).tanh())(x)
+        skips.pop()
+    return x
 
 
 @place
@@ -614,22 +640,87 @@ def test_side_effects_happen_twice(wrap):
     assert len(prints) == 2
 
 
-@pytest.mark.parametrize("transform", ["backward", "grad"])
-def test_what_f_assigns_it_assigns_once(transform, wrap):
+def variables():
+    calls, mean = 0, 1.0
+
+    def f(x):
+        nonlocal calls, mean
+        calls, mean = calls + 1, mean / 2
+        return (x * calls).sin() * mean
+
+    return f, lambda: (calls, mean)
+
+
+class Steps(nn.Module):
+    steps, mean = 0, None
+
+    def forward(self, x):
+        self.steps += 1
+        now = torch.full((), self.steps / 7)
+        self.mean = now if self.mean is None else self.mean * 0.9 + now * 0.1
+        return (x - self.mean).sin() * self.steps
+
+
+def attributes():
+    net = Steps()
+    return net, lambda: (net.steps, net.mean)
+
+
+def class_attributes():
+    class Net(Steps):
+        def forward(self, x):
+            type(self).steps += 1
+            return (x * self.steps).sin()
+
+    return Net(), lambda: Net.steps
+
+
+def stack_that_f_takes_from():
+    skips = [3.0, 2.0, 0.5]
+    return lambda x: (x * skips.pop()).tanh(), lambda: skips
+
+
+def deleted():
+    box = types.SimpleNamespace(scale=2.0, more=3.0)
+
+    def f(x):
+        out = (x * box.scale).sin()
+        box.scale = box.more
+        del box.more
+        return out
+
+    def g(x):
+        return f(x) if hasattr(box, "more") else (x * box.scale).cos()
+
+    return g, lambda: vars(box)
+
+
+def cache():
+    tables = {}
+
+    def f(x):
+        n = len(tables)
+        if n not in tables:
+            tables[n] = torch.arange(3).exp() * (n + 1)
+        return (x * tables[n]).sin()
+
+    return f, lambda: tables
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "hessian"])
+@pytest.mark.parametrize(
+    "kind", [variables, attributes, class_attributes, stack_that_f_takes_from, deleted, cache]
+)
+def test_what_f_assigns_it_assigns_once(kind, transform, wrap):
     def run(wrap):
-        calls, mean = 0, 1.0
-
-        def f(x):
-            nonlocal calls, mean
-            calls, mean = calls + 1, mean / 2
-            return (x * calls).sin() * mean
-
+        f, state = kind()
         x = inputs()[0]
-        if transform == "grad":
-            gradient = grad(lambda x: wrap(f)(wrap(f)(x)).sum())(x)
+        twice = lambda x: wrap(f)(wrap(f)(x)).sum()
+        if transform == "backward":
+            (gradient,) = torch.autograd.grad(twice(x.requires_grad_()), x)
         else:
-            (gradient,) = torch.autograd.grad(wrap(f)(wrap(f)(x.requires_grad_())).sum(), x)
-        return gradient, calls, mean
+            gradient = {"grad": grad, "hessian": hessian}[transform](twice)(x)
+        return gradient, state()
 
     assert_same(run(wrap), run(no_remat))
 
