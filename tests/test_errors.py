@@ -5,6 +5,7 @@ import gc
 import itertools
 import re
 import threading
+import types
 
 import pytest
 import torch
@@ -237,15 +238,20 @@ def test_output_objects_without_tensors_pass():
 ESCAPED = None
 
 
-def stores_in_list():
-    items = []
+def stored(write, read):
+    """A function that stores a tensor in an object, and what fetches it there."""
 
-    def stores(x):
-        h = x.sin()
-        items.append(h)
-        return h * x
+    def make():
+        place = types.SimpleNamespace(items=[], table={}, kept=None)
 
-    return stores, lambda: items[0]
+        def stores(x):
+            h = x.sin()
+            write(place, h)
+            return h * x
+
+        return stores, lambda: read(place)
+
+    return make
 
 
 def stores_in_nonlocal():
@@ -318,13 +324,20 @@ def stores_its_input():
 
 
 STORES = {
-    f.__name__: f
-    for f in (
-        stores_in_list, stores_in_nonlocal, stores_in_global,
-        stores_in_module, stores_beside_its_parameter, stores_in_table_of_class,
-        stores_its_input,
-    )
-}  # fmt: skip
+    "list": stored(lambda o, h: o.items.append(h), lambda o: o.items[0]),
+    "dict": stored(lambda o, h: o.table.update(h=h), lambda o: o.table["h"]),
+    "attribute": stored(lambda o, h: setattr(o, "kept", h), lambda o: o.kept),
+    "list in a list": stored(lambda o, h: o.items.append([h]), lambda o: o.items[0][0]),
+    "new dict": stored(lambda o, h: setattr(o, "kept", {"h": h}), lambda o: o.kept["h"]),
+    "new object": stored(lambda o, h: setattr(o, "kept", Box(h)), lambda o: o.kept.content),
+    "closure": stored(lambda o, h: setattr(o, "kept", lambda: h), lambda o: o.kept()),
+    "nonlocal": stores_in_nonlocal,
+    "global": stores_in_global,
+    "module": stores_in_module,
+    "beside its parameter": stores_beside_its_parameter,
+    "table of a class": stores_in_table_of_class,
+    "its input": stores_its_input,
+}
 LOSSES = {
     "backward": lambda loss, x: torch.autograd.grad(loss(leaf := x.clone().requires_grad_()), leaf),
     "grad": lambda loss, x: grad(loss)(x),
