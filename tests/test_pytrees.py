@@ -51,18 +51,10 @@ def positional(x, y):
     return torch.sin(x) * y
 
 
-def keyword_only(x, *, scale, shift=0.5):
-    return torch.sin(x * scale) + shift
-
-
 def variadic(x, *rest, **more):
     for r in rest:
         x = torch.tanh(x * r)
     return x * more["gain"] + more.get("bias", 0.0)
-
-
-def dicts(d):
-    return {"out": torch.exp(d["a"]) * d["b"]["c"], "again": d["a"].cos()}
 
 
 def nested(tree):
@@ -70,16 +62,8 @@ def nested(tree):
     return [(a * b, {"k": [c.sin() * d]}), ()]
 
 
-def namedtuples(p):
-    return Point(p.y.sin() * p.x, Point(p.x.cos(), p.y))
-
-
 def dataclasses_(body):
     return Body(body.mass * body.at.x.sum(), Point(body.at.y.sin(), body.at.x * body.mass), body.name + "!")
-
-
-def custom_node(stack):
-    return Stack([i.sin() for i in stack.items], stack.label + "'")
 
 
 def collections_(x):
@@ -94,25 +78,8 @@ def leaves_in(x, power, name, flag, nothing, mode, dtype, function):
 
 
 def leaves_out(x):
-    return (
-        x.sin(),
-        None,
-        3,
-        True,
-        "text",
-        2.5,
-        Mode.DOWN,
-        (),
-        {"n": None, "dtype": x.dtype, "shape": tuple(x.shape)},
-    )
-
-
-def complexes(z):
-    return torch.exp(z) * z.conj(), z.real.sin(), z.abs(), torch.complex(z.imag, z.real)
-
-
-def input_among_outputs(x, y):
-    return x, x * y, y
+    others = {"n": None, "dtype": x.dtype, "shape": tuple(x.shape)}
+    return x.sin(), None, 3, True, "text", 2.5, Mode.DOWN, (), others
 
 
 def views_of_output(x):
@@ -120,57 +87,48 @@ def views_of_output(x):
     return y, y[0], y.view(-1), y.t().sin()
 
 
-def no_output(x):
-    return None
+def case(f, *args, **kwargs):
+    return f, args, kwargs
 
 
-def strided(x):
-    return x.t() * 2, x.sin().transpose(0, 1), (x * 1).expand(2, *x.shape)
-
-
-def size_in(x, size, device):
-    return x.reshape(size).to(device).sin()
-
-
+x3, y3 = tensor(3), tensor(3, seed=1)
+pair = Point(tensor(2), tensor(2, seed=1))
 CASES = {
-    "positional": (positional, (tensor(3), tensor(3, seed=1)), {}),
-    "broadcast": (positional, (tensor(3, 1), tensor(1, 2, seed=1)), {}),
-    "keywords": (positional, (), {"y": tensor(3), "x": tensor(3, seed=1)}),
-    "keyword_only": (keyword_only, (tensor(3),), {"scale": tensor(3, seed=1)}),
-    "variadic": (
-        variadic,
-        (tensor(3), tensor(3, seed=1), 2.0),
-        {"gain": tensor(3, seed=2), "bias": tensor()},
+    "positional": case(positional, x3, y3),
+    "broadcast": case(positional, tensor(3, 1), tensor(1, 2, seed=1)),
+    "keywords": case(positional, y=x3, x=y3),
+    "keyword_only": case(lambda x, *, scale, shift=0.5: torch.sin(x * scale) + shift, x3, scale=y3),
+    "variadic": case(variadic, x3, y3, 2.0, gain=tensor(3, seed=2), bias=tensor()),
+    "dicts": case(
+        lambda d: {"out": torch.exp(d["a"]) * d["b"]["c"], "again": d["a"].cos()}, {"b": {"c": x3}, "a": y3}
     ),
-    "dicts": (dicts, ({"b": {"c": tensor(3)}, "a": tensor(3, seed=1)},), {}),
-    "nested": (
-        nested,
-        ({"in": (tensor(2), [tensor(2, seed=1), tensor(2, seed=2)]), "more": 3.0},),
-        {},
+    "nested": case(nested, {"in": (tensor(2), [tensor(2, seed=1), tensor(2, seed=2)]), "more": 3.0}),
+    "namedtuples": case(lambda p: Point(p.y.sin() * p.x, Point(p.x.cos(), p.y)), Point(x3, y3)),
+    "dataclasses": case(dataclasses_, Body(tensor(), pair, "sun")),
+    "custom_node": case(
+        lambda stack: Stack([i.sin() for i in stack.items], stack.label + "'"),
+        Stack([tensor(2), tensor(3)], "label"),
     ),
-    "namedtuples": (namedtuples, (Point(tensor(3), tensor(3, seed=1)),), {}),
-    "dataclasses": (
-        dataclasses_,
-        (Body(tensor(), Point(tensor(2), tensor(2, seed=1)), "sun"),),
-        {},
+    "collections": case(collections_, x3),
+    "leaves_in": case(leaves_in, x3, 2, "n", True, None, Mode.UP, torch.float64, torch.cos),
+    "leaves_out": case(leaves_out, x3),
+    "complexes": case(
+        lambda z: (torch.exp(z) * z.conj(), z.real.sin(), z.abs(), torch.complex(z.imag, z.real)),
+        tensor(3, dtype=torch.complex128),
     ),
-    "custom_node": (custom_node, (Stack([tensor(2), tensor(3)], "label"),), {}),
-    "collections": (collections_, (tensor(3),), {}),
-    "leaves_in": (
-        leaves_in,
-        (tensor(3), 2, "n", True, None, Mode.UP, torch.float64, torch.cos),
-        {},
+    "input_among_outputs": case(lambda x, y: (x, x * y, y), x3, y3),
+    "identity_of_integers": case(lambda x, n: (n, x), x3, torch.arange(3)),
+    "views_of_output": case(views_of_output, tensor(2, 2)),
+    "no_output": case(lambda x: None, x3),
+    "strided": case(
+        lambda x: (x.t() * 2, x.sin().transpose(0, 1), (x * 1).expand(2, *x.shape)), tensor(4, 3).t()
     ),
-    "leaves_out": (leaves_out, (tensor(3),), {}),
-    "complexes": (complexes, (tensor(3, dtype=torch.complex128),), {}),
-    "input_among_outputs": (input_among_outputs, (tensor(3), tensor(3, seed=1)), {}),
-    "identity_of_integers": (lambda x, n: (n, x), (tensor(3), torch.arange(3)), {}),
-    "views_of_output": (views_of_output, (tensor(2, 2),), {}),
-    "no_output": (no_output, (tensor(3),), {}),
-    "strided": (strided, (tensor(4, 3).t(),), {}),
-    "expanded_input": (positional, (tensor(3).expand(2, 3), tensor(3, seed=1)), {}),
-    "size_in": (size_in, (tensor(2, 3), torch.Size([3, 2]), torch.device("cpu")), {}),
-    "parameter": (positional, (torch.nn.Parameter(tensor(3)), tensor(3, seed=1)), {}),
+    "expanded_input": case(positional, x3.expand(2, 3), y3),
+    "size_in": case(
+        lambda x, size, device: x.reshape(size).to(device).sin(),
+        *(tensor(2, 3), torch.Size([3, 2]), torch.device("cpu")),
+    ),
+    "parameter": case(positional, torch.nn.Parameter(x3), y3),
 }
 
 
