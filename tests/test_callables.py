@@ -8,6 +8,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from compositions.functions import Cube
 from oracles import F64, OBSERVATIONS, assert_same, compare, observe, plain, tensor, total, weight
 from torch import nn
 from torch.func import (
@@ -204,32 +205,6 @@ def test_backward_call_inside():
 # inside f
 
 
-class Cube(torch.autograd.Function):
-    """With setup_context, a generated vmap rule and a jvp."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3 * 2, x**2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        (x,) = inputs
-        ctx.save_for_backward(x)  # an output here, and torch's generated rule fails in grad of vmap
-        ctx.save_for_forward(x)
-
-    @staticmethod
-    def backward(ctx, ct, ct_square):
-        (x,) = ctx.saved_tensors
-        return 6 * x**2 * ct + 2 * x * ct_square
-
-    @staticmethod
-    def jvp(ctx, t):
-        (x,) = ctx.saved_tensors
-        return 6 * x**2 * t, 2 * x * t
-
-
 class WithVmap(torch.autograd.Function):
     """With its own vmap rule, and a gradient that is deliberately not the derivative (a straight-
     through estimator).
@@ -340,9 +315,9 @@ def test_legacy_function_beside_a_tensor_in_a_dict_of_ones_own():
 def test_custom_function(kind, transform):
     def make(wrap):
         if kind == "inside":
-            return wrap(lambda x: sum(Cube.apply(x.sin())))
+            return wrap(lambda x: sum(Cube.apply(x.sin(), x)))
         if kind == "itself":
-            return lambda x: wrap(Cube.apply)(x)
+            return lambda x: wrap(Cube.apply)(x, x.cos())
         return wrap(lambda x: WithVmap.apply(x * 3) * x)
 
     compare(lambda wrap: observe(transform, make(wrap), (tensor(3),)), remat)

@@ -22,6 +22,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from compositions.functions import Cube
 from oracles import CAPTURES, F64, assert_same, compare, plain, tensor, total
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
@@ -109,31 +110,6 @@ class Indexed:
 @dataclass(frozen=True, slots=True)
 class FrozenData:
     w: torch.Tensor
-
-
-class Product(torch.autograd.Function):
-    """Tensors handed to `apply` are seen by no TorchFunctionMode."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a, b):
-        return a * b
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, ct):
-        a, b = ctx.saved_tensors
-        return ct * b, ct * a
-
-    @staticmethod
-    def jvp(ctx, ta, tb):
-        a, b = ctx.saved_tensors
-        return ta * b + a * tb
 
 
 class Layer(nn.Module):
@@ -427,8 +403,8 @@ LIFTED |= {
     )(x),
     "inner_grad": lambda wrap, w, x: wrap(lambda x: grad(lambda v: act(v * w, x).sum())(w))(x),
     "inner_vjp": lambda wrap, w, x: wrap(lambda x: vjp(lambda x: act(w, x), x)[1](w)[0])(x),
-    "custom_function": lambda wrap, w, x: wrap(lambda x: Product.apply(w, x).tanh())(x),
-    "custom_function_only": lambda wrap, w, x: wrap(lambda: Product.apply(w, x))(),
+    "custom_function": lambda wrap, w, x: wrap(lambda x: Cube.apply(w, x)[0].tanh())(x),
+    "custom_function_only": lambda wrap, w, x: wrap(lambda: Cube.apply(w, x)[0])(),
     "module": lambda wrap, w, x: wrap(Layer(w))(x),
     "module_buffer": lambda wrap, w, x: wrap(Layer(torch.ones(3, dtype=F64), w.sin()))(x),
     "module_as_argument": lambda wrap, w, x: wrap(lambda layer, x: layer(x))(Layer(w), x),
@@ -589,7 +565,7 @@ def from_a_frame(wrap, w, x):
 @hidden
 def custom_function_from_context(wrap, w, x):
     CONTEXT.set(w)
-    return wrap(lambda x: Product.apply(CONTEXT.get(), x))(x)
+    return wrap(lambda x: Cube.apply(CONTEXT.get(), x)[0])(x)
 
 
 HIDDEN |= {

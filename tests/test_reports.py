@@ -17,7 +17,6 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
-    stack_module_state,
     vmap,
 )
 
@@ -312,30 +311,6 @@ def test_forward_of_an_instance(patch, transform):
         out = f(x)
         out.sum().backward()
         return out, [p.grad for p in block.parameters()]
-
-    same(run, times=2)
-
-
-# -- statistics that are given by `functional_call` ------------------------------------------------------
-
-
-def _norm():
-    return nn.Sequential(made(nn.Linear, 3, 4), made(nn.BatchNorm1d, 4), nn.Tanh())
-
-
-def test_statistics_of_an_ensemble():
-    nets, x = [_norm() for _ in range(3)], tensor(5, 3)
-
-    def run(remat):
-        p, buffers = stack_module_state(nets)
-        p = {name: v.detach() for name, v in p.items()}
-        base = nets[0]
-
-        def loss(p, buffers, x):
-            out = remat(lambda p, b, x: functional_call(base, {**p, **b}, (x,)))(p, buffers, x)
-            return out.pow(2).sum(), buffers
-
-        return vmap(grad(loss, has_aux=True), (0, 0, None))(p, buffers, x), buffers
 
     same(run, times=2)
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import Counter, assert_same
-from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointError
 
 import funcckpt
@@ -52,38 +51,6 @@ def test_recomputes_under_transforms():
     f = Counter(torch.sin)
     grad(lambda x: checkpoint(f, x).sum())(torch.ones(3))
     assert f.calls == 2
-
-
-def test_parameters_through_functional_call():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1)).double()
-
-    def loss(call):
-        def f(parameters, x):
-            def body(x):
-                return functional_call(Body(model, call), {f"model.{k}": p for k, p in parameters.items()}, x)
-
-            return body(x).sum()
-
-        return f
-
-    class Body(nn.Module):
-        def __init__(self, model, call):
-            super().__init__()
-            self.model = model
-            self.call = call
-
-        def forward(self, x):
-            return self.call(self.model, x)
-
-    parameters = dict(model.named_parameters())
-    parameters = {k: p.detach() for k, p in parameters.items()}
-    x = torch.randn(5, 3, dtype=D)
-
-    def run(call):
-        torch.manual_seed(1)
-        return vmap(grad(loss(call)), (None, 0), randomness="different")(parameters, x)
-
-    assert_same(run(checkpoint), run(lambda f, x: f(x)))
 
 
 def test_plain_forward_mode():
