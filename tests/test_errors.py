@@ -21,6 +21,7 @@ from funcckpt import (
     InputError,
     MutationError,
     OutputError,
+    checkpoint,
     remat,
 )
 
@@ -708,6 +709,25 @@ def test_own_errors_leave_the_state_intact(kind, transform):
     }
     good = lambda x: torch.tanh(x) * x
     assert_same(run(remat(good), x), run(good, x))
+
+
+@pytest.mark.parametrize("call", [lambda f, x: remat(f)(x), checkpoint])
+def test_a_class_is_as_it_was_left_after_an_error_in_the_recomputation(call):
+    class Shelf:
+        k = 2.0
+
+    runs = itertools.count()  # which no recomputation puts back
+
+    def f(x):
+        if next(runs):
+            raise Boom(Shelf.k)
+        return (x * Shelf.k).sin()
+
+    y = call(f, tensor(3, requires_grad=True)).sum()
+    Shelf.k = 5.0
+    with pytest.raises(Boom, match=r"2\.0"):
+        y.backward()
+    assert Shelf.k == 5.0
 
 
 def test_module_is_as_it_was_after_an_error():

@@ -187,8 +187,7 @@ def test_captured_constant_changed(place, transform):
         assert_same(got, want)
 
 
-def capture(wrap, place, c):
-    act = lambda x, c: torch.tanh(x * c)
+def capture(wrap, place, c, act=lambda x, c: torch.tanh(x * c)):
     if place == "cell":
         return wrap(lambda x: act(x, c))
     if place == "list":
@@ -291,20 +290,8 @@ def test_captured_changed_inside(place, transform):
                 c.add_(1)
             return torch.tanh(x * (c + 1))
 
-        holder = nn.Module()
-        holder.attribute = [c]
-        holder.register_buffer("buffer", c)
-        items = [c]
-        f = {
-            "cell": lambda x: act(x, c),
-            "list": lambda x: act(x, items[0]),
-            "attribute": lambda x: act(x, holder.attribute[0]),
-            "global": lambda x: act(x, CONSTANT),  # noqa: F821
-            "buffer": lambda x: act(x, holder.buffer),
-            "default": lambda x, c=c: act(x, c),
-        }[place]
-        globals()["CONSTANT"] = c
-        g = REVERSE[transform](lambda x: total(wrap(f)(x)), tensor(3))
+        f = capture(wrap, place, c, act)
+        g = REVERSE[transform](lambda x: total(f(x)), tensor(3))
         return g, c
 
     compare(run, remat, allowed=(MutationError,))
