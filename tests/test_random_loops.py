@@ -16,7 +16,7 @@ from test_scan import SCHEDULES, TRANSFORMS, XS, D, V, W, X, plain_scan
 from torch.func import grad, jacrev, vmap
 from torch.utils import _pytree as pytree
 
-from funcckpt import fori_loop, inner_grad, policies, remat, scan, while_loop
+from funcckpt import InputError, fori_loop, inner_grad, policies, remat, scan, while_loop
 
 F64 = torch.float64
 COUNT = int(os.environ.get("FUNCCKPT_RANDOM_LOOPS", "120")) // 3
@@ -236,3 +236,12 @@ def test_random_chain_of_loops(seed):
             torch.manual_seed(seed)
             found.append((run(lambda *args, loops=loops: f(loops, *args)), torch.rand(1)))
         assert_same(*found, f"{name}: {chain}")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("options", [{"checkpoint": 3}, {"checkpoints": 2}], ids=str)
+def test_an_error_names_the_step(reverse, options):
+    """Counted along xs, in whatever part of the loop it stands."""
+    step = lambda c, x: (c[:2] if x == 3 else c * x, None)
+    with pytest.raises(InputError, match=r"step 3 returned carry as float64\[2\]"):
+        scan(step, X.clone().requires_grad_(), torch.arange(8), reverse=reverse, **options)
