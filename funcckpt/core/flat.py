@@ -21,6 +21,26 @@ from .tensors import Tensors, is_close
 LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+# How a call is put together again: as a tree, or, if there are no containers, by the names of its keywords.
+Structure = pytree.TreeSpec | tuple[str, ...]
+
+
+def flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+    """The leaves of a call. Most have tensors and numbers for arguments: no tree to take apart."""
+    values = [*args, *kwargs.values()]
+    if all(map(isinstance, values, repeat(LEAVES))):
+        return values, (*kwargs,)
+    return pytree.tree_flatten((args, kwargs))
+
+
+def unflatten(leaves: list[Any], structure: Structure) -> Any:
+    """The arguments of a call, and its keywords."""
+    if not isinstance(structure, tuple):
+        return pytree.tree_unflatten(leaves, structure)
+    count = len(leaves) - len(structure)
+    return leaves[:count], dict(zip(structure, leaves[count:], strict=True))
+
+
 class _Static:
     """A leaf for what is static."""
 
@@ -40,14 +60,8 @@ class Arguments:
                 leaves[i] = _Static(args[i])
         for key in static_names & kwargs.keys():
             kwargs = {**kwargs, key: _Static(kwargs[key])}
-        # Most calls have tensors and numbers for arguments: no tree to take apart, and nothing to search.
-        self._names = (*kwargs,)
-        values = [*leaves, *kwargs.values()]
-        self.is_flat = all(map(isinstance, values, repeat(LEAVES)))
-        if self.is_flat:
-            leaves = values
-        else:
-            leaves, self._structure = pytree.tree_flatten((leaves, kwargs))
+        leaves, self._structure = flatten(leaves, kwargs)
+        self.is_flat = isinstance(self._structure, tuple)  # then there is nothing to search
         self.others = leaves  # what is no tensor, in its place
         self.tensors: list[Tensor] = []
         # Which tensor stands where among the leaves.
@@ -74,13 +88,7 @@ class Arguments:
         leaves = [*others]
         for i, number in self._numbers.items():
             leaves[i] = tensors[number]
-        return self._tree(leaves)
-
-    def _tree(self, leaves: list[Any]) -> Any:
-        if not self.is_flat:
-            return pytree.tree_unflatten(leaves, self._structure)
-        count = len(leaves) - len(self._names)
-        return leaves[:count], dict(zip(self._names, leaves[count:], strict=True))
+        return unflatten(leaves, self._structure)
 
     def check_unchanged(self, name: str, before: tuple[list[Any], Any], args: Any, kwargs: Any) -> None:
         """f is given containers of its own: what it does to them nobody would see."""
@@ -97,7 +105,7 @@ class Arguments:
         return self._where_leaf(next(at for at, number in self._numbers.items() if number == i))
 
     def _where_leaf(self, i: int) -> str:
-        paths = pytree.tree_flatten_with_path(self._tree([*range(len(self.others))]))[0]
+        paths = pytree.tree_flatten_with_path(unflatten([*range(len(self.others))], self._structure))[0]
         return f"argument {pytree.keystr(paths[i][0][1:])}"
 
 

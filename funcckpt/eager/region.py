@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
@@ -33,6 +32,7 @@ from .. import world
 from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
 from ..core import tensors
+from ..core.flat import flatten, unflatten
 from ..errors import CheckpointError, MutationError, describe
 from ..policies import Policy
 from ..remat import name_of
@@ -106,10 +106,12 @@ class Region:
         self._contexts = options.context_fn()
         if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
             self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn of ours
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        leaves, self._structure = flatten(args, kwargs)
         self._inputs = [autograd.save(x) if isinstance(x, Tensor) else x for x in leaves]
-        others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}  # by their positions
-        self._found = found = Found((f, others))
+        others: dict[int, Any] = {}  # what may hold something, by its position
+        if not isinstance(self._structure, tuple):
+            others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
+        self._found = found = Found((f, others) if others else f)
         # Whether there are modules that get their tensors in their first call.
         self.is_lazy = any(map(is_lazy, found.tensors.values()))
         if self.is_lazy:
@@ -254,12 +256,14 @@ class Region:
             for x in self._inputs
         ]
         with ExitStack() as stack:
-            f, others = found.root
+            f = found.root
             if changed or instead:
-                f, others = stack.enter_context(Rebuilt(found, instead, changed))
-            for i, x in others.items():
-                leaves[i] = x
-            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+                f = stack.enter_context(Rebuilt(found, instead, changed))
+            if type(f) is tuple:
+                f, others = f
+                for i, x in others.items():
+                    leaves[i] = x
+            args, kwargs = unflatten(leaves, self._structure)
             del leaves, instead
             # The world of the forward, where it is not here.
             if self._check and (written := self._changed()):
@@ -305,7 +309,8 @@ class Region:
 
     @property
     def _name(self) -> str:
-        return title(self._found.root[0])
+        f = self._found.root
+        return title(f[0] if type(f) is tuple else f)
 
     def _was_changed(self, x: Tensor) -> MutationError:
         return MutationError(
