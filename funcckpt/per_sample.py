@@ -5,15 +5,20 @@ chunk is reduced before the next one is computed. All functions have these param
 
 * `loss` : ``loss(parameters, *sample)`` is the loss of one sample, a scalar.
 * `parameters` : any pytree of tensors; what is differentiated. Leave frozen ones to the closure of `loss`.
-* `batch` : pytrees of tensors of shapes ``[batch, ...]``, all of one length.
+* `batch` : pytrees of tensors of shapes ``[batch, ...]``, all of one length; it may be 0, as Poisson sampling
+  has it now and then.
 * `chunk_size` : at most so many gradients are alive at a time; None for all.
+* `bytes` : in place of `chunk_size`, as many as fit into so many bytes, beside parameters and batch. The
+  first chunk is one sample, whose bytes are measured. Each chunk tells how large the next one may be.
 * `randomness` : that of `torch.func.vmap`.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from . import world
 from .errors import FuncckptError, InputError, OptionError, describe
+from .meter import Meter
 from .tape.operators import tensors_in
 
 Loss = Callable[..., Tensor]
@@ -48,11 +54,16 @@ class NoiseScale(NamedTuple):
 
 
 def gradient_norms(
-    loss: Loss, parameters: Any, *batch: Any, chunk_size: int | None = None, randomness: str = "error"
+    loss: Loss,
+    parameters: Any,
+    *batch: Any,
+    chunk_size: int | None = None,
+    bytes: int | None = None,
+    randomness: str = "error",
 ) -> Tensor:
     """Norm of the gradient of each sample, over all parameters together: a tensor of shape ``[batch]``.
 
-    `loss`, `parameters`, `batch`, `chunk_size` and `randomness` are those of all functions in this module.
+    `loss`, `parameters`, `batch`, `chunk_size`, `bytes` and `randomness` are those of all functions here.
 
     Examples
     --------
@@ -63,8 +74,8 @@ def gradient_norms(
     >>> gradient_norms(loss, torch.zeros(2), torch.tensor([[3.0, 4.0], [6.0, 8.0]]), chunk_size=1)
     tensor([ 5., 10.])
     """
-    chunks = _chunks("gradient_norms", loss, parameters, batch, chunk_size, randomness)
-    return torch.cat([_norms(gradients) for gradients in chunks])
+    chunks = _Chunks("gradient_norms", chunk_size, bytes)
+    return _reduced(chunks, _norms, loss, parameters, batch, randomness)
 
 
 def clipped_sum(
@@ -74,6 +85,7 @@ def clipped_sum(
     max_norm: float,
     eps: float = 1e-6,
     chunk_size: int | None = None,
+    bytes: int | None = None,
     randomness: str = "error",
 ) -> Clipped:
     """Sum of per-sample gradients, each scaled down to a norm of `max_norm` at most.
@@ -81,8 +93,8 @@ def clipped_sum(
     This is the sum of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133),
     before noise is added to it. It equals that of Opacus with flat clipping: the factor is
     ``min(1, max_norm / (norm + eps))``, with the norm over all parameters together. Where samples are spread
-    over ranks, all-reduce the sums, and then add the noise once. `loss`, `parameters`, `batch`, `chunk_size`
-    and `randomness`: see the module.
+    over ranks, all-reduce the sums, and then add the noise once. `loss`, `parameters`, `batch`, `chunk_size`,
+    `bytes` and `randomness`: see the module.
 
     Examples
     --------
@@ -97,22 +109,31 @@ def clipped_sum(
     if not max_norm > 0:
         raise OptionError(f"clipped_sum: max_norm={max_norm} is no positive number.")
     total: list[Tensor] = []
-    norms = []
-    for gradients in _chunks("clipped_sum", loss, parameters, batch, chunk_size, randomness):
-        norms.append(_norms(gradients))
-        factors = (max_norm / (norms[-1] + eps)).clamp(max=1.0)
+
+    def reduce(gradients: list[Tensor]) -> Tensor:
+        norms = _norms(gradients)
+        factors = (max_norm / (norms + eps)).clamp(max=1.0)
         _add(total, [torch.tensordot(factors.to(g.dtype), g, dims=1) for g in gradients])
-    return Clipped(pytree.tree_unflatten(total, pytree.tree_structure(parameters)), torch.cat(norms))
+        return norms
+
+    norms = _reduced(_Chunks("clipped_sum", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
+    return Clipped(pytree.tree_unflatten(total, pytree.tree_structure(parameters)), norms)
 
 
 def noise_scale(
-    loss: Loss, parameters: Any, *batch: Any, chunk_size: int | None = None, randomness: str = "error"
+    loss: Loss,
+    parameters: Any,
+    *batch: Any,
+    chunk_size: int | None = None,
+    bytes: int | None = None,
+    randomness: str = "error",
 ) -> NoiseScale:
     """The "simple" gradient noise scale of one batch.
 
     That of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv 1812.06162), by unbiased
     estimates from the per-sample norms and the norm of their mean. To combine batches, divide the means of
-    ``noise`` and ``signal``. `loss`, `parameters`, `batch`, `chunk_size` and `randomness`: see the module.
+    ``noise`` and ``signal``. `loss`, `parameters`, `batch`, `chunk_size`, `bytes` and `randomness`: see the
+    module.
 
     Examples
     --------
@@ -124,11 +145,12 @@ def noise_scale(
     tensor(0.6667)
     """
     total: list[Tensor] = []
-    norms = []
-    for gradients in _chunks("noise_scale", loss, parameters, batch, chunk_size, randomness):
-        norms.append(_norms(gradients))
+
+    def reduce(gradients: list[Tensor]) -> Tensor:
         _add(total, [g.sum(0) for g in gradients])
-    of_each = torch.cat(norms)
+        return _norms(gradients)
+
+    of_each = _reduced(_Chunks("noise_scale", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
     n = len(of_each)
     if n < 2:
         raise InputError("noise_scale: one sample tells nothing about noise. Pass two at least.")
@@ -145,6 +167,7 @@ def influence(
     *,
     damping: float = 0.0,
     chunk_size: int | None = None,
+    bytes: int | None = None,
     max_iterations: int = 100,
     tolerance: float = 1e-5,
 ) -> Tensor:
@@ -157,7 +180,7 @@ def influence(
     about minus entry / number of training samples. Neither the Hessian H of the mean training loss nor a
     gradient of a training sample is ever held: the system is solved by conjugate gradients.
 
-    `loss`, `parameters` (a minimum) and `chunk_size` are those of all functions in this module. `train` and
+    `loss`, `parameters` (a minimum), `chunk_size` and `bytes` are those of all functions here. `train` and
     `test` are batches; the result has shape ``[test, train]``. The loss draws no random numbers. `damping` is
     added to the diagonal of H, which has to become positive definite. Conjugate gradients stop when the
     residual is smaller than `tolerance` times the gradient, and fail after `max_iterations`.
@@ -178,11 +201,13 @@ def influence(
         return loss(pytree.tree_unflatten(leaves, structure), *sample)
 
     count = _count("influence", train)
-    parts = list(_split("influence", train, chunk_size))
+    if count == 0:
+        raise InputError("influence: there is no training sample, so there is no minimum either.")
+    chunks = _Chunks("influence", chunk_size, bytes)
 
     def hessian_times(v: list[Tensor]) -> list[Tensor]:
         product = [damping * x for x in v]
-        for part in parts:
+        for part in chunks.split(train):
 
             def of_part(leaves: list[Tensor], part: tuple[Any, ...] = part) -> Tensor:
                 return vmap(of_sample, (None, *[0] * len(part)))(leaves, *part).sum() / count
@@ -195,13 +220,13 @@ def influence(
         return change
 
     rows = []
-    with torch.no_grad():
-        for sample in _split("influence", test, 1):
+    with torch.no_grad(), chunks.meter or nullcontext():
+        for sample in _Chunks("influence", 1).split(test):
             g = grad(of_sample)(leaves, *pytree.tree_map_only(Tensor, lambda x: x[0], sample))
             v = _solve(hessian_times, g, max_iterations, tolerance)
-            changes = [vmap(along, (None, *[0] * len(part)))(v, *part) for part in parts]
-            rows.append(-torch.cat(changes))
-    return torch.stack(rows)
+            parts = _Chunks("influence", chunks.size).split(train)
+            rows.append(-torch.cat([vmap(along, (None, *[0] * len(part)))(v, *part) for part in parts]))
+    return torch.stack(rows) if rows else leaves[0].new_zeros(0, count)
 
 
 def _solve(
@@ -234,46 +259,78 @@ def _solve(
     return x
 
 
-def _chunks(
-    name: str, loss: Loss, parameters: Any, batch: tuple[Any, ...], chunk_size: int | None, randomness: str
-) -> Iterator[list[Tensor]]:
-    """Per-sample gradients of one chunk after the other: tensors of shapes ``[chunk, ...]``."""
+def _reduced(
+    chunks: _Chunks,
+    reduce: Callable[[list[Tensor]], Tensor],
+    loss: Loss,
+    parameters: Any,
+    batch: tuple[Any, ...],
+    randomness: str,
+) -> Tensor:
+    """What `reduce` makes of the gradients of a chunk, tensors of shapes ``[chunk, ...]``, for all chunks."""
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)
     states = world.states(world.random_streams(())) if randomness == "same" else []
-    for part in _split(name, batch, chunk_size):
-        for stream, state in states:
-            stream.set_state(state)
-        # Parameters of a module require grad: plain autograd would record it all.
-        with torch.no_grad():
-            gradients = pytree.tree_leaves(per_sample(parameters, *part))
-        yield gradients
-        del gradients  # before the next ones are computed
+    results = []
+    # Parameters of a module require grad: plain autograd would record it all.
+    with torch.no_grad(), chunks.meter or nullcontext():
+        for part in chunks.split(batch):
+            for stream, state in states:
+                stream.set_state(state)
+            results.append(reduce(pytree.tree_leaves(per_sample(parameters, *part))))
+        if not results:
+            results.append(reduce([p.new_zeros(0, *p.shape) for p in pytree.tree_leaves(parameters)]))
+    return torch.cat(results)
+
+
+class _Chunks:
+    """So many samples of a batch at a time, or as many as fit into bytes."""
+
+    def __init__(self, name: str, chunk_size: int | None, bytes: int | None = None) -> None:
+        if chunk_size is not None and bytes is not None:
+            raise OptionError(f"{name} takes chunk_size= or bytes=, not both.")
+        for option, value in (("chunk_size", chunk_size), ("bytes", bytes)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name}: {option}={value} is no positive number.")
+        self.name, self.size, self.bytes = name, chunk_size, bytes or 0
+        self.meter = None if bytes is None else Meter()  # of all that is done with the chunks
+        # The largest chunk so far, and what it has taken for each sample.
+        self._measured, self._of_one = 0, 0.0
+
+    def split(self, batch: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        count, start, before, meter = _count(self.name, batch), 0, 0, self.meter
+        while start < count:
+            if meter is not None:
+                before = meter.peak_bytes = meter.live_bytes
+                self.size = max(1, int((self.bytes - before) / self._of_one)) if self._measured else 1
+            samples = slice(start, start + (self.size or count))
+            yield pytree.tree_map_only(Tensor, operator.itemgetter(samples), batch)
+            size, start = min(samples.stop, count) - start, samples.stop
+            if meter is not None and size >= self._measured:
+                # Part of what a chunk takes grows with it, and part does not: a larger one takes no more
+                # for each sample.
+                taken = meter.peak_bytes - before
+                self._measured, self._of_one = size, taken / size
+                least = taken + (meter.live_bytes if start < count else before)
+                if size == 1 and least > self.bytes:
+                    raise OptionError(
+                        f"{self.name}: bytes={self.bytes} is too few for one sample: at least {least}."
+                    )
 
 
 def _count(name: str, batch: tuple[Any, ...]) -> int:
     tensors = tensors_in(batch)
-    lengths = {x.shape[0] if x.dim() else 0 for x in tensors}
-    if len(lengths) != 1 or 0 in lengths:
+    lengths = {x.shape[0] if x.dim() else -1 for x in tensors}
+    if len(lengths) != 1 or -1 in lengths:
         raise InputError(
-            f"{name}: each tensor of the batch has the samples along its first dimension, at least one, and "
-            f"not: {', '.join(map(describe, tensors)) or 'no tensor at all'}. What all samples share belongs "
+            f"{name}: each tensor of the batch has the samples along its first dimension, and not: "
+            f"{', '.join(map(describe, tensors)) or 'no tensor at all'}. What all samples share belongs "
             "into the closure of the loss."
         )
     return lengths.pop()
 
 
-def _split(name: str, batch: tuple[Any, ...], chunk_size: int | None) -> Iterator[tuple[Any, ...]]:
-    count = _count(name, batch)
-    size = count if chunk_size is None else chunk_size
-    if not isinstance(size, int) or size < 1:
-        raise OptionError(f"{name}: chunk_size={chunk_size} is no positive number of samples.")
-    for start in range(0, count, size):
-        samples = slice(start, start + size)
-        yield pytree.tree_map_only(Tensor, operator.itemgetter(samples), batch)
-
-
 def _norms(gradients: list[Tensor]) -> Tensor:
-    rows = [g.reshape(len(g), -1) for g in gradients]
+    rows = [g.reshape(len(g), math.prod(g.shape[1:])) for g in gradients]
     return torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows]).norm(dim=0)
 
 

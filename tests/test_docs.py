@@ -162,6 +162,8 @@ def test_examples_of_the_pages(page, number, monkeypatch):
         pyplot.switch_backend("agg")
     if "import transformers" in text:
         library_of_models("transformers")
+    if "import RDPAccountant" in text:
+        pytest.importorskip("opacus", reason="needs the extra `models`")
     if "from funcckpt" not in text:
         names.update(vars(funcckpt))
     exec(compile(text, f"{page.name}, example {number}", "exec"), names)

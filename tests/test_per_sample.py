@@ -3,6 +3,7 @@ and Opacus.
 """
 
 import copy
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.func import functional_call
 
 import funcckpt
 from funcckpt import remat
+from funcckpt.meter import measure
 from funcckpt.nn import Remat, apply_remat
 from funcckpt.per_sample import clipped_sum, gradient_norms, influence, noise_scale
 
@@ -92,6 +94,51 @@ def test_memory_of_a_clipped_sum():
         assert storages.live == tensor_bytes(result)
     assert peaks[None] > 64 * one
     assert peaks[2] < 6.2 * one
+
+
+WAYS = {
+    "gradient_norms": gradient_norms,
+    "clipped_sum": lambda *args, **options: clipped_sum(*args, max_norm=1.0, **options),
+    "noise_scale": noise_scale,
+    "influence": lambda loss, w, x, **options: influence(
+        loss, w, (x[:40],), (x[:1],), damping=99.0, max_iterations=9, **options
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("samples", [1, 20])
+def test_bytes(way, samples):
+    """As much as fits is used, and no more. The least is named, but for norms and vectors that come later."""
+    torch.manual_seed(0)
+    w, x = torch.randn(30, 30, dtype=F64) / 9, torch.randn(200, 30, dtype=F64)
+
+    def loss(w, x):
+        return torch.tanh(w @ torch.tanh(w @ x)).square().sum()
+
+    run = lambda **options: WAYS[way](loss, w, x, **options)
+    given = measure(run, chunk_size=samples).peak_bytes
+    found = measure(run, bytes=given)
+    close(found.result, run())
+    assert 0.8 * given < found.peak_bytes <= given
+    with pytest.raises(funcckpt.OptionError, match="too few for one sample") as error:
+        run(bytes=4000)
+    run(bytes=int(1.2 * int(re.findall(r"at least (\d+)", str(error.value))[0])))
+
+
+def test_an_empty_batch():
+    """As Poisson sampling has it now and then."""
+    _, parameters, loss, x, y = problem()
+    for options in ({}, {"chunk_size": 2}, {"bytes": 10**6}):
+        result = clipped_sum(loss, parameters, x[:0], y[:0], max_norm=1.0, **options)
+        close(result.sum, {name: torch.zeros_like(p) for name, p in parameters.items()})
+        norms = gradient_norms(loss, parameters, x[:0], y[:0], **options)
+        assert result.norms.shape == norms.shape == (0,) and norms.dtype is F64
+    with pytest.raises(funcckpt.InputError, match="two at least"):
+        noise_scale(loss, parameters, x[:0], y[:0])
+    assert influence(loss, parameters, (x, y), (x[:0], y[:0])).shape == (0, 7)
+    with pytest.raises(funcckpt.InputError, match="no training sample"):
+        influence(loss, parameters, (x[:0], y[:0]), (x, y))
 
 
 def test_module_parameters_that_require_grad_record_nothing():
@@ -225,7 +272,8 @@ def test_influence_errors():
     [
         ((torch.ones(2, 3), torch.ones(3)), {}, funcckpt.InputError, r"float32\[2, 3\], float32\[3\]"),
         ((torch.ones(2, 3), torch.tensor(1.0)), {}, funcckpt.InputError, "first dimension"),
-        ((torch.ones(0, 3),), {}, funcckpt.InputError, "at least one"),
+        ((torch.ones(2, 3),), {"bytes": 1.5}, funcckpt.OptionError, r"bytes=1\.5"),
+        ((torch.ones(2, 3),), {"bytes": 9, "chunk_size": 2}, funcckpt.OptionError, "not both"),
         ((), {}, funcckpt.InputError, "no tensor at all"),
         ((torch.ones(2, 3),), {"chunk_size": 0}, funcckpt.OptionError, "chunk_size=0"),
         ((torch.ones(2, 3),), {"max_norm": 0.0}, funcckpt.OptionError, "max_norm"),
@@ -319,9 +367,12 @@ def test_opacus_with_checkpointed_layers():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 def test_opacus_does_not_see_through_a_block():
-    """Its hooks on the layers inside run again in the recomputation. It says so; wrap single layers."""
-    torch.manual_seed(0)
+    """Its hooks on the layers inside would run again in the recomputation. Wrap single layers."""
     model = nn.Sequential(nn.Embedding(9, 4), Remat(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), nn.Flatten())
     x, y = torch.randint(0, 9, (10, 6)), torch.randint(0, 3, (10,))
-    with pytest.raises(ValueError, match="Per sample gradient is not initialized"):
+    with pytest.raises(
+        funcckpt.InputError, match=r"Remat\(Sequential\).*'0'.*Wrap single layers.*clipped_sum"
+    ):
         by_opacus(model, x, y, 0.5)
+    with torch.no_grad():
+        model(x)
