@@ -10,11 +10,18 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RTOL, ATOL = 1e-10, 1e-12
+
+
+def seeds(few, count, start=0):
+    """Numbers of random programs: some for the five minutes, and the rest for the run that is exhaustive."""
+    rest = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(start + few, start + count)]
+    return [*range(start, start + min(few, count)), *rest]
 
 
 def no_remat(f=None, **options):

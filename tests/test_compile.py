@@ -92,7 +92,13 @@ TRANSFORMS = {
 }  # vmap(hessian) is not compiled by any torch so far, with remat or without
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+LIKE_OTHERS = ("grad_and_value", "vjp", "grad(vmap)", "jacfwd")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n in LIKE_OTHERS else ()) for n in TRANSFORMS],
+)
 def test_transforms_recompute_in_one_graph(name):
     transform, times = TRANSFORMS[name]
     compiled, counts = counted(transform(loss))

@@ -163,7 +163,7 @@ def cross_entropy(p, x, y):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("steps", [5, 50])
+@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_meta_gradients_on_digits(steps, options):
     x, y, x_test, y_test = digits(16, 24)
     meta = {"p": classifier(), "rate": torch.tensor(0.1, dtype=F64)}

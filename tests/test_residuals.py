@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from compositions.programs import draw
 from compositions.test_random_programs import inputs
-from support import no_remat, outcome
+from support import no_remat, outcome, seeds
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
@@ -418,7 +418,7 @@ def test_the_meter_sees_the_same_bytes(stack, f, wrap, params):
 
 
 @pytest.mark.parametrize("wrap", [remat, no_remat])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30, 60))
 def test_random_programs(seed, wrap):
     """To look breaks nothing, all that is kept is alive, and all of it has a source."""
     program, (x, w) = draw(seed), inputs(seed)

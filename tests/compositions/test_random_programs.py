@@ -1,6 +1,6 @@
 """Random programs under random stacks of transforms, compared with the same program without remat.
 
-500 of them by default; `FUNCCKPT_RANDOM_PROGRAMS=5000` for more, `FUNCCKPT_RANDOM_START=12345` for
+500 of them, the first 200 in the five minutes; `FUNCCKPT_RANDOM_PROGRAMS=5000` for more, `FUNCCKPT_RANDOM_START=12345` for
 others. A failure prints the program, shrunk, as source text. `python
 tests/compositions/test_random_programs.py 17` prints number 17.
 """
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from support import assert_same_outcome, message, no_remat, outcome
+from support import assert_same_outcome, message, no_remat, outcome, seeds
 
 from funcckpt import remat
 
@@ -113,12 +113,7 @@ def numbers(tree):
     return [t.detach() for t in leaves if is_differentiable(t) and t.numel()]
 
 
-SEEDS = [*range(START, START + COUNT)]
-if "FUNCCKPT_RANDOM_PROGRAMS" not in os.environ:
-    SEEDS = SEEDS[:200] + [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in SEEDS[200:]]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(200, COUNT, START))
 def test_same_as_without_remat(seed):
     program = draw(seed)
     text, kind = complaint(program)
