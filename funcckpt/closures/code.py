@@ -6,7 +6,7 @@ import dis
 import functools
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 # Libraries whose globals and classes hold nothing of the user's. Their closures and objects are searched.
 # So is every installed package, but for a function that is itself given to remat.
@@ -28,16 +28,21 @@ def is_installed(module: Any) -> bool:
     return package not in _LIBRARIES and ("site-packages" in file or "dist-packages" in file)
 
 
-@functools.lru_cache(maxsize=4096)
-def own_classes(kind: Any) -> tuple[type, ...]:
-    """A class and its bases, without those of libraries."""
-    return tuple([base for base in kind.__mro__ if not is_library(base.__module__)])
+class About(NamedTuple):
+    """What is known of a class."""
+
+    is_own: bool  # of the user, and of no library
+    is_of_installed: bool  # of an installed package, or a base of it is
+    own_classes: tuple[type, ...]  # it and its bases, without those of libraries
+    names: frozenset[str]  # what code that it has of libraries looks up
 
 
 @functools.lru_cache(maxsize=4096)
-def is_of_installed(kind: Any) -> bool:
-    """Whether a class, or a base of it, is of an installed package."""
-    return any([is_installed(base.__module__) for base in kind.__mro__])
+def about(kind: Any) -> About:
+    """What is known of a class."""
+    is_of_installed = any([is_installed(base.__module__) for base in kind.__mro__])
+    own = tuple([base for base in kind.__mro__ if not is_library(base.__module__)])
+    return About(kind in own, is_of_installed, own, _names_in_bases(kind))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,8 +70,7 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
     return frozenset(looked_up), frozenset(of_globals), frozenset(imported)
 
 
-@functools.lru_cache(maxsize=4096)
-def names_in_bases(kind: Any) -> frozenset[str]:
+def _names_in_bases(kind: Any) -> frozenset[str]:
     """What code that a class has of libraries looks up, where an instance is called: nn.LayerNorm its eps."""
     looked_up: set[str] = set()
     pending = {"forward", "__call__"}

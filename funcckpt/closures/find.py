@@ -26,7 +26,7 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 
 from . import kinds
-from .code import is_installed, is_library, is_of_installed, names_in, names_in_bases, own_classes
+from .code import about, is_installed, is_library, names_in
 from .kinds import Hole, Node
 
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
@@ -81,9 +81,10 @@ class Found:
         self.draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
-        # Objects of which only attributes count that are named, and how many nodes there were then.
+        # Objects of which only attributes count that are named, and how much was named when they were read.
         named: list[Node] = []
-        known = 0
+        read_with: Any = None
+        functions = 0
         first = root[0] if type(root) is tuple and root else root
         first = first.__func__ if type(first) is types.MethodType else first
         pending: list[tuple[Any, int, Any]] = [(root, 0, "")]
@@ -102,33 +103,34 @@ class Found:
                     if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
                         self.streams.append(value)
                     continue
-                of = value if isinstance(value, type) else cls
-                module = of.__module__
-                if kind is kinds.FUNCTION:
-                    module = value.__globals__.get("__name__")
-                elif isinstance(value, types.ModuleType):
-                    module = value.__name__
-                is_own = not is_library(module) or (kind is kinds.FUNCTION and value is first)
-                self.draws_elsewhere |= is_of_installed(of) or is_installed(module) or module in _DRAWING
+                of = about(value if isinstance(value, type) else cls)
+                is_own, draws = of.is_own, of.is_of_installed
+                if kind is kinds.FUNCTION or isinstance(value, types.ModuleType):
+                    module = value.__globals__.get("__name__") if kind is kinds.FUNCTION else value.__name__
+                    is_own = not is_library(module) or value is first
+                    draws = draws or is_installed(module) or module in _DRAWING
+                self.draws_elsewhere |= draws
                 if kind is kinds.CLASS and not is_own:
                     continue  # it holds nothing of the user's
                 counted = names if is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS) else None
+                content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
-                    content: dict[Any, Any] = dict(value if kind is kinds.DICT else value.__dict__)
-                else:
+                    content = dict(value if kind is kinds.DICT else value.__dict__)
+                elif counted is None or kind is kinds.CLASS:
                     content = kinds.read(kind, value, counted)
+                # Else what it holds is read below: its class may name more.
                 refers = {*map(id, content.values())}
                 node = nodes[number] = Node(kind, cls, value, content, refers, parent, key, counted)
                 if counted is not None:
                     named.append(node)
-                    names |= names_in_bases(of)
-                if kind is kinds.MODULE and value.training and content.get("_buffers"):
+                    names |= of.names
+                if kind is kinds.MODULE and value.training and value._buffers:
                     self._training.append(value._buffers)
                 for name, item in content.items():
                     if type(item) not in kinds.ATOMS:
                         is_empty = name in _OFTEN_EMPTY and not item
                         (self._empty if is_empty else pending).append((item, number, name))
-                for base in own_classes(of):
+                for base in of.own_classes:
                     pending.append((base, number, "__class__"))
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
@@ -140,14 +142,16 @@ class Found:
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
+                        functions += 1
                         if nodes[id(space)].kind is kinds.GLOBALS:  # and no dict that f holds
                             nodes[id(space)].names.update(of_globals)
                         self.calls_backward |= "backward" in looked_up
                         for name in imported:
                             self.draws_elsewhere |= name not in sys.modules  # for all that is known
                             pending.append((sys.modules.get(name), number, "__class__"))
-            if known < len(nodes):  # whose code may name more
-                known = len(nodes)
+            now = len(names), len(named), functions
+            if read_with != now:  # more may be named
+                read_with = now
                 for node in named:
                     if node.kind in kinds.OBJECTS and (everything or not names.isdisjoint(_LOOK_UP_ANYTHING)):
                         node.names = None
@@ -155,7 +159,9 @@ class Found:
                         if name not in node.content:
                             node.content[name] = item
                             node.refers.add(id(item))
-                            pending.append((item, id(node.value), name))
+                            if type(item) not in kinds.ATOMS:
+                                is_empty = name in _OFTEN_EMPTY and not item
+                                (self._empty if is_empty else pending).append((item, id(node.value), name))
         self.draws_elsewhere |= "random" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
