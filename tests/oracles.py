@@ -304,6 +304,15 @@ def _w_forward_mode(h, w, x):
         return tuple(torch.autograd.forward_ad.unpack_dual(out))
 
 
+def _w_leaf_beside_a_dual(h, w, x):
+    """The gradient has a tangent."""
+    w = _leaf(w)
+    with torch.autograd.forward_ad.dual_level():
+        out = h(w, torch.autograd.forward_ad.make_dual(x, weight(x)))
+        (g,) = torch.autograd.grad(total(out), w)
+        return tuple(torch.autograd.forward_ad.unpack_dual(g))
+
+
 def _w_grad_inside_plain(h, w, x):
     w = _leaf(w)
     return torch.autograd.grad(total(grad(lambda x: total(h(w, x)))(x)), w)
@@ -324,6 +333,7 @@ CAPTURES = {
     "backward_nonleaf": _w_nonleaf_backward,
     "double_backward": _w_double_backward,
     "forward_mode": _w_forward_mode,
+    "leaf_beside_a_dual": _w_leaf_beside_a_dual,
     "grad": lambda h, w, x: grad(lambda w, x: total(h(w, x)))(w, x),
     "grad_both": lambda h, w, x: grad(lambda w, x: total(h(w, x)), argnums=(0, 1))(w, x),
     "vjp_later": _wx_vjp_later,
