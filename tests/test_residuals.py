@@ -96,48 +96,39 @@ def exp(function, *batch):
 # -- exact records --------------------------------------------------------------------------------------
 
 
-def test_plain(params):
-    """With respect to all arguments, since none requires grad."""
-    assert rows(loss, params, torch.ones(N, D)) == [W1, W2, X, tanh(), square(), exp(loss)]
+PER_SAMPLE = functools.partial(vmap, in_dims=(None, 0))
+OF_LOSS = [tanh(), square(), exp(loss)]
+RECORDS = {
+    # With respect to all arguments, since none requires grad.
+    "plain": (loss, [W1, W2, X, *OF_LOSS]),
+    "grad": (grad(loss), [W2, X, *OF_LOSS]),
+    # Batched, what belongs to each sample; the parameters as they are.
+    "vmap of grad": (PER_SAMPLE(grad(loss)), [W2, XS, tanh(B), square(B), exp(loss, B)]),
+    "remat": (rematted, [W1, W2, X, exp(rematted)]),
+    "grad of remat": (grad(rematted), [W1, W2, X, exp(rematted)]),
+    "vmap of grad of remat": (PER_SAMPLE(grad(rematted)), [W1, W2, XS, exp(rematted, B)]),
+    "remat of the whole": (grad(remat(loss)), [W1, W2, X]),
+    "hooks": (hooked, [W1, W2, X, exp(hooked)]),
+    "vmap of grad of hooks": (PER_SAMPLE(grad(hooked)), [W1, W2, XS, exp(hooked, B)]),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records(name, params):
+    f, expected = RECORDS[name]
+    assert rows(f, params, torch.ones(B, N, D) if "vmap" in name else torch.ones(N, D)) == expected
 
 
 def test_what_requires_grad_decides(params):
     """x does not, so that w1 is not needed."""
     params = {name: p.requires_grad_() for name, p in params.items()}
-    assert rows(loss, params, torch.ones(N, D)) == [W2, X, tanh(), square(), exp(loss)]
-
-
-def test_grad(params):
-    assert rows(grad(loss), params, torch.ones(N, D)) == [W2, X, tanh(), square(), exp(loss)]
-
-
-def test_vmap_of_grad(params):
-    """Batched, what belongs to each sample; the parameters as they are."""
-    found = rows(vmap(grad(loss), (None, 0)), params, torch.ones(B, N, D))
-    assert found == [W2, XS, tanh(B), square(B), exp(loss, B)]
-
-
-def test_remat(params):
-    inputs = [W1, W2, X]
-    assert rows(rematted, params, torch.ones(N, D)) == [*inputs, exp(rematted)]
-    assert rows(grad(rematted), params, torch.ones(N, D)) == [*inputs, exp(rematted)]
-    found = rows(vmap(grad(rematted), (None, 0)), params, torch.ones(B, N, D))
-    assert found == [W1, W2, XS, exp(rematted, B)]
+    assert rows(loss, params, torch.ones(N, D)) == [W2, X, *OF_LOSS]
 
 
 def test_who_keeps_it(params):
     found = {r.source: r.kept_by for r in saved_residuals(grad(rematted), params, torch.ones(N, D))}
     assert found["argument x"] == "remat(block)"
     assert found[exp(rematted)[3]] == "ExpBackward0"
-
-
-def test_whole_function_in_remat(params):
-    assert rows(grad(remat(loss)), params, torch.ones(N, D)) == [W1, W2, X]
-
-
-def test_the_hook_path(params):
-    assert rows(hooked, params, torch.ones(N, D)) == [W1, W2, X, exp(hooked)]
-    assert rows(vmap(grad(hooked), (None, 0)), params, torch.ones(B, N, D)) == [W1, W2, XS, exp(hooked, B)]
 
 
 def test_nested_hook_path(params):
