@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcckpt
-from funcckpt import remat
+from funcckpt import checkpoint_name, remat
+from funcckpt.meter import mark
 from funcckpt.nn import apply_remat
 
 DEPTH = 3
@@ -495,6 +496,17 @@ def test_the_eager_backend_recomputes(name):
     with Count() as count:
         torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_loss)(PARAMETERS, X))
     assert count.seen == (times + 1) * DEPTH  # and once without remat
+
+
+def test_names_and_marks_break_no_graph():
+    def loss(x):
+        y = remat(lambda x: checkpoint_name(x.sin(), "sine").exp())(x)
+        mark("saved")
+        return y.sum()
+
+    x = torch.ones(3, 2, dtype=torch.float64)
+    run = vmap(grad(loss))
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="eager")(x), run(x))
 
 
 def test_a_policy_of_checkpoint_is_refused_in_a_graph():

@@ -51,8 +51,9 @@ def checkpoint_name(x: T, name: str) -> T:
     if not isinstance(name, str):
         what = describe(name) if isinstance(name, Tensor) else repr(name)
         raise InputError(f"checkpoint_name takes a value and then its name, a string, not {what}.")
-    looked_at = any([getattr(mode, "sees_names", False) for mode in functorch.dispatch_modes()])
-    if torch.compiler.is_compiling() or not looked_at:
+    if torch.compiler.is_compiling():
+        return x
+    if not any([getattr(mode, "sees_names", False) for mode in functorch.dispatch_modes()]):
         return x
     before, _current.name = current_name(), name
     try:
