@@ -78,9 +78,9 @@ def plot_tradeoff(
     """Draw what each policy recomputes against the most bytes that are alive, and the Pareto front.
 
     f, `args` and `kwargs` are as for :func:`~funcckpt.explain`. All checkpoints in f get each of `policies`,
-    a sequence or a mapping of names; None keeps the inputs alone. The axes, `ax` or those of a new figure,
-    get a point for each, one for f with nothing checkpointed, and a line through those that no other beats
-    in both respects. Without a checkpoint in f it raises an InputError.
+    a sequence or a mapping of names; None, no policy, is among them in any case. The axes, `ax` or those of a
+    new figure, get a point for each, one for f with nothing checkpointed, and a line through those that no
+    other beats in both respects. Without a checkpoint in f it raises an InputError.
 
     >>> import torch
     >>> from funcckpt import checkpoint, plot_tradeoff
@@ -88,10 +88,10 @@ def plot_tradeoff(
     ...     for _ in range(4):
     ...         x = checkpoint(lambda x: torch.tanh(x @ w).exp().log(), x)
     ...     return x.sum()
-    >>> policies = {"nothing": None, "products": [torch.ops.aten.mm.default]}
+    >>> policies = {"products": [torch.ops.aten.mm.default]}
     >>> ax = plot_tradeoff(loss, torch.eye(64), torch.ones(256, 64), policies=policies)
     >>> [text.get_text() for text in ax.texts]
-    ['no remat', 'nothing', 'products']
+    ['no remat', 'no policy', 'products']
     """
     ax = ax or _new_axes("plot_tradeoff")
     subject = Subject(f, args, kwargs)
@@ -101,6 +101,8 @@ def plot_tradeoff(
         raise InputError("plot_tradeoff: there is no checkpoint in f. Put remat around its parts.")
     if not isinstance(policies, Mapping):
         policies = {getattr(policy, "__name__", str(policy)): policy for policy in policies}
+    if None not in policies.values():
+        policies = {"no policy": None} | {**policies}
     costs = {"no remat": without}
     costs |= {name: measure(subject, Calls(policy=policy))[0] for name, policy in policies.items()}
     unit, size = unit_for(max(cost.peak_bytes for cost in costs.values()), BYTES)
