@@ -255,11 +255,33 @@ def order_of_layers(w, x, wrap):
 
 
 @place
-def hooks_that_come_later(w, x, wrap):
-    net = Block(w)
+def hooks_of_modules(w, x, wrap):
+    net = nn.Sequential(Block(w), nn.Tanh())
+    handle = net[1].register_forward_hook(lambda module, args, out: out * 2)
+    net[0].register_forward_hook(lambda module, args, out: out.sin())
     y = wrap(net)(x)
-    net.register_forward_hook(lambda module, args, out: out * 5)
-    net.act.register_forward_pre_hook(lambda module, args: (args[0] * 5,))
+    handle.remove()
+    net[0].register_forward_hook(lambda module, args, out: out + 1, prepend=True)
+    net[0].act.register_forward_pre_hook(lambda module, args: (args[0] * 5,))
+    net[1].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    return y
+
+
+@place
+def attributes_and_methods_of_a_class(w, x, wrap):
+    class Scaled(Block):
+        scale = 2.0
+
+        def method(self, x):
+            return (x @ self.w * self.scale).sin()
+
+        def forward(self, x):
+            return self.method(x)
+
+    first, second = Scaled(w), Scaled(w)
+    y = wrap(second)(wrap(first)(x))
+    first.scale, second.forward = 5.0, torch.exp
+    Scaled.method = lambda self, x: x.exp()
     return y
 
 
