@@ -196,13 +196,6 @@ def test_recursive_halving(n, expected, how):
     assert counter.calls - n == expected
 
 
-@pytest.mark.parametrize("n", [4, 8, 16])
-def test_recursive_halving_in_forward_mode_evaluates_once(n):
-    counter = Counter(torch.sin)
-    jvp(halved(counter, n), (torch.tensor(X),), (torch.ones(3),))
-    assert counter.calls == n
-
-
 # FLOPs
 
 WIDTH = 8
@@ -358,10 +351,3 @@ def test_a_plain_forward_holds_more():
         y = chain(block, 5)(x, w)
         assert storages.live == 10 * tensor_bytes(x)
         del y
-
-
-def test_bytes_without_grad_are_the_output():
-    x, w = block_inputs()
-    with Storages().known(x, w) as storages:
-        y = chain(remat(block), 3)(x, w)
-        assert storages.live == tensor_bytes(y)

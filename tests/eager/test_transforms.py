@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import Counter, assert_same
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, vmap
 from torch.utils.checkpoint import CheckpointError
 
 import funcckpt
@@ -25,26 +25,6 @@ def chain(x, w):
     for _ in range(2):
         x = torch.tanh(x @ w)
     return x
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        grad,
-        hessian,
-        jacrev,
-        jacfwd,
-        lambda f: vmap(grad(f), (0, None)),
-        lambda f: lambda x, w: jvp(lambda x: f(x, w), (x,), (x.cos(),)),
-        lambda f: vmap(hessian(f), (0, None)),
-    ],
-    ids=["grad", "hessian", "jacrev", "jacfwd", "per_sample", "jvp", "per_sample_hessian"],
-)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_transforms(transform, use_reentrant):
-    x, w = torch.randn(4, 3, dtype=D), torch.randn(3, 3, dtype=D)
-    f = lambda x, w: checkpoint(chain, x, w, use_reentrant=use_reentrant).sum()
-    assert_same(transform(f)(x, w), transform(lambda x, w: chain(x, w).sum())(x, w))
 
 
 def test_recomputes_under_transforms():
