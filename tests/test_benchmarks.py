@@ -16,7 +16,7 @@ import readme  # noqa: E402
 
 SCRIPTS = [
     *("bilevel", "chunks", "depth", "functorch_grad", "langevin", "loops"),
-    *("maml", "per_sample", "power_iteration", "sampler", "sizes"),
+    *("maml", "per_sample", "power_iteration", "sampler", "sizes", "small_models"),
 ]
 
 
@@ -36,6 +36,16 @@ def test_methods_agree_at_toy_size(script, problem):
         assert "saved tensor hooks" in row["error"] if "error" in row else row["peak_bytes"] > 0
         assert row.get("difference", 0) < 1e-4
     assert sum("difference" in row for row in rows) > 2 or script == "chunks"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["eager", "eager, remat"])
+def test_the_script_for_what_is_compiled(method):
+    import compiled
+
+    for problem in compiled.PROBLEMS:
+        row = compiled.measured(problem, method, toy=True, rounds=1)
+        assert 0 < row["seconds"] < row["first_call"]
 
 
 @pytest.mark.exhaustive

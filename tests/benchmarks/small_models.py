@@ -1,6 +1,6 @@
 """What does `nn.Remat` cost in models of others, and in larger ones?
 
-    python tests/benchmarks/models.py
+    python tests/benchmarks/small_models.py
 
 Per-sample gradients of small models of transformers (``pip install ".[models]"``; 6 layers of width 64, 8 samples
 of 48 tokens), with all blocks in `Remat` and without. And one block of a model, forward and backward in plain
@@ -21,15 +21,15 @@ from torch.func import functional_call, grad, vmap
 from funcckpt import policies, remat
 from funcckpt.nn import Remat, apply_remat
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))
+from models import library_of_models  # of the tests
 
 LAYERS, WIDTH, SAMPLES, TOKENS, WORDS = 6, 64, 8, 48, 128
 BLOCKS = [1, 4, 16, 64, 256]
 
 
 def gpt2() -> nn.Module:
-    import transformers
-
+    transformers = library_of_models("transformers")
     sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": TOKENS, "vocab_size": WORDS}
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = transformers.GPT2Config(
@@ -39,8 +39,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    import transformers
-
+    transformers = library_of_models("transformers")
     config = transformers.LlamaConfig(
         num_hidden_layers=LAYERS,
         hidden_size=WIDTH,
@@ -124,7 +123,4 @@ PROBLEMS = {
 }
 
 if __name__ == "__main__":
-    from models import torchvision  # of the tests: transformers imports it, and it may not fit this torch
-
-    torchvision()
     main(__file__, PROBLEMS, rounds=10, summary=growth)

@@ -1,0 +1,107 @@
+"""What does `remat` cost and save in compiled per-sample gradients?
+
+    python tests/benchmarks/compiled.py
+
+The transformer and the GRU of `per_sample.py` (4 blocks, 64 steps: to compile takes minutes), eager and under
+``torch.compile(fullgraph=True)``, with `remat` and without; beside ``jax.jit`` with `jax.checkpoint` and without. A
+method has a process of its own. Told are the seconds of the first call, which compiles; the processor's seconds of a
+call after that, the best of some; and by how much the resident memory grows in one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Row, best_times, hardware, is_installed, none, resident_growth, write
+from per_sample import jax_gradients, numbers, per_sample_gradients
+from torch_models import GRU, Transformer
+
+from funcckpt import remat
+
+PROBLEMS = ("transformer", "GRU")
+METHODS = {
+    "eager": (none, False),
+    "eager, remat": (remat, False),
+    "compiled": (none, True),
+    "compiled, remat": (remat, True),
+}
+PEERS = {"jax.jit": False, "jax.jit, jax.checkpoint": True}
+
+
+def job(problem: str, method: str, toy: bool) -> Any:
+    """What is called."""
+    torch.manual_seed(0)
+    width, length = (16, 16) if toy else (64, 128 if problem == "transformer" else 64)
+    x, y = numbers(256, 8, length), numbers(256, 8, length)
+    if problem == "transformer":
+        model = lambda wrap: Transformer(wrap, 256, 2 if toy else 4, width, 4)
+        of_jax = lambda jax_models, wrap: jax_models.transformer(wrap, 4)
+    else:
+        model = lambda wrap: GRU(wrap, 256, width, 16)
+        of_jax = lambda jax_models, wrap: jax_models.gru(wrap, 16)
+    parameters = {name: p.detach() for name, p in model(none).named_parameters()}
+    if method in PEERS:
+        import jax_models
+
+        return jax_gradients(partial(of_jax, jax_models), PEERS[method], parameters, x, y).run
+    wrap, is_compiled = METHODS[method]
+    run = per_sample_gradients(model(wrap))
+    return partial(torch.compile(run, fullgraph=True) if is_compiled else run, parameters, x, y)
+
+
+def measured(problem: str, method: str, toy: bool, rounds: int) -> Row:
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    run = job(problem, method, toy)
+    run()
+    first = time.perf_counter() - start
+    times, _ = best_times({method: run}, rounds)
+    return {
+        "problem": problem,
+        "method": method,
+        "first_call": round(first, 2),
+        "seconds": times[method],
+        "resident_bytes": resident_growth(run),
+    }
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="sizes that take seconds; nothing is written")
+    parser.add_argument("--rounds", type=int, default=5, help="that time is the best of")
+    parser.add_argument("--out", type=Path, help="the JSON (default: in results)")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("PROBLEM", "METHOD"), help="print the row of this one alone"
+    )
+    options = parser.parse_args(arguments)
+    if options.one:
+        print(json.dumps(measured(*options.one, options.toy, options.rounds)))
+        return []
+    rows: list[Row] = []
+    print(f"{'':40}{'first call':>12}{'seconds':>12}{'resident MiB':>14}   ({hardware()})")
+    for problem in PROBLEMS:
+        for method in [*METHODS, *(PEERS if is_installed("jax") else ())]:
+            command = [sys.executable, __file__, "--one", problem, method, "--rounds", str(options.rounds)]
+            done = subprocess.run(
+                [*command, *(["--toy"] if options.toy else [])], stdout=subprocess.PIPE, text=True, check=True
+            )
+            rows.append(row := json.loads(done.stdout.splitlines()[-1]))
+            resident = (row["resident_bytes"] or 0) / 2**20
+            print(
+                f"{problem + ', ' + method:40}{row['first_call']:12.1f}{row['seconds']:12.4f}{resident:14.1f}",
+                flush=True,
+            )
+    write(__file__, {"rows": rows}, options)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
