@@ -260,12 +260,7 @@ def _solve(
 
 
 def _reduced(
-    chunks: _Chunks,
-    reduce: Callable[[list[Tensor]], Tensor],
-    loss: Loss,
-    parameters: Any,
-    batch: tuple[Any, ...],
-    randomness: str,
+    chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
     """What `reduce` makes of the gradients of a chunk, tensors of shapes ``[chunk, ...]``, for all chunks."""
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)

@@ -42,6 +42,7 @@ def remat(
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
     policy: Policy | None = ...,
+    prevent_cse: bool = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -54,6 +55,7 @@ def remat(
     preserve_rng_state: bool = ...,
     determinism_check: str = ...,
     policy: Policy | None = ...,
+    prevent_cse: bool = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -65,6 +67,7 @@ def remat(
     preserve_rng_state: bool = True,
     determinism_check: str = "default",
     policy: Policy | None = None,
+    prevent_cse: bool = True,
 ) -> Any:
     """Recompute f in the backward instead of keeping what it computed.
 
@@ -90,6 +93,8 @@ def remat(
     policy : callable, list of operators, or None
         What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
         function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing.
+    prevent_cse : bool
+        Of `jax.checkpoint`; it says nothing here.
 
     Returns
     -------

@@ -140,6 +140,16 @@ def test_calls_of_torch(theirs, ours):
     assert kept <= bytes_of_theirs
 
 
+def test_torch_compat_stands_for_the_module():
+    import funcckpt.torch_compat as cp
+
+    assert {*torch_checkpoint.__all__} <= {*vars(cp)} and cp.__all__ == torch_checkpoint.__all__
+    ours = ["checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts"]
+    assert all(getattr(cp, name) is getattr(funcckpt, name) for name in ours)
+    with cp.set_checkpoint_early_stop(False):
+        assert grad(lambda x: cp.checkpoint(torch.sin, x, use_reentrant=False))(torch.tensor(0.0)) == 1
+
+
 def test_wrapped_modules():
     """The same modules are chosen, and state dicts are exchanged."""
     plain, x = model_and_input()
@@ -169,6 +179,7 @@ def test_names_of_jax():
     save_anything_except_these_names save_any_names_but_these save_only_these_names
     save_from_both_policies save_and_offload_only_these_names"""
     assert not set(theirs.split()) - set(policies.__all__)
+    assert grad(funcckpt.remat(torch.sin, prevent_cse=False))(torch.tensor(0.0)) == 1
 
 
 # -- Opacus -------------------------------------------------------------------------------------------

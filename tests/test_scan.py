@@ -818,6 +818,12 @@ def two(c, x):
         (lambda: scan(two, X, {"a": XS, "b": object()}), r"xs\['b'\] is a object, and no tensor"),
         (lambda: scan(lambda c, x: (c, {"a": "z"}), X, XS), r"y\['a'\] is a str, and no tensor"),
         (lambda: fori_loop(0, 2.5, lambda i, c: c, X), r"upper=2.5 is not a whole number"),
+        (
+            lambda: vmap(lambda n: fori_loop(0, n, lambda i, c: c, X))(torch.tensor([1, 2])),
+            r"upper=int64\[\] is not a whole number\. A vmap has batched it.*torch\.where",
+        ),
+        (lambda: scan(lambda c, x: (c + x.sum(), None), 0.0, XS), r"given a float. Begin with a tensor"),
+        (lambda: scan(two, X, [XS, XS[:4]]), r"says 11\. A list is one pytree: stack batches"),
         (lambda: while_loop(lambda c: True, two, X, max_steps=-1), r"max_steps=-1 is not a number of steps"),
         (lambda: while_loop(lambda c: None, two, X), r"cond returned None at step 0, not a truth value"),
         (
@@ -890,6 +896,24 @@ def test_where_nothing_is_kept_no_step_is_a_checkpoint():
         assert sines(run) == 60
     with torch.no_grad():
         assert sines(lambda: f(x.clone().requires_grad_())) == 60
+
+
+def test_keywords_of_jax():
+    total, xs = lambda c, x: (c + x, None), torch.arange(5)
+    assert scan(f=total, init=torch.tensor(1), xs=xs, length=5, reverse=True, unroll=4)[0] == 11
+    assert fori_loop(0, 3, body_fun=lambda i, c: c + i, init_val=3, unroll=True) == 6
+    assert while_loop(cond_fun=lambda c: c < 5, body_fun=lambda c: c + 2, init_val=0) == 6
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs notes on exceptions")
+def test_a_list_of_batches():
+    def my_step(c, x):
+        return c + x["a"].sum(), None
+
+    with pytest.raises(TypeError, match="list indices") as caught:
+        scan(my_step, torch.tensor(0.0), [{"a": torch.ones(2)}, {"a": torch.ones(2)}])
+    (note,) = caught.value.__notes__
+    assert "in step 0 of scan(" in note and "my_step) (xs is a list" in note
 
 
 def test_an_error_in_the_body_names_the_step():

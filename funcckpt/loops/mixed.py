@@ -29,11 +29,13 @@ from ..core.call import Call, Options
 from ..core.primitive import Remat
 from ..core.program import Derived, Jvp, Program, Tensors, Vjp, Vmap, is_differentiable, zeros_for_none
 from ..errors import InputError, OptionError
-from ..remat import name_and_check
+from ..remat import name_and_check, remat
 from .steps import in_words
 
 
-def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
+def inner_grad(
+    loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """As `torch.func.grad`, for gradients that will be differentiated: inner steps of meta-learning.
 
     The values and all derivatives are those of `torch.func.grad`, with respect to the arguments chosen by
@@ -42,7 +44,8 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     around all parts of the loss already, there is nothing left to be saved.
 
     `loss` returns a scalar. What `remat` asks of a function holds for it: it is run again in the backward,
-    with the same random numbers.
+    with the same random numbers. With `has_aux` it returns a scalar and a pytree of tensors, and the result
+    is the gradients and that. It is `torch.func.grad` of a `remat` then, which keeps the arguments alone.
 
     Raises
     ------
@@ -69,6 +72,8 @@ def inner_grad(loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0) -> 
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     if not all(isinstance(i, int) for i in numbers):
         raise OptionError(f"inner_grad({name}): argnums={argnums!r} is no int, and no tuple of ints.")
+    if has_aux:
+        return torch.func.grad(remat(loss), argnums, has_aux=True)
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:

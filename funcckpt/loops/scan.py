@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._torch import functorch, wrappers
@@ -37,6 +38,7 @@ def scan(
     length: int | None = None,
     *,
     reverse: bool = False,
+    unroll: int | bool = 1,
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
@@ -67,6 +69,8 @@ def scan(
         to learn the shapes of ys, and its random numbers are given back.
     reverse : bool
         Go from the last slice to the first; ys are in the order of xs.
+    unroll : int or bool
+        Of `jax.lax.scan`; it says nothing here, where Python runs the steps.
     checkpoint : {"binomial", "sqrt", "recursive", "every"}, int or None
         Which carries are kept (`funcckpt.loops.schedules`). "binomial": at most `checkpoints` of them,
         and the steps are run as seldom as that allows. "sqrt": √n, with all that the √n steps between
@@ -124,9 +128,10 @@ def scan(
 def fori_loop(
     lower: int,
     upper: int,
-    body: Callable[..., Any],
-    init: Any,
+    body_fun: Callable[..., Any],
+    init_val: Any,
     *,
+    unroll: int | bool | None = None,
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
@@ -134,10 +139,10 @@ def fori_loop(
     offload: str | None = None,
     progress: bool = False,
 ) -> Any:
-    """``carry = body(i, carry)`` for i from `lower` up to, and without, `upper`; i is a Python integer.
+    """``carry = body_fun(i, carry)`` for i from `lower` up to, and without, `upper`; i is a Python integer.
 
-    `init` is the first carry. `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`, the
-    errors and the memory are those of `scan`, and the signature is `jax.lax.fori_loop`'s.
+    `init_val` is the first carry. `unroll`, `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and
+    `progress`, the errors and the memory are those of `scan`, and the signature is `jax.lax.fori_loop`'s.
 
     Examples
     --------
@@ -146,9 +151,9 @@ def fori_loop(
     >>> torch.func.grad(lambda x: fori_loop(1, 4, lambda i, y: y * x / i, x))(torch.tensor(2.0))
     tensor(5.3333)
     """
-    loop = loop_of("fori_loop", body, (checkpoint, checkpoints, bytes), policy, offload, progress)
+    loop = loop_of("fori_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress)
     lower, upper = _whole(lower, "lower", loop.name), _whole(upper, "upper", loop.name)
-    return start(loop, lower, max(0, upper - lower), init, None)[0]
+    return start(loop, lower, max(0, upper - lower), init_val, None)[0]
 
 
 # -- the loop ---------------------------------------------------------------------------------------
@@ -246,7 +251,14 @@ def _whole(x: Any, option: str, name: str) -> int:
     try:
         return operator.index(x)
     except (TypeError, RuntimeError) as error:
-        raise InputError(f"{name}: {option}={x!r} is not a whole number.") from error
+        what, advice = repr(x), ""
+        if isinstance(x, Tensor):
+            what = describe(x)
+            if wrappers.physical(x)[1]:
+                advice = (
+                    " A vmap has batched it: loop as far as any sample needs, and choose with torch.where."
+                )
+        raise InputError(f"{name}: {option}={what} is not a whole number.{advice}") from error
 
 
 def number_of_steps(x: Any, option: str, name: str) -> int:
@@ -268,6 +280,7 @@ def _steps(xs: Any, length: int | None, name: str) -> int:
         if x.shape[0] != found[1]:
             raise InputError(
                 f"{name}: {where} ({describe(x)}) has {x.shape[0]} slices, and {found[0]} says {found[1]}."
+                + " A list is one pytree: stack batches to go along them." * isinstance(xs, list)
             )
     if found is None:
         raise InputError(f"{name}: without xs, say how many steps there are: length=.")

@@ -57,6 +57,10 @@ def step(loop: Loop, i: int, carry: Any, x: Any) -> tuple[Any, Any]:
         out = loop.f(carry, x)
     except Exception as error:
         note = f"in step {i} of {loop.name}"
+        if isinstance(x, list):
+            note += (
+                " (xs is a list: f is given a slice of each item. To go along a list of batches, stack them)"
+            )
         if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # Python 3.11
             error.add_note(note)
         raise
@@ -143,7 +147,8 @@ def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> Non
     for key in {**old, **new}:  # The order of the keys of a dict means nothing.
         if old.get(key) != new.get(key):
             returned, was = new.get(key, "nothing"), old.get(key, "nothing")
-            raise InputError(f"{who} returned {what}{key} as {returned}, and {other} {was}.")
+            advice = " Begin with a tensor: torch.tensor(0.0)." if was in ("a float", "a int") else ""
+            raise InputError(f"{who} returned {what}{key} as {returned}, and {other} {was}.{advice}")
 
 
 def _look(x: Any) -> Any:

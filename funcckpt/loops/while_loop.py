@@ -19,9 +19,9 @@ from .steps import Loop, bars_of, in_words, record
 
 
 def while_loop(
-    cond: Callable[..., Any],
-    body: Callable[..., Any],
-    init: Any,
+    cond_fun: Callable[..., Any],
+    body_fun: Callable[..., Any],
+    init_val: Any,
     *,
     checkpoint: str | int | None = "binomial",
     checkpoints: int | None = None,
@@ -31,23 +31,23 @@ def while_loop(
     max_steps: int | None = None,
     progress: bool = False,
 ) -> Any:
-    """``carry = body(carry)``, for as long as ``cond(carry)``, a truth value or a tensor of one element.
+    """``carry = body_fun(carry)`` while ``cond_fun(carry)``, a truth value or a tensor of one element.
 
     How long the loop is shows only as it runs. So it runs once to count its steps, without keeping anything,
     and then as a `scan` of that length: each step is run once more than there. It runs once in all with
     checkpoint=None, and where reverse mode differentiates nothing.
 
-    `init` is the first carry. `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`, the
-    errors and the memory are those of `scan`. After `max_steps` steps, if given, the loop stops whatever
-    `cond` says.
+    `init_val` is the first carry. `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`,
+    the errors and the memory are those of `scan`. After `max_steps` steps, if given, the loop stops whatever
+    `cond_fun` says.
 
     Raises
     ------
     InputError
-        `cond` depends on what a `vmap` has batched: the samples would need loops of different lengths; or
+        `cond_fun` depends on what a `vmap` has batched: the samples would need loops of different lengths; or
         it draws random numbers.
     MutationError
-        cond or body assigns something outside of itself.
+        `cond_fun` or `body_fun` assigns something outside of itself.
 
     Examples
     --------
@@ -60,28 +60,28 @@ def while_loop(
     >>> torch.func.grad(sqrt)(torch.tensor(4.0))
     tensor(0.2500)
     """
-    loop = loop_of("while_loop", body, (checkpoint, checkpoints, bytes), policy, offload, progress)
-    if not callable(cond):
-        raise InputError(f"{loop.name}: takes a function, not {type(cond).__name__}.")
+    loop = loop_of("while_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress)
+    if not callable(cond_fun):
+        raise InputError(f"{loop.name}: takes a function, not {type(cond_fun).__name__}.")
     choose(*loop.asked, 1, loop.name)
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
-    if checkpoint is None or keeps_nothing((cond, body), init):
+    if checkpoint is None or keeps_nothing((cond_fun, body_fun), init_val):
         bars = bars_of(loop.name, None) if progress else None
-        carry, _ = _sweep(cond, loop._replace(bars=bars), init, max_steps)
+        carry, _ = _sweep(cond_fun, loop._replace(bars=bars), init_val, max_steps)
         if bars is not None:
             bars.close()
         return carry
     # Values alone: nothing that is computed here is looked at by a transform.
-    with leaving_nothing((cond, body)) as (streams, has_assigned):
+    with leaving_nothing((cond_fun, body_fun)) as (streams, has_assigned):
         with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
-            steps = _sweep(cond, loop, init, max_steps, streams)[1]  # and no carry
+            steps = _sweep(cond_fun, loop, init_val, max_steps, streams)[1]  # and no carry
         if has_assigned():
             raise MutationError(
                 f"{loop.name}: cond or body assigns something outside of itself. "
                 "The steps run a second time: put what changes into the carry."
             )
-    return start(loop, 0, steps, init, None)[0]
+    return start(loop, 0, steps, init_val, None)[0]
 
 
 def _sweep(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -161,30 +161,12 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
                 f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}. Please update the "
                 f"OpOverloadPacket to a specific OpOverload{more}."
             )
-    return _Listed(policy)
+    return functools.partial(_is_listed, frozenset(map(str, policy)))
 
 
-class _Listed:
-    """Keeps the results of some operators. A pickle has their names, as they have none themselves."""
-
-    def __init__(self, operators: Iterable[Any]) -> None:
-        self._operators = frozenset(operators)
-
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return op in self._operators
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Listed) and self._operators == other._operators
-
-    def __hash__(self) -> int:
-        return hash(self._operators)
-
-    def __reduce__(self) -> Any:
-        return _listed, tuple(map(str, self._operators))
-
-
-def _listed(*names: str) -> _Listed:
-    return _Listed([operator.attrgetter(name)(torch.ops) for name in names])
+def _is_listed(names: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """A policy of a list of operators. By their names, since they have no pickle."""
+    return str(op) in names
 
 
 def chooser_of(policy: Any, title: str) -> Chooser | None:
