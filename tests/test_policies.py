@@ -1,6 +1,7 @@
 """Policies: exactly what is kept and what is recomputed, and gradients that are right."""
 
 import functools
+import itertools
 import weakref
 
 import pytest
@@ -351,6 +352,19 @@ def test_another_way_in_the_recomputation_finds_less_and_nothing_wrong():
 
     g = remat(f, policy=policies.dots_saveable, determinism_check="none")
     assert_close(grad(g)(x), grad(same)(x))
+
+
+def test_what_is_kept_is_known_by_all_that_ran_before():
+    """And not by its position: another operator of the same shapes came first."""
+    turn = itertools.count()
+    x, w = samples()[0], weights(attention)[0]
+
+    def f(x):
+        y = x.cos() if next(turn) else x.sin()
+        return (y @ w).square().sum()
+
+    g = remat(f, policy=policies.dots_saveable, determinism_check="none")
+    assert_close(grad(g)(x), grad(lambda x: (x.cos() @ w).square().sum())(x))
 
 
 def test_kept_random_numbers_leave_the_stream_where_it_was():
