@@ -22,6 +22,7 @@ from .eager.checkpoint import call, check_options
 from .eager.region import Options
 from .eager.sequential import chain
 from .errors import InputError, OptionError
+from .fit import fit as fit
 from .policies.policies import as_function
 
 M = TypeVar("M", bound=nn.Module)

@@ -1,0 +1,375 @@
+"""Which blocks to recompute, so that a step takes no more than so many bytes.
+
+Plans are judged by runs of the whole step under a meter. There are few runs, since blocks are alike: what a
+choice saves and recomputes is measured for all blocks of a kind at once. The first and the last block are
+kinds of their own, for the peak is beside one of them. As if savings added up, this gives the plans that may
+be best, and bisection finds the cheapest that fits. Then single blocks get cheaper choices while all fits.
+Of equal plans two are tried: early blocks recomputed, since what they keep is alive for longer, or late ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from . import nn as modules, world
+from .errors import FuncckptError, InputError, OptionError
+from .inspect.explain import BYTES, in_units
+from .meter import Meter
+from .policies import dots_saveable, nothing_saveable
+from .tape.operators import tensors_in
+
+M = TypeVar("M", bound=nn.Module)
+_Choices = tuple[str, ...]  # "keep", the name of a policy, or "recompute", for each block
+
+
+class Block(NamedTuple):
+    """A block in a :class:`Plan`."""
+
+    name: str
+    choice: str  # "keep", the name of a policy, or "recompute"
+    kept_bytes: int  # alive after its forward and not before; its output is among them
+    recomputed_flops: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`fit` has found. Its `str` is a table."""
+
+    blocks: tuple[Block, ...]  # in the order in which the step calls them
+    bytes: int  # that there are
+    peak_bytes_before: int  # with all blocks kept
+    flops_before: int
+    peak_bytes: int
+    flops: int
+    chunk_size: int | None  # to be given to the step, if it takes one
+    policies: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def recomputed_flops(self) -> int:
+        return self.flops - self.flops_before
+
+    def apply(self, model: M) -> M:
+        """Recompute the blocks of a model as planned, in place, and return the model.
+
+        It may be another model with blocks of these names. `Remat` that these have already is removed.
+        """
+        return _apply(model, {block.name: block.choice for block in self.blocks}, self.policies)
+
+    def __str__(self) -> str:
+        rows = [("blocks", "choice", "each keeps", "recomputed FLOPs")]
+        for _, alike in groupby(self.blocks, lambda block: (block.name.rpartition(".")[0], *block[1:])):
+            first, *others = alike
+            name = f"{first.name} to {others[-1].name}" if others else first.name
+            rows.append((name, first.choice, in_units(first.kept_bytes, BYTES), in_units(first[3])))
+        left, right = [max([len(row[i]) for row in rows]) for i in (0, 1)]
+        lines = [f"{name:{left}}  {choice:{right}}{n:>13}{m:>18}" for name, choice, n, m in rows]
+        peaks = [in_units(n, BYTES) for n in (self.peak_bytes_before, self.peak_bytes, self.bytes)]
+        lines.append("peak: {} before, {} after, {} allowed".format(*peaks))
+        share = 100 * self.recomputed_flops / max(self.flops_before, 1)
+        lines.append(f"recomputed: {in_units(self.recomputed_flops)} FLOPs, {share:.1f} %")
+        return "\n".join([*lines, *[f"chunk_size: {self.chunk_size}"] * (self.chunk_size is not None)])
+
+
+def fit(
+    model: nn.Module,
+    step: Callable[..., Any],
+    /,
+    *batch: Any,
+    bytes: int,
+    select: modules.Select | None = None,
+    policies: Sequence[Any] = (dots_saveable,),
+    measure_on: str | torch.device = "meta",
+    progress: bool | None = None,
+) -> Plan:
+    """Choose what to recompute, so that a step fits into so many bytes with the fewest recomputed FLOPs.
+
+    ``step(model, *batch)`` is all that is done with a batch: `backward()`, transforms, an optimizer that it
+    makes itself. It is run ten to forty times, on copies of `model` and `batch`. If it has a parameter
+    `chunk_size`, the length of the batch and powers of two below are tried for it, the largest first, until
+    nothing is recomputed. The plan has the largest chunk with which the fewest FLOPs are recomputed.
+
+    Parameters
+    ----------
+    bytes : int
+        What the step may have alive at a time, beside the model and the batch.
+    select : class, tuple of classes, str, or callable
+        The blocks, as for :func:`apply_remat`. If not given, the members of each `ModuleList` or `Sequential`
+        whose members are of one class.
+    policies : sequence
+        What to try for a block beside keeping all and recomputing all.
+    measure_on : str or torch.device
+        Where the copies are. On "meta" they take no memory, and have no values.
+    progress : bool
+        Count the runs on stderr. If not given, where that is a terminal.
+
+    Returns
+    -------
+    Plan
+        Print it, and call ``plan.apply(model)``. An OptionError says the least bytes, where `bytes` are too
+        few; an InputError that there are no blocks, or what does not run on meta tensors.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from funcckpt.nn import fit
+    >>> model = nn.Sequential(*[nn.TransformerEncoderLayer(32, 4, 128) for _ in range(4)])
+    >>> def step(model, x):
+    ...     model(x).square().sum().backward()
+    >>> plan = fit(model, step, torch.ones(64, 8, 32), bytes=4 * 2**20, policies=())
+    >>> [(block.name, block.choice) for block in plan.blocks]
+    [('0', 'recompute'), ('1', 'recompute'), ('2', 'recompute'), ('3', 'keep')]
+    >>> type(plan.apply(model)[0]).__name__
+    'RematTransformerEncoderLayer'
+    """
+    if not (isinstance(bytes, (int, float)) and bytes > 0):
+        raise OptionError(f"fit: bytes={bytes!r} is no positive number.")
+    names = _blocks(model, select)
+    choices = {getattr(policy, "__name__", repr(policy)): policy for policy in policies}
+    show = sys.stderr.isatty() if progress is None else progress
+    copies = _Copies(model, step, batch, torch.device(measure_on), show)
+    found: list[Plan | int] = []
+    for size in _chunk_sizes(step, batch):
+        found.append(_search(copies, names, choices, bytes, size))
+        if isinstance(found[-1], Plan) and not found[-1].recomputed_flops:
+            break
+    if plans := [plan for plan in found if isinstance(plan, Plan)]:
+        return min(plans, key=lambda plan: plan.recomputed_flops)
+    least = min([peak for peak in found if isinstance(peak, int)])
+    raise OptionError(
+        f"fit: bytes={bytes:,} is too little. The least that was found is {least:,} bytes, or "
+        f"{in_units(least, BYTES)}. Make the batch smaller, or select smaller blocks."
+    )
+
+
+def _blocks(model: nn.Module, select: Any) -> list[str]:
+    if select is None:
+        names = _repeated(model, "")
+        why = "there is no ModuleList or Sequential of modules of one class. Pass select=, "
+    else:
+        chosen = set(modules._selected(model, select))
+        names = [name for name, module in model.named_modules() if module in chosen]
+        why = f"select={select!r} selects nothing. Pass "
+    if not names:
+        raise InputError(f"fit: in {type(model).__name__} {why}a class or a pattern, as to apply_remat.")
+    return names
+
+
+def _repeated(module: nn.Module, prefix: str) -> list[str]:
+    """Members of lists. Where no two are alike (stages), those of the lists inside, if there are any."""
+    children = {prefix + name: child for name, child in module.named_children()}
+    kinds = [_kind(child) for child in children.values()]
+    inside = [found for name, child in children.items() for found in _repeated(child, f"{name}.")]
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({kind for kind, _ in kinds}) == 1
+    some_alike = len(set(kinds)) < len(kinds)
+    return [*children] if is_list and len(kinds) > 1 and (some_alike or not inside) else inside
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    kind = modules._original(type(module)) if isinstance(module, modules.Remat) else type(module)
+    return kind, tuple([(name, p.shape) for name, p in module.named_parameters()])
+
+
+def _chunk_sizes(step: Any, batch: Any) -> list[Any]:
+    if "chunk_size" not in inspect.signature(step).parameters:
+        return [None]
+    length = next((len(x) for x in tensors_in(batch) if x.dim()), 1)
+    return sorted({length, *[2**i for i in range(length.bit_length())]}, reverse=True)
+
+
+def _apply(model: M, choices: Mapping[str, str], policies: Mapping[str, Any]) -> M:
+    blocks = {model.get_submodule(name): choice for name, choice in choices.items()}
+    for block in blocks:
+        modules.remove_remat(block)
+    for block, choice in blocks.items():
+        if choice != "keep":
+            modules.Remat(block, policy=policies[choice])
+    return model
+
+
+# -- runs of the step ---------------------------------------------------------------------------------
+
+
+class _Cost(NamedTuple):
+    peak_bytes: int
+    flops: int
+    kept_bytes: dict[str, int]  # by block
+    kinds: dict[str, Any]  # by block, in the order of calls
+
+
+class _CopyTo(TorchFunctionMode):
+    """`copy.deepcopy` makes tensors on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__deepcopy__, Tensor.clone):  # a Parameter clones its data
+            return args[0].detach().to(self.device, copy=True).requires_grad_(args[0].requires_grad)
+        return func(*args, **(kwargs or {}))
+
+
+class _NamingMeter(Meter):
+    failed = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except Exception:
+            self.failed = f" at {func}"
+            raise
+
+
+@dataclass
+class _Copies:
+    """Runs the step on copies of what it is given."""
+
+    model: nn.Module
+    step: Callable[..., Any]
+    batch: tuple[Any, ...]
+    device: torch.device
+    show: bool
+    runs: int = 0
+
+    def run(self, plan: Mapping[str, str], policies: Mapping[str, Any], chunk_size: int | None) -> _Cost:
+        with _CopyTo(self.device):
+            model, batch = copy.deepcopy((self.model, self.batch))
+        _apply(model, plan, policies)
+        meter = _NamingMeter()
+        kept: dict[str, int] = {}
+        kinds: dict[str, Any] = {}
+
+        def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+            kinds.setdefault(name, (_kind(block), *[x.shape for x in tensors_in((args, kwargs))]))
+            kept[name] = -meter.live_bytes
+
+        def leave(name: str, block: nn.Module, args: Any, out: Any) -> None:
+            kept[name] += meter.live_bytes
+
+        for name in plan:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            block.register_forward_hook(partial(leave, name))
+        options = {} if chunk_size is None else {"chunk_size": chunk_size}
+        on_meta = self.device.type == "meta"
+        streams = world.states(world.random_streams((), of_the_process=True))
+        try:
+            with world.streams_at(streams), self.device if on_meta else nullcontext(), meter:
+                self.step(model, *batch, **options)
+        except Exception as error:
+            if not on_meta or isinstance(error, FuncckptError):
+                raise
+            raise InputError(
+                f"fit: the step fails on meta tensors{meter.failed}: {error}\nIf it runs on real ones, pass "
+                'measure_on="cpu".'
+            ) from error
+        self.runs += 1
+        if self.show:
+            print(f"fit: {self.runs} runs of the step", end="\r", file=sys.stderr, flush=True)
+        return _Cost(meter.peak_bytes, meter.flops, kept, kinds)
+
+
+# -- the search ---------------------------------------------------------------------------------------
+
+
+def _search(
+    copies: _Copies, names: list[str], given: Mapping[str, Any], bytes: int, chunk_size: int | None
+) -> Plan | int:
+    """The plan with the fewest FLOPs that fits; if none does, the lowest peak."""
+    policies = {**given, "recompute": None}
+    run = partial(copies.run, policies=policies, chunk_size=chunk_size)
+    before = run(dict.fromkeys(names, "keep"))
+    names = [*before.kinds]
+    if not names:
+        raise InputError("fit: step calls no block of the model that it is given. Does it use another one?")
+    keep = best = ("keep",) * len(names)
+    costs = {keep: before}
+    kinds = [(before.kinds[name], i if i in (0, len(names) - 1) else None) for i, name in enumerate(names)]
+    # What a choice for one block of a kind saves and costs: bytes and FLOPs.
+    effects = {kind: {"keep": (0, 0)} for kind in kinds}
+
+    def peak_of(plan: _Choices) -> int:
+        if plan not in costs:
+            costs[plan] = run(dict(zip(names, plan, strict=True)))
+        return costs[plan].peak_bytes
+
+    def fits(plan: _Choices) -> bool:
+        return peak_of(plan) <= bytes
+
+    if not fits(keep):
+        # Under a double backward hooks save nothing, and policies do (docs/modules.md).
+        peaks = {}
+        for policy in (None, nothing_saveable):
+            policies["recompute"] = policy
+            peaks[policy] = run(dict.fromkeys(names, "recompute")).peak_bytes
+        policies["recompute"] = min(peaks, key=lambda policy: peaks[policy])
+        for choice in policies:
+            run(dict.fromkeys(names, choice))  # the first recomputation runs what later ones skip
+            peak_of((choice,) * len(names))
+            for kind in effects:
+                alone = tuple([choice if other == kind else "keep" for other in kinds])
+                saved, flops = before.peak_bytes - peak_of(alone), costs[alone].flops - before.flops
+                # One more, since of two plans with the same FLOPs the one that wraps fewer blocks is better.
+                effects[kind][choice] = saved // kinds.count(kind), flops // kinds.count(kind) + 1
+        each, grain = [effects[kind] for kind in kinds], before.peak_bytes // 1000
+        late = [plan[::-1] for plan in _promising(each[::-1], grain)]
+        both = [*zip(_promising(each, grain), late, strict=False)]
+        bisect_left(both, True, key=lambda plans: any(map(fits, plans)))
+        near = partial(_neighbours, kinds=kinds, effects=effects)
+        lowest = min(costs, key=peak_of)
+        while not fits(lowest):
+            lower = min([plan for _, plan in near(lowest)], key=peak_of)
+            if peak_of(lower) >= peak_of(lowest):
+                return peak_of(lowest)
+            lowest = lower
+        best = min(filter(fits, [*costs]), key=lambda plan: (costs[plan].flops, -plan.count("keep")))
+        while better := next((plan for more, plan in near(best) if more < 0 and fits(plan)), None):
+            best = better
+    cost = costs[best]
+    blocks = [
+        Block(name, choice, cost.kept_bytes[name], max(0, effects[kind][choice][1] - 1))
+        for name, choice, kind in zip(names, best, kinds, strict=True)
+    ]
+    measured = before.peak_bytes, before.flops, cost.peak_bytes, cost.flops
+    return Plan(tuple(blocks), bytes, *measured, chunk_size, policies)
+
+
+def _promising(effects: list[dict[str, tuple[int, int]]], grain: int) -> list[_Choices]:
+    """By FLOPs, the plans that save more than all before them, by `grain` at least."""
+    plans: list[tuple[int, int, _Choices]] = [(0, 0, ())]
+    for of_block in effects:
+        # Of equals, the first has the early blocks recomputed.
+        longer = [
+            (saved + more, flops + again, (*plan, choice))
+            for saved, flops, plan in reversed(plans)
+            for choice, (more, again) in of_block.items()
+        ]
+        plans = []
+        for found in sorted(longer, key=lambda plan: (plan[1], -plan[0])):
+            if not plans or found[0] > plans[-1][0] + grain:
+                plans.append(found)
+    return [plan for _, _, plan in plans]
+
+
+def _neighbours(plan: _Choices, kinds: list[Any], effects: dict[Any, Any]) -> list[tuple[int, _Choices]]:
+    """Plans with another choice for one block, the last of its kind with its choice, by their added FLOPs."""
+    found = {}
+    for i, kind in enumerate(kinds):
+        for choice in effects[kind].keys() - {plan[i]}:
+            more = effects[kind][choice][1] - effects[kind][plan[i]][1]
+            found[kind, plan[i], choice] = more, (*plan[:i], choice, *plan[i + 1 :])
+    return sorted(found.values())
