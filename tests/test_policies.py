@@ -239,10 +239,13 @@ def test_what_a_policy_keeps_is_learned_once(monkeypatch):
 
     def f(x, flag):
         y = x @ w
-        return (y.sin() if flag else y.exp()).sum()
+        return (y.sin() if flag > 0 else y.exp()).sum()
 
     g = remat(f, policy=policies.dots_saveable)
-    for flag, is_asked, again in ((1, True, 0), (1, False, 0), (0, False, 1), (1, True, 0), (0, True, 0)):
+    # An integer is told from others, and a number that floats is not.
+    turns = [(1, True, 0), (1, False, 0), (0, True, 0), (0, False, 0), (1, False, 0)]
+    turns += [(1.0, True, 0), (1.5, False, 0), (0.0, False, 1), (1.0, True, 0), (0.0, True, 0)]
+    for flag, is_asked, again in turns:
         asked.clear()
         without, measured = [measure(grad(h), x, flag) for h in (f, g)]
         assert_close(measured.result, without.result)

@@ -57,7 +57,7 @@ class Call(Leaf):
         self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
         self._found = found = Found(f if arguments.is_flat else (f, arguments.others))
         if self.chooser is not None:
-            self.codes = (*found.codes(),)
+            self.codes = (*found.codes(), *arguments.flags())
         self.arity = arguments.arity
         # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
         inputs = self._inputs = arguments.tensors

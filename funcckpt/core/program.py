@@ -56,7 +56,7 @@ class Leaf(Program):
     random: bool | None = None
     # What its code is, to expect of another call what this one did.
     code: Any = None
-    # For a policy: those of all that it refers to.
+    # For a policy: those of all that it refers to, and arguments that may decide what it does.
     codes: tuple[Any, ...] = ()
     # What a policy has kept of the first run, until the nodes have it.
     kept: recording.Kept | None = None

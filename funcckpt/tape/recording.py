@@ -142,7 +142,7 @@ class Record(Watch):
         return kept if kept.tensors else None
 
 
-_MANY = 1024
+_MANY = 4096
 
 
 @functools.cache
