@@ -23,6 +23,7 @@ prints and other side effects                         happen twice
 ``docs/contract.md`` has each line with the test that holds it, and what is undefined.
 """
 
+import typing as _typing
 import warnings as _warnings
 
 # Not `nn` and `policies`: a star import must not replace torch.nn.
@@ -39,7 +40,8 @@ except ImportError as error:
         f"{error} Until then remat is a plain torch.autograd.Function, slower, and all else is missing.",
         stacklevel=2,
     )
-    from .core.primitive import remat
+    if not _typing.TYPE_CHECKING:
+        from .core.primitive import remat
 else:
     from . import nn as nn, policies as policies
     from .eager.checkpoint import checkpoint
@@ -67,7 +69,7 @@ else:
     from .inspect.residuals import print_saved_residuals, saved_residuals
     from .loops import fori_loop, inner_grad, scan, while_loop
     from .policies import checkpoint_name
-    from .remat import remat  # type: ignore[assignment]
+    from .remat import remat
 
     __all__ += ["checkpoint", "checkpoint_name", "checkpoint_scope", "checkpoint_sequential", "plan_segments"]
     __all__ += ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]

@@ -13,7 +13,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,18 @@ _OPTIONS = frozenset(Options._fields)
 _KEY = "_funcckpt_options"
 
 
-class Remat(nn.Module):
+if TYPE_CHECKING:
+
+    class _KeepsItsType(type):
+        """`Remat(module)` is of the class that it was given. (Mypy sees a Remat with any attributes.)"""
+
+        def __call__(cls, module: M, **options: Any) -> M: ...  # type: ignore[empty-body, override]
+
+else:
+    _KeepsItsType = type
+
+
+class Remat(nn.Module, metaclass=_KeepsItsType):
     """Make a module recompute its forward in the backward, instead of keeping what it computed.
 
     The module itself is changed, and returned. Wrap the parts of a model, such as its blocks: one `Remat`
@@ -59,6 +70,10 @@ class Remat(nn.Module):
     >>> per_sample(dict(model.named_parameters()), torch.ones(5, 3))["0.0.weight"].shape
     torch.Size([5, 8, 3])
     """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, module: Any = None, *args: Any, **options: Any) -> Any:
         if cls is not Remat:  # another instance of the class of a checkpointed module

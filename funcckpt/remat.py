@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-CHECKS = ("default", "none", "values")
+Check = Literal["default", "none", "values"]
+CHECKS = get_args(Check)
 
 
 @overload
@@ -40,7 +41,7 @@ def remat(
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
-    determinism_check: str = ...,
+    determinism_check: Check = ...,
     policy: Policy | None = ...,
     prevent_cse: bool = ...,
 ) -> Callable[P, R]: ...
@@ -53,7 +54,7 @@ def remat(
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Sequence[str] = ...,
     preserve_rng_state: bool = ...,
-    determinism_check: str = ...,
+    determinism_check: Check = ...,
     policy: Policy | None = ...,
     prevent_cse: bool = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
@@ -65,7 +66,7 @@ def remat(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     preserve_rng_state: bool = True,
-    determinism_check: str = "default",
+    determinism_check: Check = "default",
     policy: Policy | None = None,
     prevent_cse: bool = True,
 ) -> Any:

@@ -22,7 +22,7 @@ from .._torch import autograd, functorch, wrappers
 from ..core.call import Options as RematOptions
 from ..errors import OptionError
 from ..policies.policies import Policy, chooser_of, nothing_saveable
-from ..remat import AS_IT_IS, CHECKS, PLAIN, call as call_remat, decides, name_and_check
+from ..remat import AS_IT_IS, CHECKS, PLAIN, Check, call as call_remat, decides, name_and_check
 from . import patched
 from .region import Contexts, Options, Region, title
 from .selective import Forward, create_selective_checkpoint_contexts
@@ -45,7 +45,7 @@ def checkpoint(
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Contexts] = noop_context_fn,
-    determinism_check: str = "default",
+    determinism_check: Check = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,

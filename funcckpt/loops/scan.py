@@ -28,24 +28,40 @@ from ..remat import call
 from ..tape.operators import tensors_in
 from .measure import as_many_as_fit, leaving_nothing
 from .schedules import PLAIN, Schedule, choose, evaluations, parts
-from .steps import Asked, Loop, as_tensor, bars_of, check_alike, concatenate, record, split, stack, step
+from .steps import (
+    Asked,
+    C,
+    Loop,
+    Offload,
+    Rule,
+    X,
+    Y,
+    as_tensor,
+    bars_of,
+    check_alike,
+    concatenate,
+    record,
+    split,
+    stack,
+    step,
+)
 
 
 def scan(
-    f: Callable[..., Any],
-    init: Any,
-    xs: Any = None,
+    f: Callable[[C, X], tuple[C, Y]],
+    init: C,
+    xs: X = None,  # type: ignore[assignment]
     length: int | None = None,
     *,
     reverse: bool = False,
     unroll: int | bool = 1,
-    checkpoint: str | int | None = "binomial",
+    checkpoint: Rule | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
     policy: Policy | None = None,
-    offload: str | None = None,
+    offload: Offload | None = None,
     progress: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[C, Y]:
     """Apply f to a carry and to one slice of xs after another, keeping few carries.
 
     The same as this loop, under every transform and in plain autograd::
@@ -128,17 +144,17 @@ def scan(
 def fori_loop(
     lower: int,
     upper: int,
-    body_fun: Callable[..., Any],
-    init_val: Any,
+    body_fun: Callable[[int, C], C],
+    init_val: C,
     *,
     unroll: int | bool | None = None,
-    checkpoint: str | int | None = "binomial",
+    checkpoint: Rule | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
     policy: Policy | None = None,
-    offload: str | None = None,
+    offload: Offload | None = None,
     progress: bool = False,
-) -> Any:
+) -> C:
     """``carry = body_fun(i, carry)`` for i from `lower` up to, and without, `upper`; i is a Python integer.
 
     `init_val` is the first carry. `unroll`, `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ from ..policies.offload import fetch
 from ..policies.policies import Chooser
 
 # The checkpoint, the number of checkpoints and the bytes that a user asks for.
+# Of the carry, of xs and of ys.
+C = TypeVar("C")
+X = TypeVar("X")
+Y = TypeVar("Y")
+Rule = Literal["binomial", "recursive", "sqrt", "every"]
+Offload = Literal["host", "disk"]
 Asked = tuple[str | int | None, int | None, int | None]
 
 

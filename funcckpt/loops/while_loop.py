@@ -15,22 +15,22 @@ from ..policies.policies import Policy
 from .measure import leaving_nothing
 from .scan import keeps_nothing, loop_of, number_of_steps, start
 from .schedules import choose
-from .steps import Loop, bars_of, in_words, record
+from .steps import C, Loop, Offload, Rule, bars_of, in_words, record
 
 
 def while_loop(
-    cond_fun: Callable[..., Any],
-    body_fun: Callable[..., Any],
-    init_val: Any,
+    cond_fun: Callable[[C], Any],
+    body_fun: Callable[[C], C],
+    init_val: C,
     *,
-    checkpoint: str | int | None = "binomial",
+    checkpoint: Rule | int | None = "binomial",
     checkpoints: int | None = None,
     bytes: int | None = None,
     policy: Policy | None = None,
-    offload: str | None = None,
+    offload: Offload | None = None,
     max_steps: int | None = None,
     progress: bool = False,
-) -> Any:
+) -> C:
     """``carry = body_fun(carry)`` while ``cond_fun(carry)``, a truth value or a tensor of one element.
 
     How long the loop is shows only as it runs. So it runs once to count its steps, without keeping anything,
