@@ -14,7 +14,7 @@ import inspect
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -223,6 +223,15 @@ class _CopyTo(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _NumbersOnCpu(world.Mode):
+    """Leaves values to what is made of a number, such as the count of steps that optimizers read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor and isinstance(args[0], (int, float)):
+            kwargs = {"device": "cpu", **(kwargs or {})}
+        return func(*args, **(kwargs or {}))
+
+
 class _NamingMeter(Meter):
     failed = ""
 
@@ -268,8 +277,12 @@ class _Copies:
         on_meta = self.device.type == "meta"
         streams = world.states(world.random_streams((), of_the_process=True))
         try:
-            with world.streams_at(streams), self.device if on_meta else nullcontext(), meter:
-                self.step(model, *batch, **options)
+            with world.streams_at(streams), ExitStack() as stack:
+                if on_meta:
+                    stack.enter_context(self.device)
+                    stack.enter_context(_NumbersOnCpu())
+                with meter:
+                    self.step(model, *batch, **options)
         except Exception as error:
             if not on_meta or isinstance(error, FuncckptError):
                 raise
