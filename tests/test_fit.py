@@ -264,6 +264,9 @@ def test_errors(error, text, step, options):
 
 
 def test_a_model_without_blocks():
+    plan = fit(a_model(1, 2), backward, X, bytes=2**30)
+    with pytest.raises(InputError, match=r"Plan.apply: Linear has other blocks than the plan"):
+        plan.apply(nn.Linear(4, 4))
     with pytest.raises(InputError, match=r"in Linear there is no ModuleList or Sequential .* Pass select="):
         fit(nn.Linear(2, 2), backward, X, bytes=100)
 

@@ -203,6 +203,24 @@ def eager_overhead() -> list[str]:
     return table(head, body) + sources("eager_overhead")
 
 
+def compiled() -> list[str]:
+    rows = load("compiled")["rows"]
+    lines = []
+    for problem in dict.fromkeys(row["problem"] for row in rows):
+        of_it = {row["method"]: row for row in rows if row["problem"] == problem}
+        body = [
+            [
+                method,
+                f"{row['seconds'] / of_it['eager']['seconds']:.2f}",
+                f"{(row['resident_bytes'] or 0) / 2**20:.0f}",
+                f"{row['first_call']:.0f}",
+            ]
+            for method, row in of_it.items()
+        ]
+        lines += [*table([problem, "time", "resident MiB", "first call, s"], body), ""]
+    return lines[:-1] + sources("compiled")
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "costs": costs,
     "sizes": partial(grid, "sizes"),
@@ -211,6 +229,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "depth": depth,
     "chunks": chunks,
     "loops": loops,
+    "compiled": compiled,
+    "small_models": partial(grid, "small_models", ["GPT-2", "Llama"]),
     "overhead": overhead,
     "eager_overhead": eager_overhead,
     "bilevel": partial(grid, "bilevel"),
