@@ -194,7 +194,8 @@ def _apply(model: M, choices: Mapping[str, str], policies: Mapping[str, Any]) ->
     try:
         blocks = {model.get_submodule(name): choice for name, choice in choices.items()}
     except AttributeError as error:
-        raise InputError(f"Plan.apply: {type(model).__name__} has other blocks than the plan: {error}") from None
+        kind = type(model).__name__
+        raise InputError(f"Plan.apply: {kind} has other blocks than the plan: {error}") from None
     for block in blocks:
         modules.remove_remat(block)
     for block, choice in blocks.items():
