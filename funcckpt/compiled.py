@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import world
 from ._torch import autograd, dynamo, functorch, wrappers
 from .core import dispatch
-from .core.program import Leaf, Tensors
+from .core.program import Tensors, UserProgram
 from .errors import MutationError, OptionError, describe
 from .tape import drawing
 
@@ -64,7 +64,7 @@ def _from_dynamo(f: Any, untraced: Callable[..., Any], name: str, level: int) ->
     return run
 
 
-class _Graph(Leaf):
+class _Graph(UserProgram):
     """A call of a graph, as a program over those inputs at which a transform looks; it has the others."""
 
     is_compiled = True

@@ -71,7 +71,7 @@ def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequ
     if forward_ad._current_level < 0:
         return inputs
     return [
-        x if is_legacy_batchedtensor(x) else fresh(x).requires_grad_(record and x.requires_grad)
+        x if is_legacy_batchedtensor(x) else detached(x).requires_grad_(record and x.requires_grad)
         for x in inputs
     ]
 
@@ -123,7 +123,7 @@ def _legacy_level() -> int:
     return torch._C._vmapmode_decrement_nesting()
 
 
-def fresh(x: Tensor) -> Tensor:
+def detached(x: Tensor) -> Tensor:
     """Another tensor with the value of `x`, that no one else holds and no graph knows.
 
     What the vmap of `is_grads_batched` has batched cannot be detached, and is nobody else's. make_fx
@@ -143,8 +143,8 @@ def fresh(x: Tensor) -> Tensor:
 
 
 def how_to_detach(tensors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """`fresh`, or `detach` where that is the same."""
-    return fresh if is_tracing() or any(map(is_legacy_batchedtensor, tensors)) else Tensor.detach
+    """`detached`, or `detach` where that is the same."""
+    return detached if is_tracing() or any(map(is_legacy_batchedtensor, tensors)) else Tensor.detach
 
 
 def wrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:

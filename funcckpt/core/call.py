@@ -26,7 +26,7 @@ from ..tape import drawing
 from ..tape.tape import watch_of
 from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
-from .program import Leaf, Tensors, here, is_differentiable
+from .program import Tensors, UserProgram, here, is_differentiable
 
 
 class Options(NamedTuple):
@@ -38,7 +38,7 @@ class Options(NamedTuple):
     static_argnames: frozenset[str] = frozenset()
 
 
-class Call(Leaf):
+class Call(UserProgram):
     """One call of a checkpointed function, which captures tensors, or not.
 
     It knows its inputs by their ids alone: the tensors belong to the graph, which frees them as the backward
@@ -153,7 +153,7 @@ class Call(Leaf):
                 if id(x) not in owned or id(x) in self._unused
             ]
             self._found.seal(owned.values())
-        if not self.home:
+        if not self.call_level:
             self.captured = ()
 
     def where(self, i: int) -> str:

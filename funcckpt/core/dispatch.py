@@ -75,7 +75,9 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
             keeps_tangents = "jvp" in kinds or wrappers.has_dual_level()
             for i in unused:
                 x = unwrapped[i]
-                inputs[i] = wrappers._wrap_for_grad(x, level) if keeps_tangents else wrappers.fresh(inputs[i])
+                inputs[i] = (
+                    wrappers._wrap_for_grad(x, level) if keeps_tangents else wrappers.detached(inputs[i])
+                )
     else:
         active = (*map(is_differentiable, outputs),)
     return attach(program, outputs, active, inputs, level=level)
@@ -90,7 +92,7 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> T
     if not along:
         outputs = functorch.below(interpreter, bind, recorded(program, ()), unwrapped)
         return tuple(wrappers.wrapped_for_grad(outputs, level))
-    jvp = Jvp(program, min(program.home, level - 1), len(inputs), along)
+    jvp = Jvp(program, min(program.call_level, level - 1), len(inputs), along)
     outputs = functorch.below(interpreter, bind, jvp, unwrapped)
     return _make_duals(*jvp.split(tuple(wrappers.wrapped_for_grad(outputs, level))))
 
@@ -99,15 +101,15 @@ def _vmapped(
     program: Program, level: int, in_dims: functorch.Dims, batch_size: int, randomness: str
 ) -> Vmap | Vjp:
     """vmap of a program, at a level; the pullback alone where only cotangents are batched."""
-    home = min(program.home, level - 1)
+    call_level = min(program.call_level, level - 1)
     # A level that was not there when the user called f has no say in its randomness.
-    if level > program.home:
+    if level > program.call_level:
         randomness = "same"
     if isinstance(program, Vjp) and in_dims[: program.arity].count(None) == program.arity:
         if randomness == "same" or program.source.random is False:
             batch = in_dims[program.arity :], batch_size, randomness
-            return replace(program, home=home, unbatched=program, batch=batch)
-    return Vmap(program, home, in_dims, batch_size, randomness)
+            return replace(program, call_level=call_level, unbatched=program, batch=batch)
+    return Vmap(program, call_level, in_dims, batch_size, randomness)
 
 
 def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -116,7 +118,7 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     batch_size, randomness = functorch.options_of_vmap(interpreter)
     # Under "different" each sample draws its own numbers even from unbatched inputs, and under "error"
     # f must be allowed to fail.
-    draws = randomness != "same" and level <= program.home and program.source.random is not False
+    draws = randomness != "same" and level <= program.call_level and program.source.random is not False
     if not draws and in_dims.count(None) == len(in_dims):
         return functorch.below(interpreter, bind, program, unwrapped)
     batched = _vmapped(program, level, in_dims, batch_size, randomness)
@@ -128,7 +130,7 @@ def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
     unwrapped, in_dims = zip(*map(wrappers.unwrap_legacy, inputs), strict=True)
     size = next(x.shape[dim] for x, dim in zip(unwrapped, in_dims, strict=True) if dim is not None)
-    batched = _vmapped(program, program.home + 1, in_dims, size, "same")
+    batched = _vmapped(program, program.call_level + 1, in_dims, size, "same")
     with functorch.without_vmap_mode():
         outputs, _ = _bind_values(batched, unwrapped)
     return (*map(wrappers.wrap_legacy, outputs, batched.out_dims),)
@@ -137,7 +139,7 @@ def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 def _bind_functionalize(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     views = functorch.CFunctionalizeInterpreterPtr(interpreter).functionalizeAddBackViews()
-    functional = Functional(program, min(program.home, level - 1), views)
+    functional = Functional(program, min(program.call_level, level - 1), views)
     unwrap = functorch.eager_transforms._unwrap_all_tensors_from_functional
     unwrapped = unwrap(tuple(inputs), reapply_views=views)
     outputs = functorch.below(interpreter, bind, functional, unwrapped)
@@ -159,14 +161,14 @@ def _bind_dual(
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     differentiated = [i for i, x in enumerate(inputs) if x.requires_grad and records]
     inner = recorded(program, differentiated) if differentiated else program
-    jvp = Jvp(inner, program.home, len(inputs), along)
+    jvp = Jvp(inner, program.call_level, len(inputs), along)
     results, captured = _bind_values(jvp, [*primals, *tangents])
     outputs, out_tangents = jvp.split(results)
     if not any(map(wrappers.require_grad, (*inputs, *captured))) or not records:
         return _make_duals(outputs, out_tangents)
     # The graph of the primal has to lead back to the dual inputs, so that a backward through it is
     # differentiated in forward mode too.
-    detached = tuple([wrappers.fresh(wrappers.with_memory_for_each(y)) for y in outputs])
+    detached = tuple([wrappers.detached(wrappers.with_memory_for_each(y)) for y in outputs])
     active = [*map(is_differentiable, detached)]
     return attach(
         program, detached, active, inputs, captured, tangents=zeros_for_none(detached, out_tangents)
@@ -189,7 +191,7 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
         source.captured = captured
         if captured and len(inputs) > source.arity:
             kept = {*range(source.arity), *reached}
-            inputs = [x if i in kept else wrappers.fresh(x) for i, x in enumerate(inputs)]
+            inputs = [x if i in kept else wrappers.detached(x) for i, x in enumerate(inputs)]
     else:
         outputs, captured = net.run(program, values), source.captured
         is_tracked = any(map(wrappers.require_grad, (*inputs, *captured)))
@@ -214,7 +216,8 @@ def attach(
     dual in plain forward mode, and so will the results be.
     """
     if captured:
-        program, inputs = WithCaptured(program, program.home, [*map(id, captured)]), [*inputs, *captured]
+        program = WithCaptured(program, program.call_level, [*map(id, captured)])
+        inputs = [*inputs, *captured]
     functorch.set_single_level_autograd_function_allowed(True)
     try:
         return (*_Node.apply(program, level, outputs, active, tangents, *inputs),)  # type: ignore[attr-defined]
@@ -234,9 +237,9 @@ class _Node(functorch.SingleLevelFunction):
     ) -> Tensors:
         ctx.set_materialize_grads(False)
         ctx.program, ctx.level, ctx.tangents = program, level, tangents
-        ctx.home = program.home
+        ctx.call_level = program.call_level
         if level:
-            ctx.home, ctx.thread = min(program.home, level - 1), threading.get_ident()
+            ctx.call_level, ctx.thread = min(program.call_level, level - 1), threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
         ctx.save_for_backward(*inputs, *tensors)
         if not all(active):
@@ -275,7 +278,7 @@ class _Node(functorch.SingleLevelFunction):
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
-        vjp = Vjp(program, ctx.home, arity, wrt, of, level > 0)
+        vjp = Vjp(program, ctx.call_level, arity, wrt, of, level > 0)
         arguments += compress(cotangents, given)
         del cotangents
         run = autograd.without_dynamo(bind)  # as in `remat`

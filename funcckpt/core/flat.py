@@ -117,7 +117,7 @@ class Arguments:
 
 
 _ONE = pytree.tree_structure(0)  # of what is no container
-Look = tuple[torch.dtype, tuple[int, ...], torch.device]
+OutputMeta = tuple[torch.dtype, tuple[int, ...], torch.device]
 
 
 class Outputs:
@@ -136,7 +136,7 @@ class Outputs:
         self.tensors: list[Tensor] = []
         # By their positions among the leaves: what tensors look like, and which output each is. An input that
         # is handed back has a number below zero: its place, counted from the end of the inputs.
-        self._looks: dict[int, Look] = {}
+        self._looks: dict[int, OutputMeta] = {}
         self._numbers: dict[int, int] = {}
         numbers = dict(zip(map(id, inputs), range(-len(inputs), 0), strict=True))
         for i, leaf in enumerate(leaves):
@@ -188,7 +188,7 @@ class Outputs:
         return None
 
 
-def _in_words(look: Look | None) -> str:
+def _in_words(look: OutputMeta | None) -> str:
     return "no tensor" if look is None else f"{str(look[0]).removeprefix('torch.')}{[*look[1]]} on {look[2]}"
 
 

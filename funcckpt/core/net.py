@@ -23,7 +23,7 @@ from torch import Tensor
 from .._torch import autograd, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute, recording
-from .program import Leaf, Program, Recording
+from .program import Program, Recording, UserProgram
 from .tensors import Tensors, versions_of
 
 
@@ -47,7 +47,7 @@ def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors
 
 
 def run_first(
-    program: Program, source: Leaf, inputs: Sequence[Tensor], layers: list[functorch.Layer]
+    program: Program, source: UserProgram, inputs: Sequence[Tensor], layers: list[functorch.Layer]
 ) -> tuple[Tensors, Sequence[bool], Sequence[Tensor], Collection[int]]:
     """Run a program for the first time, with no level active.
 
@@ -59,7 +59,7 @@ def run_first(
     differentiated = (*compress(range(len(inputs)), map(wrappers.require_grad, inputs)),)
     given: list[Tensor] = [*inputs]
     if source.is_compiled and differentiated:
-        program = Recording(program, program.home, differentiated)
+        program = Recording(program, program.call_level, differentiated)
     own: dict[autograd.Edge, int] = {}
     detach = wrappers.how_to_detach(inputs)
     for i in differentiated:
@@ -109,7 +109,7 @@ def run_first(
 
 
 def _below_shadows(
-    y: Tensor, layers: Sequence[functorch.Layer], levels: Sequence[int], source: Leaf
+    y: Tensor, layers: Sequence[functorch.Layer], levels: Sequence[int], source: UserProgram
 ) -> Tensor:
     # What is_grads_batched has batched has hardly any operators, and no tangent.
     is_legacy = wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y))
@@ -127,7 +127,7 @@ def _below_shadows(
     return y
 
 
-def not_given(source: Leaf, what: str, then: str = "") -> ClosureError:
+def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     return ClosureError(
         f"remat({source.name}) uses a tensor {what} and that it was not given, in a way that could not be "
         f"traced{then}. Pass it as an argument."

@@ -36,10 +36,10 @@ class Program:
     """A pure function from flat tensors to flat tensors."""
 
     # The program at the root: the user's function.
-    source: Leaf
+    source: UserProgram
     # Levels up to this one existed when the user called f, and decide about its randomness. Levels above came
     # later (the vmap of `jacrev` over cotangents), and do not.
-    home: int
+    call_level: int
     # Whether this is, or is made from, the pullback of another program.
     is_pullback = False
 
@@ -47,7 +47,7 @@ class Program:
         raise NotImplementedError
 
 
-class Leaf(Program):
+class UserProgram(Program):
     """The user's function, flat. `run` says how it runs the first time, and how again."""
 
     # Whether this is a graph that `torch.compile` traces: plain autograd goes through it.
@@ -72,14 +72,14 @@ class Leaf(Program):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.home = functorch.maybe_current_level() or 0
+        self.call_level = functorch.maybe_current_level() or 0
         self.torch_function = functorch._get_torch_function_state()
         # The levels that are active at the call, until the first run.
         self.layers: list[functorch.Layer] | None = functorch.active_layers()
 
     # An attribute would be a cycle, in which the tensors of a call wait for the collector.
     @property
-    def source(self) -> Leaf:  # type: ignore[override]
+    def source(self) -> UserProgram:  # type: ignore[override]
         return self
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> Sequence[Tensor]:
@@ -103,7 +103,7 @@ class Derived(Program):
     """A program made from another one."""
 
     inner: Program
-    home: int
+    call_level: int
 
     def __post_init__(self) -> None:
         self.source = self.inner.source
@@ -169,7 +169,7 @@ def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recor
     """`program` as it runs at a grad or jvp level. A pullback brings a level of its own."""
     if program.is_pullback or (isinstance(program, Recording) and not differentiated):
         return program
-    return Recording(program, program.home, differentiated)
+    return Recording(program, program.call_level, differentiated)
 
 
 @dataclass(eq=False)
@@ -300,7 +300,7 @@ class Vjp(Derived):
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
             create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
         gradients = self.pull(outputs, leaves, create_graph, *cotangents)
-        return gradients if self.unbatched is None or nested else (*map(wrappers.fresh, gradients),)
+        return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
 
     def record(self, primals: list[Tensor], is_plain: bool) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of f on leaves, and these. Plain autograd takes what functorch refuses."""
@@ -311,7 +311,7 @@ class Vjp(Derived):
         if not is_plain:
             if not mode and not self.source.captured:
                 if any(map(wrappers.require_grad, primals)):
-                    primals = [wrappers.fresh(x) if x.requires_grad else x for x in primals]
+                    primals = [wrappers.detached(x) if x.requires_grad else x for x in primals]
                 # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
                 functorch.set_grad_enabled(True)
             level = functorch._grad_increment_nesting()

@@ -102,7 +102,7 @@ def inner_grad(
         inputs = call.take_inputs()
         places = {id(x): i for i, x in enumerate(inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
-        program = _Gradient(call, call.home, len(inputs), wrt, with_zeros=True)
+        program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
         # functorch asks for the rule of a vmap only where something is batched; the loss may draw
         # random numbers, which differ from sample to sample all the same.
         outputs = _Symmetric.apply(program, *inputs, *functorch.batched_nothing())
@@ -134,9 +134,9 @@ class _Gradient(Vjp):
     active: Sequence[bool] | None = None
 
     def __init__(
-        self, inner: Program, home: int, arity: int, wrt: tuple[int, ...], with_zeros: bool = False
+        self, inner: Program, call_level: int, arity: int, wrt: tuple[int, ...], with_zeros: bool = False
     ) -> None:
-        super().__init__(inner, home, arity, wrt, (0,), at_level=False)
+        super().__init__(inner, call_level, arity, wrt, (0,), at_level=False)
         self.with_zeros = with_zeros
 
     def run(self, *inputs: Tensor) -> Tensors:
@@ -154,23 +154,23 @@ class _Gradient(Vjp):
         found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
         return tuple([next(found) if connected else torch.zeros_like(inputs[i]) for i, connected in wrt])
 
-    def pullback(self, home: int, wrt: tuple[int, ...], of: tuple[int, ...]) -> Program:
+    def pullback(self, call_level: int, wrt: tuple[int, ...], of: tuple[int, ...]) -> Program:
         """(inputs, cotangents of the gradients `of`) -> gradients for the inputs `wrt`."""
         along = tuple([self.wrt[i] for i in of])
-        directional = _Directional(self.inner, home, self.arity, along)
-        return _Gradient(directional, home, self.arity + len(of), wrt)
+        directional = _Directional(self.inner, call_level, self.arity, along)
+        return _Gradient(directional, call_level, self.arity + len(of), wrt)
 
 
 class _Directional(Derived):
     """(inputs, tangents) -> the tangent of the first output, along the inputs `along`."""
 
-    def __init__(self, inner: Program, home: int, arity: int, along: tuple[int, ...]) -> None:
-        super().__init__(inner, home)
+    def __init__(self, inner: Program, call_level: int, arity: int, along: tuple[int, ...]) -> None:
+        super().__init__(inner, call_level)
         self.arity = arity
         self.along = along
 
     def run(self, *inputs: Tensor) -> Tensors:
-        jvp = Jvp(self.inner, self.home, self.arity, self.along)
+        jvp = Jvp(self.inner, self.call_level, self.arity, self.along)
         arguments = list(inputs)
         for i in self.along:  # What samples share has been expanded to them, and is given tangents now.
             arguments[i] = wrappers.with_memory_for_each(inputs[i])
@@ -192,7 +192,7 @@ class _Symmetric(torch.autograd.Function):
     @staticmethod
     def forward(program: Any, *inputs: Tensor) -> Tensors:
         outputs, program.active = net.run_in_function(program, wrappers.without_forward_views(inputs))
-        return tuple([wrappers.fresh(y) for y in outputs])
+        return tuple([wrappers.detached(y) for y in outputs])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -200,9 +200,9 @@ class _Symmetric(torch.autograd.Function):
         level = functorch.current_level()
         ctx.set_materialize_grads(False)
         ctx.program = program
-        ctx.home = min(program.home, level - 1) if level else program.home
+        ctx.call_level = min(program.call_level, level - 1) if level else program.call_level
         for i in program.source.unused:
-            tensors[i] = wrappers.fresh(tensors[i])
+            tensors[i] = wrappers.detached(tensors[i])
         if (
             level == 0
             and program.source.unused
@@ -222,7 +222,7 @@ class _Symmetric(torch.autograd.Function):
         of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
         if not wrt or not of:
             return tuple(gradients)
-        pullback = program.pullback(ctx.home, wrt, of)
+        pullback = program.pullback(ctx.call_level, wrt, of)
         arguments = [*inputs[: program.arity], *[ct for ct in cotangents if ct is not None]]
         found = iter(dispatch.bind(pullback, arguments))
         for i, connected in zip(wrt, pullback.connected, strict=True):
@@ -236,7 +236,7 @@ class _Symmetric(torch.autograd.Function):
     ) -> tuple[Tensors, tuple[int | None, ...]]:
         level = functorch.current_level() + 1
         # A level that was not there when the user called the loss has no say in its randomness.
-        randomness = "same" if level > program.home else info.randomness
+        randomness = "same" if level > program.call_level else info.randomness
         size, arity, dim = info.batch_size, program.arity, None
         inputs, in_dims = inputs[:arity], in_dims[1 : arity + 1]
         if randomness == "different" or any([dim is not None for dim in in_dims]):
@@ -244,15 +244,17 @@ class _Symmetric(torch.autograd.Function):
             dim = 0
             own = zip(inputs, in_dims, strict=True)
             inputs = tuple([x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in own])
-        home = min(program.home, level - 1)
-        losses = _Sum(program.inner, home, (dim,) * arity, size, randomness)
-        outputs = _Symmetric.apply(_Gradient(losses, home, arity, program.wrt, program.with_zeros), *inputs)
+        call_level = min(program.call_level, level - 1)
+        losses = _Sum(program.inner, call_level, (dim,) * arity, size, randomness)
+        outputs = _Symmetric.apply(
+            _Gradient(losses, call_level, arity, program.wrt, program.with_zeros), *inputs
+        )
         return outputs, (dim,) * len(outputs)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         along = tuple([i for i, t in enumerate(tangents) if t is not None])
-        jvp = Jvp(ctx.program, ctx.home, len(inputs), along)
+        jvp = Jvp(ctx.program, ctx.call_level, len(inputs), along)
         outputs = Remat.apply(jvp.run, *inputs, *[t for t in tangents if t is not None])
         return tuple(zeros_for_none(*jvp.split(outputs)))
