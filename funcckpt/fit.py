@@ -29,6 +29,7 @@ from .errors import FuncckptError, InputError, OptionError
 from .inspect.explain import BYTES, in_units
 from .meter import Meter
 from .policies import dots_saveable, nothing_saveable
+from .policies.policies import chooser_of
 from .tape.operators import tensors_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -138,7 +139,14 @@ def fit(
     if not (isinstance(bytes, (int, float)) and bytes > 0):
         raise OptionError(f"fit: bytes={bytes!r} is no positive number.")
     names = _blocks(model, select)
-    choices = {getattr(policy, "__name__", repr(policy)): policy for policy in policies}
+    if not callable(step) or not isinstance(policies, Sequence) or isinstance(policies, str):
+        raise OptionError("fit: step is a function of the model and the batch; policies= is a list or tuple.")
+    choices: dict[str, Any] = {}
+    for policy in policies:
+        chooser_of(policy, "fit")
+        name = getattr(policy, "__name__", repr(policy))
+        taken = name in ("keep", "recompute", *choices)
+        choices[f"{name} {len(choices) + 1}" if taken else name] = policy
     show = sys.stderr.isatty() if progress is None else progress
     copies = _Copies(model, step, batch, torch.device(measure_on), show)
     found: list[Plan | int] = []
@@ -291,8 +299,8 @@ class _Copies:
             if not on_meta or isinstance(error, FuncckptError):
                 raise
             raise InputError(
-                f"fit: the step fails on meta tensors{meter.failed}: {error}\nIf it runs on real ones, pass "
-                'measure_on="cpu".'
+                f"fit: the step fails on meta tensors{meter.failed}: {error}\nGive it all that it uses as "
+                'the batch. If it reads values, pass measure_on="cpu".'
             ) from error
         self.runs += 1
         if self.show:

@@ -217,7 +217,7 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
     if isinstance(select, (type, tuple)):
         return [m for _, m in named if isinstance(cast(Any, m), select)]
     if isinstance(select, str):
-        if every := re.fullmatch(r"every +(\d+)", select):
+        if every := re.fullmatch(r"every +([1-9]\d*)", select):
             return list(_every(model, int(every[1])))
         if of_class := [m for _, m in named if select in [kind.__name__ for kind in type(m).__mro__]]:
             return of_class
@@ -226,6 +226,8 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
         ends = [(name, m) for name, m in parts if all(map(fnmatch.fnmatchcase, name[::-1], pattern[::-1]))]
         ends = [(name, m) for name, m in ends if len(name) >= len(pattern)]
         return [m for name, m in ends if len(name) == len(pattern)] or [m for _, m in ends]
+    if not callable(select):
+        raise InputError(f"select is a class, a pattern or a function of name and module, not {select!r}.")
     return [m for name, m in named if select(name, m)]
 
 

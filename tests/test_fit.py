@@ -248,6 +248,8 @@ def reads_values(model, x):
 @pytest.mark.parametrize(
     ("error", "text", "step", "options"),
     [
+        (OptionError, "policies= is a list or tuple", backward, {"policies": policies.dots_saveable}),
+        (OptionError, "fit: a policy is", backward, {"policies": ("dots_saveable",)}),
         (OptionError, "bytes=0 is no positive number", backward, {"bytes": 0}),
         (OptionError, "bytes='8GB' is no positive number", backward, {"bytes": "8GB"}),
         (OptionError, "bytes=1,000 is too little. The least", backward, {"bytes": 1000}),

@@ -21,7 +21,7 @@ from .tensors import Tensors, is_close
 LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-_FLAGS = (int, str, bytes, type(None), torch.dtype, torch.device)
+_FLAGS = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device))
 
 # How a call is put together again: as a tree, or, if there are no containers, by the names of its keywords.
 Structure = pytree.TreeSpec | tuple[str, ...]
@@ -94,8 +94,8 @@ class Arguments:
 
     def flags(self) -> list[Any]:
         """What may decide what f does: numbers that are not floating, strings, and tuples of them."""
-        tuples = [x if isinstance(x, tuple) else (x,) for x in self.others]
-        return [items for items in tuples if all(map(isinstance, items, repeat(_FLAGS)))]
+        tuples = [(*x,) if isinstance(x, tuple) else (x,) for x in self.others]
+        return [items for items in tuples if _FLAGS.issuperset(map(type, items))]
 
     def check_unchanged(self, name: str, before: tuple[list[Any], Any], args: Any, kwargs: Any) -> None:
         """f is given containers of its own: what it does to them nobody would see."""

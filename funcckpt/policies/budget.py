@@ -56,8 +56,8 @@ class Budget(Chooser):
         return f"budget({given})"
 
     @property
-    def known(self) -> Budget:
-        return self
+    def known(self) -> Any:
+        return Budget, self._limit, self._fraction
 
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision:
         return Decision(name_of(func) != "alias")  # of a name

@@ -94,7 +94,7 @@ class Chooser:
     @property
     def known(self) -> Any:
         """What tells policies apart that say the same of the same operators; None for one that may not."""
-        return self.policy if _is_known(self.policy) else None
+        return _known(self.policy)
 
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision:
         """What to do with what an operator returned; for `aten.alias` with a name, with what is named."""
@@ -123,10 +123,17 @@ class Chooser:
         return frozenset([(index, i) for index, call in enumerate(calls) for i in call.values])
 
 
-def _is_known(policy: Any) -> bool:
-    """Whether a policy is made of ours, or a list."""
-    parts = getattr(policy, "parts", ())
-    return getattr(policy, "__module__", None) == __name__ and all(map(_is_known, parts))
+def _known(policy: Any) -> Any:
+    """What two policies of ours have in common if they say the same; None for one that is not of ours."""
+    if isinstance(policy, (frozenset, CheckpointPolicy)):
+        return policy
+    if isinstance(policy, functools.partial) and policy.func is _is_listed:
+        return policy.args
+    if getattr(policy, "__module__", None) != __name__:
+        return None
+    parts = [cell.cell_contents for cell in policy.__closure__ or ()]
+    known = [_known(x) for part in parts for x in (part if isinstance(part, list) else [part])]
+    return None if None in known else (policy.__code__, *known)
 
 
 Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any] | Chooser
@@ -291,7 +298,6 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
             return _OFFLOAD
         return _FORBID if said == [_FORBID, _FORBID] else _LEAVE
 
-    policy.parts = both  # type: ignore[attr-defined]
     return policy
 
 

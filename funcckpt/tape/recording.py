@@ -21,6 +21,7 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
+from . import operators
 from .operators import kind_of, results, run_operator, signature
 from .tape import Call, Tape, Watch, recomputed, steps_of
 
@@ -53,9 +54,14 @@ _plans: dict[Any, tuple[Mapping[int, Call], int] | None] = {}
 class Record(Watch):
     """Holds what the policy says to keep: by a tape of the forward, or as was learned from one."""
 
+    # The number at the end of the run from which was learned.
+    _last: int | None = None
+
     def __init__(self, program: Any, chooser: Chooser) -> None:
         super().__init__(program.source, Tape())
         self._chooser, self._kept = chooser, Kept()
+        # Of what is held without a tape: numbers do not tell which tensors an operator has written to.
+        self._storages: set[int] = set()
         self._key: Any = (chooser.known, program.source.codes, *steps_of(program))
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
@@ -63,7 +69,7 @@ class Record(Watch):
         looks = [(wrappers.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs]
         self._key = *self._key, *looks
         if self._chooser.known is not None and (plan := _plans.get(self._key)) is not None:
-            self.tape, self.known = None, plan[0]
+            self.tape, (self.known, self._last) = None, plan
 
     def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that is known, and hold what is to be kept of it."""
@@ -74,8 +80,9 @@ class Record(Watch):
         out = run_operator(func, args, kwargs)
         streams = before, world.states_drawn_from(func, args, kwargs)
         slots = [i for i, slot in call.outputs.items() if isinstance(slot, int)]
-        call = replace(call, outputs={**call.outputs}, streams=streams)
-        self._kept.keep(call, {i: autograd.alias(out if call.count is None else out[i]) for i in slots})
+        values = {i: autograd.alias(out if call.count is None else out[i]) for i in slots}
+        self._storages |= {x.untyped_storage()._cdata for x in values.values()}
+        self._kept.keep(replace(call, outputs={**call.outputs}, streams=streams), values)
         return out
 
     def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
@@ -88,6 +95,11 @@ class Record(Watch):
         elif func is torch.ops.aten.alias.default and current_name() is not None:
             self._name_given(tape, func, args, kwargs, out)
         return out, call
+
+    def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        written = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
+        if not self._storages.isdisjoint([x.untyped_storage()._cdata for x in written]):
+            self._last = None  # another way than was learned
 
     def _hold(self, call: Call, out: Any) -> None:
         for i in call.outputs:
@@ -122,7 +134,7 @@ class Record(Watch):
         """What is kept of the run: of what was chosen, that which the backward reads or computes from."""
         kept, key = self._kept, self._key
         if self.tape is None:
-            if kept.calls.keys() != self.known.keys() or _plans.get(key) != (self.known, self.number):
+            if kept.calls.keys() != self.known.keys() or self.number != self._last:
                 _plans[key] = None
                 return None
         else:

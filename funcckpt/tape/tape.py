@@ -189,7 +189,10 @@ class Watch(TorchDispatchMode):
                 if isinstance(x, Tensor):
                     shapes.append(x.shape)
                     has_zeros = has_zeros or x._is_zerotensor()
-        if self.in_f and kind_of(func) != "view":
+        kind = kind_of(func)
+        if self.in_f and kind != "view":
+            if kind in ("writes", "other"):
+                self.note_write(func, args, kwargs)
             self.number = hash((self.number, func, *shapes))
             if self.number in self.known:
                 found = self.hand_out(func, args, kwargs)
@@ -200,6 +203,9 @@ class Watch(TorchDispatchMode):
                 return self.call(self.tape, func, args, kwargs)[0]
             self.tape.note_read(func, args, kwargs)
         return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
+
+    def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """An operator of f is about to run that may write."""
 
     def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operator of f that is known by its number, if they are at hand."""
