@@ -31,6 +31,8 @@ from .errors import FuncckptError, InputError, OptionError, describe
 from .meter import Meter
 from .tape.operators import tensors_in
 
+__all__ = ["Clipped", "NoiseScale", "clipped_sum", "gradient_norms", "influence", "noise_scale"]
+
 Loss = Callable[..., Tensor]
 
 

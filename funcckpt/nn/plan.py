@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import nn as modules, world
-from .errors import FuncckptError, InputError, OptionError
-from .inspect.explain import BYTES, in_units
-from .meter import Meter
-from .policies import dots_saveable, nothing_saveable
-from .policies.policies import chooser_of
-from .tape.operators import tensors_in
+from .. import world
+from ..errors import FuncckptError, InputError, OptionError
+from ..inspect.explain import BYTES, in_units
+from ..meter import Meter
+from ..policies import dots_saveable, nothing_saveable
+from ..policies.policies import chooser_of
+from ..tape.operators import tensors_in
+from . import modules
 
 M = TypeVar("M", bound=nn.Module)
 _Choices = tuple[str, ...]  # "keep", the name of a policy, or "recompute", for each block

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
-from .eager.checkpoint import call, check_options
-from .eager.region import Options
-from .eager.sequential import chain
-from .errors import InputError, OptionError
-from .fit import fit as fit
-from .policies.policies import as_function
+from ..eager.checkpoint import call, check_options
+from ..eager.region import Options
+from ..eager.sequential import chain
+from ..errors import InputError, OptionError
+from ..policies.policies import as_function
 
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]

@@ -1,0 +1,6 @@
+"""Modules that are recomputed (`modules`), and which of them, for so many bytes (`plan`)."""
+
+from .modules import Remat, Sequential, apply_remat, remove_remat
+from .plan import fit
+
+__all__ = ["Remat", "Sequential", "apply_remat", "fit", "remove_remat"]
