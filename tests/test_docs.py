@@ -60,8 +60,9 @@ def public():
         for name, item in vars(module).items():
             own = getattr(item, "__module__", "").startswith("funcckpt")
             called = inspect.isfunction(item) or inspect.isclass(item)
-            here = module is funcckpt or getattr(item, "__module__", None) == module.__name__
+            here = module is funcckpt or getattr(item, "__module__", "").startswith(module.__name__)
             here = here and name in getattr(module, "__all__", [name])
+            here = here and item not in [parameter.values[0] for parameter in found]
             if own and called and here and not name.startswith("_"):
                 found.append(pytest.param(item, id=f"{module.__name__}.{name}"))
     return found

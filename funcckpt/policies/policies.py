@@ -238,6 +238,9 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     """Make a policy that keeps the same results in the memory of the host.
 
     `offload_src` and `offload_dst` are JAX's names of the memories; others than the defaults there are not.
+
+    >>> from funcckpt import policies, remat
+    >>> f = remat(lambda x: (x @ x).sin(), policy=policies.offload_dot_with_no_batch_dims())
     """
     _check_places(offload_src, offload_dst)
     return lambda ctx, op, *args, **kwargs: _OFFLOAD if is_product(op) else _LEAVE
@@ -255,13 +258,21 @@ def save_only_these_names(*names: str) -> _Made:
 
 
 def save_any_names_but_these(*names: str) -> _Made:
-    """Make a policy that keeps the values that have a name, unless it is one of these `names`."""
+    """Make a policy that keeps the values that have a name, unless it is one of these `names`.
+
+    >>> from funcckpt import policies, remat
+    >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_any_names_but_these("scores"))
+    """
     known = _names(names)
     return _by_name(lambda name: _FORBID if name in known else _KEEP)
 
 
 def save_anything_except_these_names(*names: str) -> _Made:
-    """Make a policy that keeps all that the backward reads, but for the values with these `names`."""
+    """Make a policy that keeps all that the backward reads, but for the values with these `names`.
+
+    >>> from funcckpt import policies, remat
+    >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_anything_except_these_names("scores"))
+    """
     known = _names(names)
     return _by_name(lambda name: _FORBID if name in known else _KEEP, _KEEP)
 
@@ -276,6 +287,11 @@ def save_and_offload_only_these_names(
     """Make a policy that keeps the values with some names where they are, and those with others on the host.
 
     No name may be in both. `offload_src` and `offload_dst` are JAX's; others than the defaults there are not.
+
+    >>> from funcckpt import policies
+    >>> policy = policies.save_and_offload_only_these_names(
+    ...     names_which_can_be_saved=["h"], names_which_can_be_offloaded=["scores"]
+    ... )
     """
     _check_places(offload_src, offload_dst)
     saved, offloaded = _names(names_which_can_be_saved), _names(names_which_can_be_offloaded)
@@ -287,7 +303,12 @@ def save_and_offload_only_these_names(
 
 
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
-    """Make a policy that keeps what either of two keeps. What one saves and the other offloads is saved."""
+    """Make a policy that keeps what `policy_1` or `policy_2` keeps. What one saves and one offloads is saved.
+
+    >>> from funcckpt import policies
+    >>> names = policies.save_only_these_names("h")
+    >>> policy = policies.save_from_both_policies(names, policies.dots_saveable)
+    """
     both = [as_function(policy, "save_from_both_policies") for policy in (policy_1, policy_2)]
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
