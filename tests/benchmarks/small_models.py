@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from common import Methods, Row, exponent, main, none, of_torch, torch_checkpoint
+from overhead import Block
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
@@ -78,15 +79,6 @@ def per_sample_gradients(make, toy: bool) -> Methods:
         return of_torch(vmap(grad(loss), (None, 0)), parameters, ids)
 
     return {name: partial(method, wrap) for name, wrap in WAYS.items()}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x)).relu()
 
 
 def one_call(blocks: int, toy: bool) -> Methods:
