@@ -39,6 +39,18 @@ def test_methods_agree_at_toy_size(script, problem):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("problem", ["backward()", "per-sample gradients"])
+def test_the_script_for_plans(problem):
+    import fit
+
+    rows = {row["method"]: row for row in common.compare(problem, fit.PROBLEMS[problem](True), rounds=0)}
+    for way in ("every second block", "every block"):
+        for key in ("peak_bytes", "flops"):
+            assert rows[f"fit, bytes of {way}"][key] <= rows[way][key]
+    assert ("activation_memory_budget=0.5" in rows) == (problem == "backward()")
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["eager", "eager, remat"])
 def test_the_script_for_what_is_compiled(method):
     import compiled

@@ -47,17 +47,18 @@ def grid(name: str, problems: Sequence[str] = ()) -> list[str]:
     rows = load(name)["rows"]
     lines = []
     for problem in problems or dict.fromkeys(row["problem"] for row in rows):
-        of_it = [row for row in rows if row["problem"] == problem]
+        of_it = [row for row in rows if row["problem"] == problem and "error" not in row]
+        is_timed = ["time_ratio"] if "time_ratio" in of_it[0] else []
         body = [
             [
                 row["method"],
                 mebibytes(row["peak_bytes"]),
                 f"{row['flops'] / of_it[0]['flops']:.2f}" if row["flops"] else "",
-                f"{row['time_ratio']:.2f}",
+                *[f"{row[key]:.2f}" for key in is_timed],
             ]
             for row in of_it
         ]
-        lines += [*table([problem, "peak MiB", "FLOPs", "time"], body), ""]
+        lines += [*table([problem, "peak MiB", "FLOPs", *["time"] * len(is_timed)], body), ""]
     return lines[:-1] + sources(name)
 
 
@@ -203,22 +204,16 @@ def eager_overhead() -> list[str]:
     return table(head, body) + sources("eager_overhead")
 
 
-def compiled() -> list[str]:
-    rows = load("compiled")["rows"]
-    lines = []
-    for problem in dict.fromkeys(row["problem"] for row in rows):
-        of_it = {row["method"]: row for row in rows if row["problem"] == problem}
-        body = [
-            [
-                method,
-                f"{row['seconds'] / of_it['eager']['seconds']:.2f}",
-                f"{(row['resident_bytes'] or 0) / 2**20:.0f}",
-                f"{row['first_call']:.0f}",
-            ]
-            for method, row in of_it.items()
-        ]
-        lines += [*table([problem, "time", "resident MiB", "first call, s"], body), ""]
-    return lines[:-1] + sources("compiled")
+def plans() -> list[str]:
+    """The plans of `fit`; and how many are equal to the best of all plans of a smaller model."""
+    head = ["all plans of 4 blocks", "plans", "budgets", "best plan found"]
+    summary = load("fit")["summary"]
+    body = [
+        [problem, *[str(found[key]) for key in ("plans", "budgets", "equal to the best")]]
+        for problem, found in summary.items()
+    ]
+    *lines, empty, source = grid("fit")
+    return [*lines, "", *table(head, body), empty, source]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -229,7 +224,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "depth": depth,
     "chunks": chunks,
     "loops": loops,
-    "compiled": compiled,
+    "fit": plans,
     "small_models": partial(grid, "small_models", ["GPT-2", "Llama"]),
     "overhead": overhead,
     "eager_overhead": eager_overhead,
