@@ -81,7 +81,7 @@ else:
 
 def __dir__() -> list[str]:
     """What people may use; all else is internal."""
-    return sorted([*__all__, "meter", "nn", "per_sample", "policies", "__version__"])
+    return sorted([*__all__, "meter", "nn", "per_sample", "policies", "torch_compat", "__version__"])
 
 
 __version__ = "0.1.0"

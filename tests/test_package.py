@@ -36,7 +36,7 @@ def test_what_a_star_import_brings():
     exec("from funcckpt import *", names)
     assert names["remat"] is funcckpt.remat and "scan" in names
     assert not {"nn", "policies", "core", "warnings"} & names.keys()
-    assert {"remat", "nn", "policies", "meter", "__version__"} <= {*dir(funcckpt)}
+    assert {"remat", "nn", "policies", "meter", "torch_compat", "__version__"} <= {*dir(funcckpt)}
     assert not {"core", "closures", "tape"} & {*dir(funcckpt)}
 
 
