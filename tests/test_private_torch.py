@@ -125,6 +125,16 @@ def _final_backward(where):
     assert seen[2] is False
 
 
+def test_torch_guards_a_mode_against_dynamo_but_for_ours():
+    def run(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+    of_torch = type("Mode", (torch.utils._python_dispatch.TorchDispatchMode,), {"__torch_dispatch__": run})
+    assert of_torch.__torch_dispatch__ is not run
+    ours = type("Mode", (functorch.UnguardedMode,), {"__torch_dispatch__": run})
+    assert ours.__torch_dispatch__ is run
+
+
 def test_sequence_numbers_order_the_graph():
     x = torch.ones(2, requires_grad=True)
     before = x * 2

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import unknown
 
@@ -153,6 +154,17 @@ def without_memory(cls: Any, size: Any, strides: Any, offset: int, dtype: Any, d
     x = Tensor._make_wrapper_subclass(cls, size, strides, offset, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(x)
     return x
+
+
+class UnguardedMode(TorchDispatchMode):
+    """A dispatch mode whose operators torch does not guard against Dynamo, which costs more than an operator.
+
+    Whoever enters it has done that once (`autograd.without_dynamo`).
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def zero_tensors_told() -> Any:

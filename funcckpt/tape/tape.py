@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import world
 from .._torch import functorch
@@ -144,7 +143,7 @@ def steps_of(program: Any) -> list[Any]:
 _SHAPES = ("wrt", "of", "along", "in_dims", "at_level", "differentiated")
 
 
-class Watch(TorchDispatchMode):
+class Watch(functorch.UnguardedMode):
     """A mode that watches one function, in its first run or in another, and whatever it calls.
 
     `number` stands for all operators since f began. Where it is that of an earlier run, both have gone the
@@ -153,12 +152,6 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
     sees_names = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Torch would guard each operator against Dynamo, which costs more than the operator. Whoever enters
-        # this mode has done that once (`autograd.without_dynamo`).
-        return False
 
     # Whether it is f that runs, and not what is done before it, nor the pullback of what was recorded of it.
     in_f = False
