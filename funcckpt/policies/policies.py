@@ -168,12 +168,15 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
                 f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}. Please update the "
                 f"OpOverloadPacket to a specific OpOverload{more}."
             )
-    return functools.partial(_is_listed, frozenset(map(str, policy)))
+    return functools.partial(_is_listed, frozenset(map(_name_of, policy)))
+
+
+_name_of = functools.cache(str)
 
 
 def _is_listed(names: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     """A policy of a list of operators. By their names, since they have no pickle."""
-    return str(op) in names
+    return _name_of(op) in names
 
 
 def chooser_of(policy: Any, title: str) -> Chooser | None:

@@ -28,7 +28,7 @@ from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, signature, tensors_of
 from .recording import Kept
-from .tape import Call, Tape, Watch, steps_of
+from .tape import Call, Plans, Tape, Watch, steps_of
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -144,7 +144,7 @@ class Replay(Watch):
 # What a core computes in the time that it takes to watch an operator, measured: 7 microseconds.
 FLOPS_WORTH_A_CALL = 500_000
 # What recomputations skip, by their number. Nothing, if something was read that had seemed not to be.
-_plans: dict[Any, Mapping[int, Call] | None] = {}
+_plans = Plans()
 
 
 # -- around the run of a program --------------------------------------------------------------------------
@@ -230,7 +230,8 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
     if any(map(Tensor.is_complex, inputs)):
         return None
-    key = _key(program, inputs)
+    # The function, what is computed of it, and what its inputs look like.
+    key = *steps_of(program), *map(look, inputs)
     plan = _plans.get(key)
     if plan is not None and not plan:
         return None
@@ -241,10 +242,3 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
 
 def _blame(error: Exception) -> None:
     """Is told why a recomputation has run again, in full, and without an error. For tests, which raise it."""
-
-
-def _key(program: Program, inputs: Sequence[Tensor]) -> Any:
-    """What tells recomputations apart: the function, what is computed of it, what its inputs look like."""
-    if len(_plans) >= 4096:
-        _plans.clear()
-    return (*steps_of(program), *map(look, inputs))

@@ -23,7 +23,7 @@ from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from . import operators
 from .operators import kind_of, results, run_operator, signature
-from .tape import Call, Tape, Watch, recomputed, steps_of
+from .tape import Call, Plans, Tape, Watch, recomputed, steps_of
 
 
 class Kept:
@@ -48,7 +48,7 @@ class Kept:
 
 # What was kept of earlier runs: the calls that are not run again, and the number at the end. None where runs
 # that look alike have gone different ways.
-_plans: dict[Any, tuple[Mapping[int, Call], int] | None] = {}
+_plans = Plans()
 
 
 class Record(Watch):
@@ -145,16 +145,11 @@ class Record(Watch):
                 values, call.values = {i: x for i, x in call.values.items() if (index, i) in used}, {}
                 if index not in again and (values or call.may_skip):
                     kept.keep(call, values)
-            if len(_plans) >= _MANY:
-                _plans.clear()
-            if self._chooser.known is not None:
-                _plans.setdefault(key, (kept.calls, self.number))
+            if self._chooser.known is not None and key not in _plans:
+                _plans[key] = kept.calls, self.number
         for away in filter(None, kept.places):
             away.is_about_to_be_written()  # by the caller, if it is an output
         return kept if kept.tensors else None
-
-
-_MANY = 4096
 
 
 @functools.cache

@@ -131,6 +131,15 @@ def recomputed(
     return used, again
 
 
+class Plans(dict[Any, Any]):
+    """What was learned of earlier runs, by what tells them apart; forgotten where it becomes too much."""
+
+    def __setitem__(self, key: Any, plan: Any) -> None:
+        if len(self) >= 4096:
+            self.clear()
+        super().__setitem__(key, plan)
+
+
 def steps_of(program: Any) -> list[Any]:
     """The code of the function at the root of a program, and what decides what is computed of it."""
     steps, source = [program.source.code], program.source
