@@ -465,19 +465,29 @@ class Writer:
 
     def in_place(self, scope, depth):
         a, b = self.pick(scope, VECTOR), self.pick(scope, VECTOR)
-        name = self.let(scope, VECTOR, f"{a} * {b}")
-        self.emit(
-            f"{name}"
-            + self.rng.choice(
-                (
-                    f".add_({b})",
-                    ".sin_()",
-                    f".mul_({a}).cos_()",
-                    f"[0] = {name}[1] * 2",
-                    "[1:].tanh_()",
-                )
-            )
+        name = self.name()
+        writes = (f".add_({b})", ".sin_()", f".mul_({a}).cos_()", f"[0] = {name}[1] * 2", "[1:].tanh_()")
+        written = self.rng.choice(
+            (*writes, "(g if {} > 0 else h).mul_(3)", "(g, h)[{} > 0].sin_()", "if {} > 0: h.mul_(3)")
         )
+        if written in writes:
+            self.emit(f"{name} = {a} * {b}")
+            self.emit(f"{name}{written}")
+        else:
+            self.flag_chooses(scope, name, a, written)
+        scope.add(VECTOR, name, rebindable=True)
+
+    def flag_chooses(self, scope, name, a, written):
+        """Two calls of the same code, in which a number tells what is written to."""
+        f, k, m = self.name("f"), self.name("k"), self.pick(scope, MATRIX)
+        given = self.rng.random() < 0.5
+        self.emit(f"def {f}(a{f', {k}' if given else ''}):")
+        self.emit(f"    g, h = {m} @ a, a @ {m}")
+        self.emit(f"    {written.format(k)}")
+        self.emit("    return g.sin() * h.sin()")
+        self.emit(f"{name} = {a}")
+        self.emit(f"for {k} in (0.5, -1.5):")
+        self.emit(f"    {name} = {name} + remat({f})({name}{f', {k}' if given else ''})")
 
     def hide(self, scope, depth):
         """Put a tensor where a captured function finds it another way than by a cell, or give a
