@@ -15,8 +15,8 @@ autocast, default dtype and device                    those of the call
 class attributes, Python modules, sets                right, or an error that names it
 tensors that are written to in place                  MutationError
 differentiated tensors that no search finds           inputs, or ClosureError
-writes that no version counter tells, computed        undefined
-names, what objects of C hold
+writes that no version counter records, names that    undefined
+code computes, state inside of C objects
 prints and other side effects                         happen twice
 ====================================================  ==================================================
 
@@ -37,7 +37,7 @@ try:
     )
 except ImportError as error:
     _warnings.warn(
-        f"{error} Until then remat is a plain torch.autograd.Function, slower, and all else is missing.",
+        f"{error} Until then only remat is there, as a plain torch.autograd.Function, which is slower.",
         stacklevel=2,
     )
     if not _typing.TYPE_CHECKING:
@@ -80,7 +80,7 @@ else:
 
 
 def __dir__() -> list[str]:
-    """What people may use; all else is internal."""
+    """The public names; all others are internal."""
     return sorted([*__all__, "meter", "nn", "per_sample", "policies", "torch_compat", "__version__"])
 
 

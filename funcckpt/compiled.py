@@ -1,14 +1,14 @@
 """remat inside of a function that `torch.compile` compiles.
 
-Dynamo makes everything that f has captured an input of its graph: so f comes here as a `GraphModule` that is
-a function of tensors alone. While AOTAutograd traces that graph, functorch's levels are active as in eager
-code, and `dispatch` applies the same rules. Three things are different in a graph:
+Dynamo makes each captured tensor an input of its graph, so f arrives here as a `GraphModule`, a function of
+tensors alone. While AOTAutograd traces that graph, functorch's levels are active as in eager code, and
+`dispatch` applies the same rules. Three things are different in a graph:
 
-* Without a level that differentiates, the backward is not in the graph yet. There torch's own checkpoint tags
-  what torch's partitioner is to recompute.
-* The partitioner would merge the forward with the recomputation, and inductor would recompute early. So the
-  inputs of a recomputation go through an operator that waits for the cotangent; and nodes are tagged.
-* No random stream moves. What random operators have given is kept for the recomputation.
+* If no level differentiates, the graph has no backward yet. Then torch's own checkpoint tags the nodes that
+  torch's partitioner shall recompute.
+* The partitioner would merge the forward with the recomputation, and inductor would recompute too early. So
+  the inputs of a recomputation pass through an operator that waits for the cotangent, and nodes are tagged.
+* Random streams do not move. The results of random operators are kept for the recomputation.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .tape import drawing
 
 @dynamo.known_to_dynamo
 def differentiates() -> bool:
-    """Whether some functorch level takes a derivative; Dynamo, too, may ask."""
+    """Whether a functorch level takes a derivative. May be called in code that Dynamo traces."""
     return any(layer.kind != "vmap" for layer in functorch.active_layers())
 
 
 @dynamo.known_to_dynamo
 def refuse(what: str) -> None:
-    """Raise where Dynamo lets it through."""
+    """Raise, from code that Dynamo traces."""
     raise OptionError(f"{what} cannot be honoured in a compiled graph. Leave it out there.")
 
 
 def call(untraced: Callable[..., Any], name: str, f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`f(*args, **kwargs)` in code that Dynamo traces; what Dynamo does not trace goes to `untraced`."""
+    """`f(*args, **kwargs)` in code that Dynamo traces. If it does not trace f, `untraced` makes the call."""
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return dynamo.call_with_graph(how, lambda: f(*args, **kwargs))
 
@@ -65,7 +65,7 @@ def _from_dynamo(f: Any, untraced: Callable[..., Any], name: str, level: int) ->
 
 
 class _Graph(UserProgram):
-    """A call of a graph, as a program over those inputs at which a transform looks; it has the others."""
+    """A call of a graph, as a program whose inputs are the tracked ones. It holds the others itself."""
 
     is_compiled = True
 
@@ -79,7 +79,7 @@ class _Graph(UserProgram):
             for i, x in enumerate(args)
             if isinstance(x, Tensor) and i not in self._inputs
         }
-        # Where plain autograd is below all levels, there will be a partition.
+        # With plain autograd below all levels, the partitioner will cut the graph.
         inputs = [wrappers.below_wrappers(args[i]) for i in self._inputs]
         will_be_cut = torch.is_grad_enabled() and any([x.requires_grad for x in inputs])
         self._tags = {"recompute": CheckpointPolicy.MUST_RECOMPUTE} if will_be_cut else {}
@@ -87,7 +87,7 @@ class _Graph(UserProgram):
         self._world = world.World()
         self._drawn = drawing.Drawn(name)
         self._out: list[Any] | None = None
-        # Where outputs stand that are inputs, which those are, and where the others stand.
+        # Outputs that are inputs (position of each, and the input), and the positions of the others.
         self._same: dict[int, int] = {}
         self._new: list[int] = []
 
@@ -101,13 +101,13 @@ class _Graph(UserProgram):
         assert self._out is not None
         out = list(self._out)
         for i, j in self._same.items():
-            out[i] = args[j]  # Dynamo takes it for the same tensor
+            out[i] = args[j]  # Dynamo expects the same tensor
         for i, y in zip(self._new, outputs, strict=True):
             out[i] = y
         return tuple(out)
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Some of the inputs of a recomputation, behind an operator that waits for the newest cotangent."""
+        """The inputs of a recomputation; some pass an operator that waits for the newest cotangent."""
         number = dynamo.number_of_traced()
 
         def behind(i: int, x: Tensor) -> Tensor:
@@ -159,13 +159,13 @@ class _Graph(UserProgram):
 
     def _changed(self, candidates: Sequence[Tensor]) -> MutationError:
         return MutationError(
-            f"remat({self.name}) writes in place to something that it was given or has captured, maybe "
+            f"remat({self.name}) writes in place to an argument or a captured tensor: "
             f"{' or '.join(map(describe, candidates))}. Work on a copy (x.clone()) inside the function."
         )
 
 
 def _gates(graph: torch.fx.GraphModule, args: Sequence[Any]) -> set[int]:
-    """Inputs without which no operator of a graph can run, small ones rather than large ones."""
+    """A set of inputs, small ones if possible, of which each operator of a graph needs at least one."""
     depends: dict[torch.fx.Node, frozenset[int]] = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -175,7 +175,7 @@ def _gates(graph: torch.fx.GraphModule, args: Sequence[Any]) -> set[int]:
             depends[node] = frozenset().union(*[depends.get(n, ()) for n in node.all_input_nodes])
     needed = {inputs for node, inputs in depends.items() if node.op != "placeholder" and inputs}
     gates = set().union(*needed)
-    # A symbolic size is that of an activation, and not of a parameter.
+    # An input of symbolic size is an activation, which counts as small; a parameter's size is known.
     sizes = {i: size if isinstance(size := args[i].numel(), int) else 0 for i in gates}
     for i in sorted(gates, key=sizes.__getitem__, reverse=True):
         if all(inputs & gates - {i} for inputs in needed):
@@ -185,5 +185,5 @@ def _gates(graph: torch.fx.GraphModule, args: Sequence[Any]) -> set[int]:
 
 _library = torch.library.Library("funcckpt", "FRAGMENT")
 _library.define("barrier(Tensor x, Tensor after, int number) -> Tensor")
-# The value of x: what a compiler cannot know, nor that it is the same for another number.
+# The value of x. A compiler does not know that, nor that another number gives the same.
 _library.impl("barrier", lambda x, after, number: x.clone(), "CompositeExplicitAutograd")

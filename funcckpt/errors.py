@@ -20,32 +20,32 @@ class FuncckptError(RuntimeError):
 
 
 class CheckpointError(FuncckptError, _TorchCheckpointError):
-    """A recomputation gave something else than the forward did."""
+    """A recomputation differs from the forward, or could not be right."""
 
 
 class ClosureError(FuncckptError):
-    """f uses a differentiated, batched or dual tensor that it was not given and that was not found."""
+    """f uses a differentiated, batched or dual tensor that is not an argument and was not found."""
 
 
 class MutationError(FuncckptError):
-    """Something that f was given or has captured was changed in place, inside of f or after it."""
+    """An argument or a captured tensor was changed in place: by f, or before the backward."""
 
 
 class EscapeError(FuncckptError):
-    """f stored a tensor outside of itself, where it would have lost its gradient."""
+    """f stored a tensor outside of itself, where its gradient would be lost."""
 
 
 class InputError(FuncckptError, TypeError):
-    """f, an argument or an option is of a kind that cannot be checkpointed."""
+    """f, an argument or an option has a type that is not supported."""
 
 
 class OptionError(InputError, ValueError):
-    """An option has a value that it cannot have, or that cannot be honoured where it is used."""
+    """An option has an invalid value, or one that is not supported where it is used."""
 
 
 class OutputError(FuncckptError, TypeError):
-    """f returned tensors inside of an object that is no pytree node."""
+    """f returned tensors inside of an object that is not a pytree node."""
 
 
 class TransformError(FuncckptError):
-    """What was asked for, such as saved-tensor hooks, is refused by `torch.func` transforms."""
+    """A `torch.func` transform does not allow what was asked for, such as saved-tensor hooks."""

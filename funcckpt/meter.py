@@ -1,16 +1,16 @@
 """Exact live bytes, FLOPs and op counts of any function of tensors.
 
 A meter is a ``TorchDispatchMode``, below autograd and every ``torch.func`` transform, so it sees the ops that
-reach a backend: ``vmap(grad(f))`` is counted as the batched ops that it becomes, the backward's included.
-Unlike an allocator's statistics it sees one region alone and gives the same number each time, on every
-device; on ``meta`` and under ``FakeTensorMode`` it counts what the tensors stand for.
+reach a backend: ``vmap(grad(f))`` is counted as the batched ops that it becomes, with those of the backward.
+Unlike an allocator's statistics it sees one region of code alone, and gives the same number each time, on
+every device. On ``meta`` and under ``FakeTensorMode`` it counts the bytes that the tensors stand for.
 
-A storage is new when it first appears as the output of an op, and is alive until its last reference dies;
+A storage is new when it first appears as the output of an op. It is alive until its last reference is gone;
 tensors in reference cycles live until Python's collector runs. Views add nothing. A storage that existed
-before (an argument, a parameter) counts by what it grows. Not counted is memory that no op makes: workspace
-inside one op, ``torch.from_numpy``, tensors in opaque (MKL-DNN) and compressed sparse layouts; what threads
-do that f starts; and FLOPs other than those of products, convolutions and attention. Under any dispatch mode
-torch runs compiled functions eagerly and refuses higher-order ops (``torch.cond``).
+before (an argument, a parameter) counts only by what it grows. Not counted are memory that no op allocates
+(workspace inside of an op, ``torch.from_numpy``, tensors in opaque (MKL-DNN) and compressed sparse layouts),
+threads that f starts, and FLOPs other than those of products, convolutions and attention. Under a dispatch
+mode, such as this one, torch runs compiled functions eagerly and refuses higher-order ops (``torch.cond``).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Measurement(Generic[T]):
     """What :func:`measure` found."""
 
     result: T = field(repr=False)
-    peak_bytes: int  # the most that were alive after any one op
-    end_bytes: int  # alive at the end: the new storages of `result`, and all that it holds on to
+    peak_bytes: int  # the most bytes that were alive after any op
+    end_bytes: int  # alive at the end: the new storages of `result`, and of what it refers to
     flops: int  # floating-point operations; a multiply and an add are two
     ops: Counter[str] = field(repr=False)  # how often each ran, by its name, such as "aten.mm.default"
     marks: dict[str, int]  # the bytes that were alive at each :func:`mark`
@@ -65,7 +65,7 @@ def measure(f: Callable[..., T], /, *args: Any, **kwargs: Any) -> Measurement[T]
 
 
 def mark(name: str) -> None:
-    """Note the bytes that are alive here, under `name`, in every meter that is running.
+    """Record the bytes that are alive at this point, under `name`, in every active meter.
 
     >>> import torch
     >>> from funcckpt.meter import mark, measure
@@ -87,8 +87,8 @@ class Meter(TorchDispatchMode):
     """Counts live bytes, FLOPs and ops inside of a block: ``with Meter() as meter: ...``
 
     The attributes `peak_bytes`, `flops`, `ops` and `marks` are those of a :class:`Measurement`; `live_bytes`
-    are the bytes alive now. Storages made in the block are followed after it, too. Meters nest, and continue
-    when entered again.
+    are the bytes alive now. Storages made in the block are counted after it, too. Meters may be nested; one
+    that is entered again goes on counting.
     """
 
     def __init__(self) -> None:
@@ -98,11 +98,11 @@ class Meter(TorchDispatchMode):
         self.ops: Counter[str] = Counter()
         self.marks: dict[str, int] = {}
         self._live_bytes = 0
-        # The bytes of each storage that were there before, and those counted since.
+        # For each storage: its bytes before the block, and the bytes that were added since.
         self._tracked: dict[weakref.ref[torch.UntypedStorage], tuple[int, int]] = {}
-        # A storage may die at any moment and in any thread. _settle books it in order.
+        # A storage may be freed at any moment and in any thread; _settle subtracts it later, in order.
         self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
-        # The engine has a thread for each accelerator.
+        # The autograd engine has a thread for each accelerator.
         self._lock = threading.RLock()
 
     @property
@@ -111,11 +111,11 @@ class Meter(TorchDispatchMode):
             self._settle()
             for ref in list(self._tracked):
                 if (storage := ref()) is not None:
-                    self._book(storage, new=False)  # `storage.resize_()` is no op.
+                    self._book(storage, new=False)  # `storage.resize_()` is not an op.
             return self._live_bytes
 
     def mark(self, name: str) -> None:
-        """Note the bytes that are alive now under `name`."""
+        """Record the bytes that are alive now, under `name`."""
         self.marks[name] = self.live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):
         if is_subclass_first(types):
             return NotImplemented
         if torch.is_inference_mode_enabled():
-            # Composite ops are taken apart at autograd's dispatch keys, which are off here.
+            # Composite ops are decomposed at autograd's dispatch keys, which are off here.
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -145,7 +145,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _book(self, storage: torch.UntypedStorage, *, new: bool) -> None:
-        """Bring the live bytes up to date with the present size of one storage."""
+        """Update the live bytes for the present size of a storage."""
         size = storage.nbytes()
         ref = weakref.ref(storage, self._dead.append)
         before, counted = self._tracked.get(ref, (0 if new else size, 0))
@@ -154,7 +154,7 @@ class Meter(TorchDispatchMode):
         self._live_bytes += grown - counted
 
     def _settle(self) -> None:
-        """Take off the storages that have died."""
+        """Subtract the storages that were freed."""
         while self._dead:
             self._live_bytes -= self._tracked.pop(self._dead.popleft())[1]
 
@@ -165,5 +165,5 @@ def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
         if isinstance(x, torch.Tensor) and not x._is_zerotensor():  # which has a size and no memory
             # The public names refuse a sparse tensor that is not coalesced.
             for part in (x._indices(), x._values()) if x.layout is torch.sparse_coo else (x,):
-                with suppress(NotImplementedError):  # It has a layout that tells no storage.
+                with suppress(NotImplementedError):  # a layout without a storage
                     yield part.untyped_storage()

@@ -1,15 +1,15 @@
 """What people compute from per-sample gradients, without holding them all.
 
-`vmap(grad(loss), (None, 0, 0))` is batch times as large as the parameters, also with `chunk_size=`. Here each
-chunk is reduced before the next one is computed. All functions have these parameters:
+`vmap(grad(loss), (None, 0, 0))` returns batch times the size of the parameters, also with `chunk_size=`. Here
+each chunk is reduced before the next one is computed. All functions have these parameters:
 
 * `loss` : ``loss(parameters, *sample)`` is the loss of one sample, a scalar.
-* `parameters` : any pytree of tensors; what is differentiated. Leave frozen ones to the closure of `loss`.
-* `batch` : pytrees of tensors of shapes ``[batch, ...]``, all of one length; it may be 0, as Poisson sampling
-  has it now and then.
-* `chunk_size` : at most so many gradients are alive at a time; None for all.
-* `bytes` : in place of `chunk_size`, as many as fit into so many bytes, beside parameters and batch. The
-  first chunk is one sample, whose bytes are measured. Each chunk tells how large the next one may be.
+* `parameters` : any pytree of tensors, with respect to which the loss is differentiated. Frozen parameters
+  belong into the closure of `loss`.
+* `batch` : pytrees of tensors of shape ``[batch, ...]``, all of one length. An empty batch is allowed.
+* `chunk_size` : how many gradients are alive at a time; None for all.
+* `bytes` : instead of `chunk_size`, how many bytes a chunk may take, beside the parameters and the batch. The
+  first chunk is one sample, and is measured. Each chunk sets the size of the next one.
 * `randomness` : that of `torch.func.vmap`.
 """
 
@@ -44,14 +44,14 @@ class Clipped(NamedTuple):
 
 
 class NoiseScale(NamedTuple):
-    """The result of :func:`noise_scale`: scalars, unbiased. In small batches `signal` may be below zero."""
+    """The result of :func:`noise_scale`: unbiased, scalars. In a small batch `signal` may be negative."""
 
     noise: Tensor  # trace of the covariance of the per-sample gradients
     signal: Tensor  # squared norm of the expected gradient
 
     @property
     def scale(self) -> Tensor:
-        """noise / signal: the batch size beyond which larger ones bring little."""
+        """noise / signal: the batch size beyond which a larger batch helps little."""
         return self.noise / self.signal
 
 
@@ -65,7 +65,7 @@ def gradient_norms(
 ) -> Tensor:
     """Norm of the gradient of each sample, over all parameters together: a tensor of shape ``[batch]``.
 
-    `loss`, `parameters`, `batch`, `chunk_size`, `bytes` and `randomness` are those of all functions here.
+    :mod:`funcckpt.per_sample` describes `loss`, `parameters`, `batch`, `chunk_size`, `bytes`, `randomness`.
 
     Examples
     --------
@@ -93,10 +93,10 @@ def clipped_sum(
     """Sum of per-sample gradients, each scaled down to a norm of `max_norm` at most.
 
     This is the sum of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133),
-    before noise is added to it. It equals that of Opacus with flat clipping: the factor is
-    ``min(1, max_norm / (norm + eps))``, with the norm over all parameters together. Where samples are spread
-    over ranks, all-reduce the sums, and then add the noise once. `loss`, `parameters`, `batch`, `chunk_size`,
-    `bytes` and `randomness`: see the module.
+    before noise is added. It equals that of Opacus with flat clipping: the factor of each sample is ``min(1,
+    max_norm / (norm + eps))``, with the norm over all parameters together. If samples are spread over ranks,
+    all-reduce the sums, and then add the noise once. Returns a :class:`Clipped`. :mod:`funcckpt.per_sample`
+    describes `loss`, `parameters`, `batch`, `chunk_size`, `bytes`, `randomness`.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def clipped_sum(
     tensor([0.9000, 1.2000])
     """
     if not max_norm > 0:
-        raise OptionError(f"clipped_sum: max_norm={max_norm} is no positive number.")
+        raise OptionError(f"clipped_sum: max_norm={max_norm} is not a positive number.")
     total: list[Tensor] = []
 
     def reduce(gradients: list[Tensor]) -> Tensor:
@@ -132,10 +132,10 @@ def noise_scale(
 ) -> NoiseScale:
     """The "simple" gradient noise scale of one batch.
 
-    That of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv 1812.06162), by unbiased
-    estimates from the per-sample norms and the norm of their mean. To combine batches, divide the means of
-    ``noise`` and ``signal``. `loss`, `parameters`, `batch`, `chunk_size`, `bytes` and `randomness`: see the
-    module.
+    It is defined by McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv 1812.06162), and
+    estimated from the norms of the per-sample gradients and of their mean. Returns a :class:`NoiseScale`. For
+    several batches, divide the mean of ``noise`` by the mean of ``signal``.
+    :mod:`funcckpt.per_sample` describes `loss`, `parameters`, `batch`, `chunk_size`, `bytes`, `randomness`.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def noise_scale(
     of_each = _reduced(_Chunks("noise_scale", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
     n = len(of_each)
     if n < 2:
-        raise InputError("noise_scale: one sample tells nothing about noise. Pass two at least.")
+        raise InputError("noise_scale: noise cannot be estimated from one sample. Pass at least two.")
     of_mean = _dot(total, total) / n**2
     noise = (of_each.square().mean() - of_mean) * n / (n - 1)
     return NoiseScale(noise, of_mean - noise / n)
@@ -178,14 +178,14 @@ def influence(
     Entry (i, j) is the derivative of the loss of test sample i, at the parameters that minimize the
     mean loss of the training samples, with respect to a weight that is added to training sample j
     (Koh and Liang, "Understanding Black-box Predictions via Influence Functions", arXiv 1703.04730):
-    ``-g_i · (H + damping)^-1 · g_j``. Below zero, sample j helps; leaving it out changes the loss by
-    about minus entry / number of training samples. Neither the Hessian H of the mean training loss nor a
-    gradient of a training sample is ever held: the system is solved by conjugate gradients.
+    ``-g_i · (H + damping)^-1 · g_j``. Where it is negative, sample j helps. Without sample j the loss changes
+    by about minus the entry, divided by the number of training samples. Conjugate gradients solve the system
+    without storing the Hessian H of the mean training loss, or a gradient of a training sample.
 
-    `loss`, `parameters` (a minimum), `chunk_size` and `bytes` are those of all functions here. `train` and
-    `test` are batches; the result has shape ``[test, train]``. The loss draws no random numbers. `damping` is
-    added to the diagonal of H, which has to become positive definite. Conjugate gradients stop when the
-    residual is smaller than `tolerance` times the gradient, and fail after `max_iterations`.
+    `train` and `test` are batches; the result has shape ``[test, train]``. `parameters` are at a minimum, and
+    `loss` must not draw random numbers. `damping` is added to the diagonal of H; the sum must be positive
+    definite. Conjugate gradients stop when the residual is below `tolerance` times the gradient, and fail
+    after `max_iterations`. `chunk_size` and `bytes` are described in :mod:`funcckpt.per_sample`.
 
     Examples
     --------
@@ -204,7 +204,7 @@ def influence(
 
     count = _count("influence", train)
     if count == 0:
-        raise InputError("influence: there is no training sample, so there is no minimum either.")
+        raise InputError("influence: there is no training sample. Pass at least one in train.")
     chunks = _Chunks("influence", chunk_size, bytes)
 
     def hessian_times(v: list[Tensor]) -> list[Tensor]:
@@ -245,7 +245,7 @@ def _solve(
         curvature = _dot(direction, image)
         if not curvature > 0:
             raise FuncckptError(
-                "influence: the Hessian of the training loss, damped, is not positive definite. Pass a "
+                "influence: the damped Hessian of the training loss is not positive definite. Pass a "
                 "larger damping, or train to a minimum."
             )
         step = square / curvature
@@ -264,11 +264,11 @@ def _solve(
 def _reduced(
     chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
-    """What `reduce` makes of the gradients of a chunk, tensors of shapes ``[chunk, ...]``, for all chunks."""
+    """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)
     states = world.states(world.random_streams(())) if randomness == "same" else []
     results = []
-    # Parameters of a module require grad: plain autograd would record it all.
+    # Parameters of a module require grad, so plain autograd would record everything.
     with torch.no_grad(), chunks.meter or nullcontext():
         for part in chunks.split(batch):
             for stream, state in states:
@@ -280,17 +280,17 @@ def _reduced(
 
 
 class _Chunks:
-    """So many samples of a batch at a time, or as many as fit into bytes."""
+    """Splits a batch into chunks of a given size, or of as many samples as fit into bytes."""
 
     def __init__(self, name: str, chunk_size: int | None, bytes: int | None = None) -> None:
         if chunk_size is not None and bytes is not None:
             raise OptionError(f"{name} takes chunk_size= or bytes=, not both.")
         for option, value in (("chunk_size", chunk_size), ("bytes", bytes)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise OptionError(f"{name}: {option}={value} is no positive number.")
+                raise OptionError(f"{name}: {option}={value} is not a positive integer.")
         self.name, self.size, self.bytes = name, chunk_size, bytes or 0
-        self.meter = None if bytes is None else Meter()  # of all that is done with the chunks
-        # The largest chunk so far, and what it has taken for each sample.
+        self.meter = None if bytes is None else Meter()  # runs during all work on the chunks
+        # The size of the largest chunk so far, and the bytes that it took for each sample.
         self._measured, self._of_one = 0, 0.0
 
     def split(self, batch: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -303,14 +303,14 @@ class _Chunks:
             yield pytree.tree_map_only(Tensor, operator.itemgetter(samples), batch)
             size, start = min(samples.stop, count) - start, samples.stop
             if meter is not None and size >= self._measured:
-                # Part of what a chunk takes grows with it, and part does not: a larger one takes no more
-                # for each sample.
+                # A chunk takes some bytes whatever its size, and some for each sample. So a larger one takes
+                # no more bytes for each sample.
                 taken = meter.peak_bytes - before
                 self._measured, self._of_one = size, taken / size
                 least = taken + (meter.live_bytes if start < count else before)
                 if size == 1 and least > self.bytes:
                     raise OptionError(
-                        f"{self.name}: bytes={self.bytes} is too few for one sample: at least {least}."
+                        f"{self.name}: bytes={self.bytes} is too few for one sample. Pass at least {least}."
                     )
 
 
@@ -319,9 +319,9 @@ def _count(name: str, batch: tuple[Any, ...]) -> int:
     lengths = {x.shape[0] if x.dim() else -1 for x in tensors}
     if len(lengths) != 1 or -1 in lengths:
         raise InputError(
-            f"{name}: each tensor of the batch has the samples along its first dimension, and not: "
-            f"{', '.join(map(describe, tensors)) or 'no tensor at all'}. What all samples share belongs "
-            "into the closure of the loss."
+            f"{name}: the first dimension of each tensor in the batch must be that of the samples. Given: "
+            f"{', '.join(map(describe, tensors)) or 'no tensor at all'}. Put what all samples share into "
+            "the closure of the loss."
         )
     return lengths.pop()
 
@@ -336,5 +336,5 @@ def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 
 def _add(total: list[Tensor], terms: list[Tensor]) -> None:
-    """total += terms, where nothing at all is zero."""
+    """total += terms, where an empty total is zero."""
     total[:] = [x.add_(term) for x, term in zip(total, terms, strict=True)] if total else terms

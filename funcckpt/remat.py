@@ -1,7 +1,7 @@
 """`remat(f)`: the user's function, checkpointed. Its options, the decorator, and one call.
 
-`call.Call` is the program that a call makes; `dispatch` runs it under whatever transforms are active, and
-keeps nothing but its inputs.
+Each call makes a program, `call.Call`. `dispatch` runs it under the transforms that are active, and keeps
+only its inputs.
 """
 
 from __future__ import annotations
@@ -72,30 +72,30 @@ def remat(
 ) -> Any:
     """Recompute f in the backward instead of keeping what it computed.
 
-    The function returned takes and gives what f does, and may be used wherever f may: under any
-    composition of `torch.func` transforms, and under plain autograd in reverse and forward
-    mode. Between the forward and the backward only its inputs are kept: the tensors among the
-    arguments, and those that f captured.
+    The returned function has the arguments and results of f. It works under any composition of
+    `torch.func` transforms, and under plain autograd in reverse and forward mode. Between the forward
+    and the backward only its inputs are kept: the tensors among the arguments, and those that f
+    captured.
 
     Parameters
     ----------
     f : callable
-        A function, a bound method, a `functools.partial`, an `nn.Module` or any callable, of tensors
-        of any dtype, shape and device, and of anything else, in any pytree. It has to be pure up to
-        random numbers and buffers of a module that is training. Without f, a decorator.
+        Any callable, such as a function, a bound method, a `functools.partial` or an `nn.Module`. Its
+        arguments are pytrees of tensors of any dtype, shape and device, and of other values. It must be
+        pure, except for random numbers and the buffers of a module in training. Without f, a decorator.
     static_argnums, static_argnames : int or str, or several
-        Positions and names of arguments that are handed to f as they are, and not searched for
+        Positions and names of arguments that are passed to f as they are, and not searched for
         tensors.
     preserve_rng_state : bool
-        Draw in the recomputation the random numbers of the forward. Costs nothing if f draws none.
+        Whether the recomputation draws the random numbers of the forward. Costs nothing if f draws none.
     determinism_check : {"default", "none", "values"}
-        Compare structure, shapes, dtypes and devices of the recomputed outputs with those of the
-        forward; or nothing; or the values too, which keeps a copy of the outputs.
+        What to compare between the outputs of the forward and of the recomputation. "default": structure,
+        shapes, dtypes and devices. "none": nothing. "values": also the values, of which a copy is kept.
     policy : callable, list of operators, or None
         What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
-        function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing.
+        function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing else.
     prevent_cse : bool
-        Of `jax.checkpoint`; it says nothing here.
+        An option of `jax.checkpoint`, without effect here.
 
     Returns
     -------
@@ -107,20 +107,20 @@ def remat(
     InputError
         f or an option is of the wrong kind, or an argument can be used only once (an iterator).
     ClosureError
-        f uses a differentiated, batched or dual tensor that could not be found. Pass it as an argument.
+        f uses a differentiated, batched or dual tensor that was not found. Pass it as an argument.
     MutationError
         f changed an argument or a captured tensor in place.
     OutputError
-        f returned tensors inside of an object that is no pytree node.
+        f returned tensors inside of an object that is not a pytree node.
     EscapeError
         f stored a tensor outside of itself, under a transform.
     CheckpointError
-        A recomputation gave something else than the forward did, or could not be right.
+        A recomputation differs from the forward, or could not be right.
 
     Notes
     -----
-    The transform is `jax.checkpoint`'s. Griewank and Walther, "Evaluating Derivatives" (2008), chapter 12,
-    describe it for loops, and Chen et al. (arXiv 1604.06174) for networks.
+    This is `jax.checkpoint`. Griewank and Walther, "Evaluating Derivatives" (2008), chapter 12, describe
+    it for loops, and Chen et al. (arXiv 1604.06174) for networks.
 
     Examples
     --------
@@ -153,19 +153,19 @@ def remat(
 
 
 def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
-    """`remat(f)`, made in code that Dynamo traces: it need not be told which arguments are static."""
+    """`remat(f)`, made in code that Dynamo traces, where static arguments are like all others."""
     how = Options(*options)
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
-        name = getattr(f, "__name__", None) or type(f).__name__  # Dynamo is not at home with __qualname__
+        name = getattr(f, "__name__", None) or type(f).__name__  # Dynamo does not support __qualname__
         return lambda *args, **kwargs: call(f, name, how, args, kwargs)
 
     return wrap if f is None else wrap(f)
 
 
-# What `explain` has in place of a policy: the call is not checkpointed, or as it is.
+# What `decides` may return in place of a policy: no checkpoint for this call, or the call as it stands.
 PLAIN, AS_IT_IS = object(), object()
-# While it compares: is given f and a title, and says one of these, or with which policy it is checkpointed.
+# Set by `explain`: is called with f and a title before each checkpoint, and returns one of these or a policy.
 decides: ContextVar[Callable[[Any, str], Any] | None] = ContextVar("funcckpt_decides", default=None)
 
 
@@ -173,7 +173,7 @@ def name_of(f: Any) -> str:
     """What a callable is called in messages."""
     while isinstance(f, functools.partial):
         f = f.func
-    # An nn.Module takes long to say that it has none.
+    # To ask an nn.Module for an attribute that it lacks is slow.
     name: str = (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
     return name
 
@@ -188,7 +188,7 @@ def _several(kind: type[T], value: Any, option: str, title: str) -> tuple[T, ...
 def _positions_and_names(
     f: Callable[..., Any], name: str, positions: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Each parameter by position and by name, as far as the signature tells: a call may use both."""
+    """The static parameters by position and by name, since a call may pass them either way."""
     if not positions and not names:
         return frozenset(), frozenset()
     try:
@@ -199,18 +199,18 @@ def _positions_and_names(
     kinds, known, count = {p.kind for p in parameters}, {p.name for p in parameters}, len(parameters)
     if inspect.Parameter.VAR_KEYWORD not in kinds and (missing := {*names} - known):
         raise InputError(
-            f"remat({name}): static_argnames names {sorted(missing)}, and the parameters are {sorted(known)}."
+            f"remat({name}): static_argnames has {sorted(missing)}, but the parameters are {sorted(known)}."
         )
     outside = [i for i in positions if not -count <= i < count]
     if inspect.Parameter.VAR_POSITIONAL not in kinds and outside:
-        raise InputError(f"remat({name}): static_argnums names {outside}, and there are {count} parameters.")
+        raise InputError(f"remat({name}): static_argnums has {outside}, but there are {count} parameters.")
     more_names = {n for n, i in by_name.items() if i in positions or i - count in positions}
     more_positions = {by_name[n] for n in names if n in by_name}
     return frozenset(positions) | more_positions, frozenset(names) | more_names
 
 
 def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
-    """What f is called in messages; raises if it cannot be checkpointed."""
+    """The name of f in messages. Raises if f is not callable."""
     if not callable(f):
         raise InputError(
             f"{taker} takes a callable, not {type(f).__name__}. Write {taker}(f)(x), not {taker}(f(x))."
@@ -219,7 +219,7 @@ def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
 
 
 class _Checkpointed:
-    """A function that was given to remat. An object, so that a copy of a model copies what it refers to."""
+    """The function that `remat` returns. An object, so that a copy of a model copies what f refers to."""
 
     def __init__(self, f: Callable[..., Any], name: str, options: Options) -> None:
         # The __dict__ of other callables is their state, not an annotation.
@@ -247,22 +247,22 @@ class _Checkpointed:
         return type(self), self._made_of
 
 
-# What tells a module what it holds, from outside: `m.name = value`, and ModuleList and its like.
+# The two ways to register a module: `m.name = value`, and `add_module`, as ModuleList does.
 _ASSIGNS, _ADDS = nn.Module.__setattr__.__code__, nn.Module.add_module.__code__
 
 
 class _CheckpointedModule(_Checkpointed):
-    """A module that was given to remat: a function, whose parameters no module registers."""
+    """What `remat(module)` returns: a function. A module that holds it does not register its parameters."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # A module asks `isinstance(value, Module)` of what it is given, and nothing else.
+        # To register a value, nn.Module asks `isinstance(value, Module)`, which comes here.
         caller, name, module = sys._getframe(1), self._made_of[1], cast("nn.Module", self._made_of[0])
         if caller.f_code in (_ASSIGNS, _ADDS):
             owner, at = caller.f_locals["self"], caller.f_locals["name"]
             what = (
-                f"{type(owner).__name__}.{at}: remat({name}) is a function, and registers no parameters. "
-                "Write funcckpt.nn.Remat(module), which is the module."
+                f"{type(owner).__name__}.{at}: remat({name}) is a function, so its parameters are not "
+                "registered. Write funcckpt.nn.Remat(module), which is a module."
             )
             if caller.f_code is _ADDS or at in owner._modules:
                 raise InputError(what)
@@ -273,7 +273,7 @@ class _CheckpointedModule(_Checkpointed):
 
 
 def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
-    """`remat(f, ...)(*args, **kwargs)`, where f and the options are known to be right."""
+    """`remat(f, ...)(*args, **kwargs)`; f and the options have been checked."""
     if torch.compiler.is_dynamo_compiling():
         return _call_compiled(f, name, options, args, kwargs)
     if (decide := decides.get()) is not None:
@@ -285,21 +285,21 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         if functorch.differentiates_in_inference_mode():
             raise CheckpointError(
-                f"remat({name}): torch {torch.__version__} records nothing in inference mode, and gives "
-                "zeros for the derivatives that are taken here. Use torch.no_grad() instead of it."
+                f"remat({name}): torch {torch.__version__} records nothing in inference mode, so that the "
+                "derivatives taken here would be zero. Use torch.no_grad() instead."
             )
-        # Nothing is recorded at any level, so that there is nothing to save. f is free to switch grad
-        # mode on inside, and forward mode and vmap need no checkpoint.
+        # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no
+        # checkpoint. f may still switch grad mode on inside.
         return f(*args, **kwargs)
     program = Call(f, name, options, args, kwargs)
     if not program.is_looked_at():
         return f(*args, **kwargs)
-    # Dynamo, where it gave up outside, would compile pieces of ours that enter levels.
+    # After a graph break outside, Dynamo would compile parts of this package that enter levels.
     return autograd.without_dynamo(program.call)()
 
 
 def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any, kwargs: Any) -> Any:
-    """A call in code that Dynamo traces, for which static arguments are like all others."""
+    """A call in code that Dynamo traces. Static arguments are like all others there."""
     if options.chooser is not None:
         compiled.refuse(f"remat({name}): policy")
     if not torch.is_grad_enabled():

@@ -1,6 +1,6 @@
-"""`torch.utils.checkpoint` by its own names: ``import funcckpt.torch_compat as cp`` in place of that module.
+"""All names of `torch.utils.checkpoint`: write ``import funcckpt.torch_compat as cp`` in its place.
 
-What funcckpt has is funcckpt's; settings, types and what serves `use_reentrant=True` are torch's.
+The functions are those of funcckpt. Torch's own are its settings, its types and `CheckpointFunction`.
 """
 
 from torch.utils.checkpoint import *  # noqa: F403

@@ -50,10 +50,10 @@ _CPU = torch.device("cpu")
 
 
 def _state() -> tuple[torch.device, torch.dtype, tuple[bool, ...], tuple[torch.dtype, ...], bool]:
-    """Default device and dtype, for each device whether autocast is on and to which dtype, and its cache."""
+    """Default device and dtype; for each device whether autocast is on, and its dtype; autocast's cache."""
     device = _CPU
-    if functorch.has_function_modes():  # of which the default device is one
-        with functorch.without_levels():  # torch may have to ask a tensor that it makes
+    if functorch.has_function_modes():  # the default device is one
+        with functorch.without_levels():  # torch may make a tensor to find out
             device = torch.get_default_device()
     kinds = autocast_devices()
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
@@ -61,7 +61,7 @@ def _state() -> tuple[torch.device, torch.dtype, tuple[bool, ...], tuple[torch.d
 
 
 class Mode(TorchFunctionMode):
-    """A mode of ours, which is no part of the world of f."""
+    """A mode of this package, which is not part of the world of f."""
 
 
 class World:
@@ -80,12 +80,12 @@ class World:
         self.casts = any(self._state[2])
 
     def is_here(self) -> bool:
-        """Whether it is as it was."""
+        """Whether the world is still the same."""
         return not self._modes and self._state == _state()
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Put it back for the time of a block."""
+        """Put this world back for a block of code."""
         device, dtype, *autocast, cache = self._state
         now = _state()
         with ExitStack() as stack:
@@ -118,14 +118,14 @@ def own_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-# From which Python and numpy draw for whoever asks: the objects behind the functions of their modules.
+# The global streams of Python and numpy: the objects behind the functions of their modules.
 OF_THE_PROCESS = {module: PythonStream(vars(module)["random"].__self__) for module in (random, np.random)}
 
 
 def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> list[Stream]:
-    """The generators from which f may draw: those of each device in use, and those it was given.
+    """The streams from which f may draw: those of each device in use, and `explicit` ones.
 
-    Those of Python and numpy are slow to ask. They are among what code is given that says that it draws.
+    The global ones of Python and numpy are slow to read: they are added only if `of_the_process`.
     """
     streams: list[Stream] = [torch.default_generator]
     for device in autocast_devices()[1:]:
@@ -155,7 +155,7 @@ def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def moved(before: States) -> States:
-    """Those of the streams from which random numbers were drawn since."""
+    """The streams, with their old states, from which random numbers were drawn since."""
     found: States = []
     for stream, state in before:
         if _bytes(state) != _bytes(stream.get_state()):
@@ -164,12 +164,12 @@ def moved(before: States) -> States:
 
 
 def marks(recorded: States) -> list[int]:
-    """What tells where streams were, in less room than a state."""
+    """Hashes of the states of streams, which take less memory than the states."""
     return [hash(_bytes(state)) for _, state in recorded]
 
 
 def ended_elsewhere(before: States, ends: Sequence[int]) -> bool:
-    """Whether a run that has drawn from streams has left one of them where another run has not."""
+    """Whether a stream is now neither at its state `before`, nor where the other run ended (`ends`)."""
     now = marks(states([stream for stream, _ in before]))
     return any([here not in (start, end) for here, start, end in zip(now, marks(before), ends, strict=True)])
 
@@ -179,13 +179,13 @@ def set_streams(recorded: States) -> None:
         stream.set_state(state)
 
 
-# A process has one stream a device, and may go backward in several threads.
+# A process has one stream for each device, and may run backwards in several threads.
 _rewound = threading.RLock()
 
 
 @contextmanager
 def streams_at(recorded: States) -> Iterator[None]:
-    """Random streams as they were recorded for the time of a block, and then as they are now."""
+    """Set random streams to recorded states for a block of code, and put them back afterwards."""
     with _rewound if recorded else nullcontext():
         now = states([stream for stream, _ in recorded])
         try:

@@ -134,7 +134,7 @@ def test_an_empty_batch():
         close(result.sum, {name: torch.zeros_like(p) for name, p in parameters.items()})
         norms = gradient_norms(loss, parameters, x[:0], y[:0], **options)
         assert result.norms.shape == norms.shape == (0,) and norms.dtype is F64
-    with pytest.raises(funcckpt.InputError, match="two at least"):
+    with pytest.raises(funcckpt.InputError, match="at least two"):
         noise_scale(loss, parameters, x[:0], y[:0])
     assert influence(loss, parameters, (x, y), (x[:0], y[:0])).shape == (0, 7)
     with pytest.raises(funcckpt.InputError, match="no training sample"):
@@ -286,7 +286,7 @@ def test_errors(batch, options, error, message):
 
 
 def test_noise_scale_of_one_sample():
-    with pytest.raises(funcckpt.InputError, match="two at least"):
+    with pytest.raises(funcckpt.InputError, match="at least two"):
         noise_scale(lambda w, x: (w * x).sum(), torch.ones(3), torch.ones(1, 3))
 
 
