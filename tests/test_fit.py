@@ -94,7 +94,7 @@ def chunked(model, x, *, chunk_size):
 def least_of(step, model, **options):
     with pytest.raises(OptionError) as error:
         fit(model, step, X, bytes=1, **options)
-    return int(re.search(r"least that was found is ([\d,]+) bytes", str(error.value))[1].replace(",", ""))
+    return int(re.search(r"peak that was found is ([\d,]+) bytes", str(error.value))[1].replace(",", ""))
 
 
 def peak_of(step, model):
@@ -248,13 +248,13 @@ def reads_values(model, x):
 @pytest.mark.parametrize(
     ("error", "text", "step", "options"),
     [
-        (OptionError, "policies= is a list or tuple", backward, {"policies": policies.dots_saveable}),
+        (OptionError, "policies= a list or tuple", backward, {"policies": policies.dots_saveable}),
         (OptionError, "fit: a policy is", backward, {"policies": ("dots_saveable",)}),
-        (OptionError, "bytes=0 is no positive number", backward, {"bytes": 0}),
-        (OptionError, "bytes='8GB' is no positive number", backward, {"bytes": "8GB"}),
-        (OptionError, "bytes=1,000 is too little. The least", backward, {"bytes": 1000}),
+        (OptionError, "bytes=0 is not a positive number", backward, {"bytes": 0}),
+        (OptionError, "bytes='8GB' is not a positive number", backward, {"bytes": "8GB"}),
+        (OptionError, "bytes=1,000 is too little. The lowest peak", backward, {"bytes": 1000}),
         (InputError, "select='blocks.*' selects nothing. Pass a class", backward, {"select": "blocks.*"}),
-        (InputError, "step calls no block of the model", lambda model, x: x.sum(), {}),
+        (InputError, "step calls no block", lambda model, x: x.sum(), {}),
         (InputError, 'at aten._local_scalar_dense.default: (.|\n)*measure_on="cpu"', reads_values, {}),
         (InputError, r"at aten.nonzero.default: ", lambda model, x: model(x).nonzero(), {}),
         (InputError, 'to numpy(.|\n)*measure_on="cpu"', lambda model, x: model(x).detach().numpy(), {}),
@@ -267,7 +267,7 @@ def test_errors(error, text, step, options):
 
 def test_a_model_without_blocks():
     plan = fit(a_model(1, 2), backward, X, bytes=2**30)
-    with pytest.raises(InputError, match=r"Plan.apply: Linear has other blocks than the plan"):
+    with pytest.raises(InputError, match=r"Plan\.apply: Linear lacks a block of the plan"):
         plan.apply(nn.Linear(4, 4))
     with pytest.raises(InputError, match=r"in Linear there is no ModuleList or Sequential .* Pass select="):
         fit(nn.Linear(2, 2), backward, X, bytes=100)

@@ -673,7 +673,7 @@ def test_options_that_do_not_exist():
         lambda: Remat(nn.Linear(2, 2), polcy=1),
         lambda: Sequential(nn.Linear(2, 2), use_reentrant=True),
     ):
-        with pytest.raises(funcckpt.OptionError, match=r"no option .*There are .*'context_fn'"):
+        with pytest.raises(funcckpt.OptionError, match=r"no option .*The options are .*'context_fn'"):
             call()
     with pytest.raises(funcckpt.OptionError, match="one module"):
         Remat(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -684,9 +684,9 @@ def test_options_that_do_not_exist():
     "options, message",
     [
         ({"policy": 3}, "function or a list of ops, not 3"),
-        ({"policy": "dots_saveable"}, r"not 'dots_saveable': write funcckpt\.policies\."),
+        ({"policy": "dots_saveable"}, r"not 'dots_saveable'. Write, for example, funcckpt\.policies\."),
         ({"policy": torch.ops.aten.mm.default}, "function or a list of ops"),
-        ({"policy": policies.budget}, "budget does not take.*Call it"),
+        ({"policy": policies.budget}, "budget does not take.*call it"),
         ({"policy": policies.save_only_these_names}, "save_only_these_names does not take"),
         ({"policy": policies.save_from_both_policies}, "save_from_both_policies does not take"),
         ({"policy": lambda prim, *_, **params: True}, "policy of JAX has no ctx"),
@@ -808,7 +808,7 @@ def test_select_in_a_model_that_was_wrapped(pattern):
         ("layer.*", funcckpt.InputError, "'layer.\\*' selects nothing"),
         ("layers", funcckpt.InputError, "has no forward"),
         ("every 0", funcckpt.InputError, "'every 0' selects nothing"),
-        (3, funcckpt.InputError, "select is a class, a pattern or a function"),
+        (3, funcckpt.InputError, "select is not a class, a pattern or a function"),
     ],
 )
 def test_select_errors(select, error, message):

@@ -1,4 +1,4 @@
-"""Modules that are recomputed (`modules`), and which of them, for so many bytes (`plan`)."""
+"""Modules that are recomputed (`modules`), and the choice of them for a given number of bytes (`plan`)."""
 
 from .modules import Remat, Sequential, apply_remat, remove_remat
 from .plan import fit

@@ -1,9 +1,9 @@
 """Modules that are recomputed: `Remat`, `apply_remat`, `remove_remat`, `Sequential`.
 
-A module keeps everything but its class: that becomes a subclass of its own class and of `Remat`, whose
-`forward` is the original one, called through `checkpoint`. So names of parameters and keys of `state_dict`
-are as before, `isinstance` holds, and hooks registered on the module run outside of the checkpoint, once.
-(`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
+Only the class of a module changes: it becomes a subclass of `Remat` and of the old class. Its `forward` calls
+the old one through `checkpoint`. So names of parameters and keys of `state_dict` stay, `isinstance` holds,
+and hooks on the module run once, outside of the checkpoint. (`torch.distributed.fsdp.fully_shard` changes
+modules in the same way.)
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
 
 _OPTIONS = frozenset(Options._fields)
-# Where the options of a module stand, in its __dict__ and in its class.
+# The attribute with the options of a module, in its __dict__ and in its class.
 _KEY = "_funcckpt_options"
 
 
 if TYPE_CHECKING:
 
     class _KeepsItsType(type):
-        """`Remat(module)` is of the class that it was given. (Mypy sees a Remat with any attributes.)"""
+        """`Remat(module)` has the type of the module. (Mypy sees a Remat with any attributes.)"""
 
         def __call__(cls, module: M, **options: Any) -> M: ...  # type: ignore[empty-body, override]
 
@@ -46,16 +46,16 @@ else:
 class Remat(nn.Module, metaclass=_KeepsItsType):
     """Make a module recompute its forward in the backward, instead of keeping what it computed.
 
-    The module itself is changed, and returned. Wrap the parts of a model, such as its blocks: one `Remat`
-    around everything saves nothing. Copies and pickles are checkpointed, too; `remove_remat` undoes it.
+    The module is changed in place and returned. Wrap the parts of a model, such as its blocks: one `Remat`
+    around the whole model saves nothing. Copies and pickles are checkpointed, too. `remove_remat` undoes it.
 
     Parameters
     ----------
     module : nn.Module
-        What to recompute. If it is a `Remat` already, it gets these options. An InputError says that it has
-        no forward (a `ModuleList`), or one that was assigned to the instance, as by `torch.compile`.
+        What to recompute. If it is a `Remat` already, it gets these options. A module without a forward
+        (a `ModuleList`), or with one assigned to the instance (by `torch.compile`), raises an InputError.
     **options
-        Those of :func:`funcckpt.checkpoint`, but for `use_reentrant`: ``policy=`` and the others.
+        Those of :func:`funcckpt.checkpoint`, except `use_reentrant`: ``policy=`` and the others.
 
     Examples
     --------
@@ -78,14 +78,14 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
         if cls is not Remat:  # another instance of the class of a checkpointed module
             return super().__new__(cls)
         if args:
-            raise OptionError("Remat takes one module; options are given by name.")
+            raise OptionError("Remat takes one module. Pass its options by keyword.")
         options = _checked(module, options)
         module.__class__ = _checkpointed_class(type(module))
         module.__dict__[_KEY] = options
         return module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Python calls this on what `Remat(module)` returns, too, which is initialized.
+        # Python also calls this on the result of `Remat(module)`, which is initialized already.
         if _KEY not in self.__dict__:
             super().__init__(*args, **kwargs)
 
@@ -95,7 +95,7 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
         return call(super().forward, args, kwargs, Options(**getattr(self, _KEY)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class has no name by which it could be found.
+        # The class cannot be found by its name.
         make, args, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
         args = tuple(_original(type(self)) if arg is type(self) else arg for arg in args)
         return _make_again, (make, args), *state
@@ -106,13 +106,13 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(module, nn.Module):
         raise InputError(f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions.")
     if isinstance(module, torch.jit.ScriptModule):
-        raise InputError(f"Remat({name}): TorchScript is compiled as it is. Wrap what was scripted.")
+        raise InputError(f"Remat({name}): a TorchScript module cannot be wrapped. Wrap it before scripting.")
     if type(module).forward is nn.Module.forward:
-        raise InputError(f"Remat({name}): it has no forward. Wrap the modules that it holds.")
+        raise InputError(f"Remat({name}): the module has no forward. Wrap the modules inside of it.")
     if "forward" in module.__dict__:
         raise InputError(
-            f"Remat({name}): a forward was assigned to this instance (by torch.compile, for one). Wrap the "
-            "module before that is done."
+            f"Remat({name}): a forward was assigned to this instance, as torch.compile does. Wrap the module "
+            "before that."
         )
     return _checked_options(f"Remat({name})", options)
 
@@ -122,19 +122,19 @@ def _check_no_opacus(module: nn.Module) -> None:
         hooks = inner._forward_hooks.values() if name else ()
         if any(getattr(hook, "__name__", None) == "capture_activations_hook" for hook in hooks):
             raise InputError(
-                f"Remat({_original(type(module)).__name__}): GradSampleModule has hooks on {name!r}, which "
-                "run again in the recomputation: its parameters get no grad_sample. Wrap single layers, or "
-                "use funcckpt.per_sample.clipped_sum."
+                f"Remat({_original(type(module)).__name__}): the hooks of GradSampleModule on {name!r} would "
+                "run again in the recomputation, and its parameters get no grad_sample. Wrap single layers, "
+                "or use funcckpt.per_sample.clipped_sum."
             )
 
 
 def _checked_options(title: str, options: dict[str, Any]) -> dict[str, Any]:
     unknown = options.keys() - _OPTIONS
     if unknown:
-        raise OptionError(f"{title}: no option {sorted(unknown)}. There are {sorted(_OPTIONS)}.")
+        raise OptionError(f"{title} has no option {sorted(unknown)}. The options are {sorted(_OPTIONS)}.")
     check_options(title, Options(**options))
     if isinstance(policy := options.get("policy"), (list, tuple, set, frozenset)):
-        options["policy"] = as_function(policy, title)  # which can be pickled
+        options["policy"] = as_function(policy, title)  # a function that can be pickled
     return options
 
 
@@ -156,8 +156,8 @@ def _original(kind: type[nn.Module]) -> type[nn.Module]:
     bases = kind.__bases__
     if bases[:1] != (Remat,):
         raise InputError(
-            f"{kind.__name__}: its class was changed again after Remat, by fully_shard or parametrize for "
-            "example. Undo that first."
+            f"{kind.__name__}: the class of this module was changed again after Remat, for example by "
+            "fully_shard or parametrize. Undo that first."
         )
     return cast("type[nn.Module]", bases[1])
 
@@ -177,14 +177,13 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     Parameters
     ----------
     model : nn.Module
-        The model, which is changed and returned. Where nothing is selected, or a selected module cannot be
-        wrapped, an InputError says so, and nothing is changed.
+        The model, which is changed and returned. If nothing is selected, or a selected module cannot be
+        wrapped, an InputError is raised, and nothing is changed.
     select : class, tuple of classes, str, or callable
-        Which modules: those of a class, or of one with this name, ``"Block"``; those whose name matches a
-        pattern, such as ``"layers.*"`` or ``"*.block[0-4]"``, where a star stands for part of a name without
-        dots (if none does, those whose name ends so); ``"every 2"``, the first, third, fifth, ... of the
-        members of each outermost `ModuleList` or `Sequential`, and so on for other numbers; or those for
-        which ``select(name, module)`` is true.
+        Which modules. A class, or its name (``"Block"``): the modules of this class. A pattern for names,
+        such as ``"layers.*"`` or ``"*.block[0-4]"``; a star stands for a part of a name without dots. If no
+        name matches, those whose last parts match. ``"every 2"``: the first, third, fifth, ... member of each
+        outermost `ModuleList` or `Sequential`. A function: those for which ``select(name, module)`` is true.
     **options
         Those of :class:`Remat`.
 
@@ -226,7 +225,7 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
         ends = [(name, m) for name, m in ends if len(name) >= len(pattern)]
         return [m for name, m in ends if len(name) == len(pattern)] or [m for _, m in ends]
     if not callable(select):
-        raise InputError(f"select is a class, a pattern or a function of name and module, not {select!r}.")
+        raise InputError(f"select is not a class, a pattern or a function of name and module: {select!r}.")
     return [m for name, m in named if select(name, m)]
 
 
@@ -239,9 +238,9 @@ def _every(module: nn.Module, n: int) -> Iterator[nn.Module]:
 
 
 def remove_remat(model: M) -> M:
-    """Undo :class:`Remat` and :func:`apply_remat` in a model and all that it holds, in place.
+    """Undo :class:`Remat` and :func:`apply_remat` in a model and in all of its modules, in place.
 
-    An InputError says that the class of a module was changed again after `Remat`; then nothing is changed.
+    If the class of a module was changed again after `Remat`, it raises an InputError, and changes nothing.
 
     Examples
     --------
@@ -261,7 +260,7 @@ def remove_remat(model: M) -> M:
 
 
 class Sequential(nn.Sequential):
-    """An `nn.Sequential` that recomputes its layers, some at a time, as `checkpoint_sequential` does.
+    """An `nn.Sequential` that recomputes its layers in groups.
 
     Parameters
     ----------
@@ -270,7 +269,7 @@ class Sequential(nn.Sequential):
     every : int
         How many layers are recomputed together.
     skip_last : bool
-        Keep what the last layer computes, whose backward comes first.
+        Whether the last layer is kept: its backward comes first, so that recomputing it saves nothing.
     **options
         Those of :class:`Remat`.
 
@@ -288,7 +287,7 @@ class Sequential(nn.Sequential):
         super().__init__(*layers)
         self.options = _checked_options("Sequential", options)
         if not isinstance(every, int) or every < 1:
-            raise OptionError(f"Sequential: every={every!r} is no positive number of layers.")
+            raise OptionError(f"Sequential: every={every!r} is not a positive number of layers.")
         self.every = every
         self.skip_last = skip_last
 

@@ -1,10 +1,11 @@
 """Which blocks to recompute, so that a step takes no more than so many bytes.
 
-Plans are judged by runs of the whole step under a meter. There are few runs, since blocks are alike: what a
+Each plan is measured: the whole step runs under a meter. Few runs are enough, since blocks are alike: what a
 choice saves and recomputes is measured for all blocks of a kind at once. The first and the last block are
-kinds of their own, for the peak is beside one of them. As if savings added up, this gives the plans that may
-be best, and bisection finds the cheapest that fits. Then single blocks get cheaper choices while all fits.
-Of equal plans two are tried: early blocks recomputed, since what they keep is alive for longer, or late ones.
+kinds of their own, since the peak is next to one of them. Assuming that savings add up, these numbers give
+the plans that may be best. Bisection finds the cheapest of them that fits. Then single blocks get cheaper
+choices as long as the plan fits. Of equal plans two are tried, with early or with late blocks recomputed:
+what early blocks keep is alive for longer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _Choices = tuple[str, ...]  # "keep", the name of a policy, or "recompute", for 
 
 
 class Block(NamedTuple):
-    """A block in a :class:`Plan`."""
+    """One block in a :class:`Plan`."""
 
     name: str
     choice: str  # "keep", the name of a policy, or "recompute"
@@ -51,12 +52,12 @@ class Plan:
     """What :func:`fit` has found. Its `str` is a table."""
 
     blocks: tuple[Block, ...]  # in the order in which the step calls them
-    bytes: int  # that there are
+    bytes: int  # the limit that was given
     peak_bytes_before: int  # with all blocks kept
     flops_before: int
     peak_bytes: int
     flops: int
-    chunk_size: int | None  # to be given to the step, if it takes one
+    chunk_size: int | None  # the value for the step's parameter chunk_size, if it has one
     policies: Mapping[str, Any] = field(repr=False)
 
     @property
@@ -66,7 +67,7 @@ class Plan:
     def apply(self, model: M) -> M:
         """Recompute the blocks of a model as planned, in place, and return the model.
 
-        It may be another model with blocks of these names. `Remat` that these have already is removed.
+        `model` may be another one whose blocks have the same names. A `Remat` on these blocks is replaced.
         """
         return _apply(model, {block.name: block.choice for block in self.blocks}, self.policies)
 
@@ -96,32 +97,38 @@ def fit(
     measure_on: str | torch.device = "meta",
     progress: bool | None = None,
 ) -> Plan:
-    """Choose what to recompute, so that a step fits into so many bytes with the fewest recomputed FLOPs.
+    """Choose which blocks to recompute, so that a step fits into `bytes` with the fewest recomputed FLOPs.
 
-    ``step(model, *batch)`` is all that is done with a batch: `backward()`, transforms, an optimizer that it
-    makes itself. It is run ten to forty times, on copies of `model` and `batch`. If it has a parameter
-    `chunk_size`, the length of the batch and powers of two below are tried for it, the largest first, until
-    nothing is recomputed. The plan has the largest chunk with which the fewest FLOPs are recomputed.
+    ``step(model, *batch)`` does all the work on a batch: `backward()`, transforms, an optimizer that it makes
+    itself. It runs ten to forty times, on copies of `model` and `batch`. If it has a parameter `chunk_size`,
+    the length of the batch and the powers of two below it are tried, the largest first, until nothing is
+    recomputed. The plan has the largest chunk size with the fewest recomputed FLOPs.
 
     Parameters
     ----------
     bytes : int
-        What the step may have alive at a time, beside the model and the batch.
+        The most bytes that the step may have alive at a time, beside the model and the batch.
     select : class, tuple of classes, str, or callable
-        The blocks, as for :func:`apply_remat`. If not given, the members of each `ModuleList` or `Sequential`
+        The blocks, as for :func:`apply_remat`. If not given: the members of each `ModuleList` or `Sequential`
         whose members are of one class.
     policies : sequence
-        What to try for a block beside keeping all and recomputing all.
+        Policies to try for each block, beside keeping all and recomputing all.
     measure_on : str or torch.device
-        Where the copies are. On "meta" they take no memory, and have no values.
+        The device of the copies. On "meta" they take no memory and have no values.
     progress : bool
-        Count the runs on stderr. If not given, where that is a terminal.
+        Whether to count the runs on stderr. If not given: only if stderr is a terminal.
 
     Returns
     -------
     Plan
-        Print it, and call ``plan.apply(model)``. An OptionError says the least bytes, where `bytes` are too
-        few; an InputError that there are no blocks, or what does not run on meta tensors.
+        Print it, and call ``plan.apply(model)``.
+
+    Raises
+    ------
+    OptionError
+        No plan fits into `bytes`. The message has the lowest peak that was found.
+    InputError
+        There are no blocks, or the step does not run on meta tensors.
 
     Examples
     --------
@@ -138,10 +145,10 @@ def fit(
     'RematTransformerEncoderLayer'
     """
     if not (isinstance(bytes, (int, float)) and bytes > 0):
-        raise OptionError(f"fit: bytes={bytes!r} is no positive number.")
+        raise OptionError(f"fit: bytes={bytes!r} is not a positive number.")
     names = _blocks(model, select)
     if not callable(step) or not isinstance(policies, Sequence) or isinstance(policies, str):
-        raise OptionError("fit: step is a function of the model and the batch; policies= is a list or tuple.")
+        raise OptionError("fit: step must be a function of model and batch, and policies= a list or tuple.")
     choices: dict[str, Any] = {}
     for policy in policies:
         chooser_of(policy, "fit")
@@ -159,8 +166,8 @@ def fit(
         return min(plans, key=lambda plan: plan.recomputed_flops)
     least = min([peak for peak in found if isinstance(peak, int)])
     raise OptionError(
-        f"fit: bytes={bytes:,} is too little. The least that was found is {least:,} bytes, or "
-        f"{in_units(least, BYTES)}. Make the batch smaller, or select smaller blocks."
+        f"fit: bytes={bytes:,} is too little. The lowest peak that was found is {least:,} bytes "
+        f"({in_units(least, BYTES)}). Make the batch smaller, or select smaller blocks."
     )
 
 
@@ -178,7 +185,7 @@ def _blocks(model: nn.Module, select: Any) -> list[str]:
 
 
 def _repeated(module: nn.Module, prefix: str) -> list[str]:
-    """Members of lists. Where no two are alike (stages), those of the lists inside, if there are any."""
+    """The members of lists. If no two members are alike (stages), those of the lists inside, if any."""
     children = {prefix + name: child for name, child in module.named_children()}
     kinds = [_kind(child) for child in children.values()]
     inside = [found for name, child in children.items() for found in _repeated(child, f"{name}.")]
@@ -204,7 +211,7 @@ def _apply(model: M, choices: Mapping[str, str], policies: Mapping[str, Any]) ->
         blocks = {model.get_submodule(name): choice for name, choice in choices.items()}
     except AttributeError as error:
         kind = type(model).__name__
-        raise InputError(f"Plan.apply: {kind} has other blocks than the plan: {error}") from None
+        raise InputError(f"Plan.apply: {kind} lacks a block of the plan: {error}") from None
     for block in blocks:
         modules.remove_remat(block)
     for block, choice in blocks.items():
@@ -224,7 +231,7 @@ class _Cost(NamedTuple):
 
 
 class _CopyTo(TorchFunctionMode):
-    """`copy.deepcopy` makes tensors on a device."""
+    """Lets `copy.deepcopy` make tensors on a given device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -237,7 +244,7 @@ class _CopyTo(TorchFunctionMode):
 
 
 class _NumbersOnCpu(world.Mode):
-    """Leaves values to what is made of a number, such as the count of steps that optimizers read."""
+    """Tensors made of a number keep their value: optimizers read their count of steps."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.tensor and isinstance(args[0], (int, float)):
@@ -258,7 +265,7 @@ class _NamingMeter(Meter):
 
 @dataclass
 class _Copies:
-    """Runs the step on copies of what it is given."""
+    """Runs the step on copies of the model and the batch."""
 
     model: nn.Module
     step: Callable[..., Any]
@@ -300,8 +307,8 @@ class _Copies:
             if not on_meta or isinstance(error, FuncckptError):
                 raise
             raise InputError(
-                f"fit: the step fails on meta tensors{meter.failed}: {error}\nGive it all that it uses as "
-                'the batch. If it reads values, pass measure_on="cpu".'
+                f"fit: the step fails on meta tensors{meter.failed}: {error}\nPass all tensors that it "
+                'uses as the batch. If it reads values, pass measure_on="cpu".'
             ) from error
         self.runs += 1
         if self.show:
@@ -315,17 +322,17 @@ class _Copies:
 def _search(
     copies: _Copies, names: list[str], given: Mapping[str, Any], bytes: int, chunk_size: int | None
 ) -> Plan | int:
-    """The plan with the fewest FLOPs that fits; if none does, the lowest peak."""
+    """The plan with the fewest FLOPs that fits; if none fits, the lowest peak."""
     policies = {**given, "recompute": None}
     run = partial(copies.run, policies=policies, chunk_size=chunk_size)
     before = run(dict.fromkeys(names, "keep"))
     names = [*before.kinds]
     if not names:
-        raise InputError("fit: step calls no block of the model that it is given. Does it use another one?")
+        raise InputError("fit: step calls no block. It must call the model that is its first argument.")
     keep = best = ("keep",) * len(names)
     costs = {keep: before}
     kinds = [(before.kinds[name], i if i in (0, len(names) - 1) else None) for i, name in enumerate(names)]
-    # What a choice for one block of a kind saves and costs: bytes and FLOPs.
+    # For each kind and choice: the bytes that one block saves, and the FLOPs that it costs.
     effects = {kind: {"keep": (0, 0)} for kind in kinds}
 
     def peak_of(plan: _Choices) -> int:
@@ -344,12 +351,12 @@ def _search(
             peaks[policy] = run(dict.fromkeys(names, "recompute")).peak_bytes
         policies["recompute"] = min(peaks, key=lambda policy: peaks[policy])
         for choice in policies:
-            run(dict.fromkeys(names, choice))  # the first recomputation runs what later ones skip
+            run(dict.fromkeys(names, choice))  # later recomputations skip some operators of the first
             peak_of((choice,) * len(names))
             for kind in effects:
                 alone = tuple([choice if other == kind else "keep" for other in kinds])
                 saved, flops = before.peak_bytes - peak_of(alone), costs[alone].flops - before.flops
-                # One more, since of two plans with the same FLOPs the one that wraps fewer blocks is better.
+                # Plus one: of two plans with the same FLOPs, the one that wraps fewer blocks is better.
                 effects[kind][choice] = saved // kinds.count(kind), flops // kinds.count(kind) + 1
         each, grain = [effects[kind] for kind in kinds], before.peak_bytes // 1000
         late = [plan[::-1] for plan in _promising(each[::-1], grain)]
@@ -375,10 +382,10 @@ def _search(
 
 
 def _promising(effects: list[dict[str, tuple[int, int]]], grain: int) -> list[_Choices]:
-    """By FLOPs, the plans that save more than all before them, by `grain` at least."""
+    """Plans in order of FLOPs. Each saves at least `grain` bytes more than all before it."""
     plans: list[tuple[int, int, _Choices]] = [(0, 0, ())]
     for of_block in effects:
-        # Of equals, the first has the early blocks recomputed.
+        # Of equal plans, the first one recomputes the early blocks.
         longer = [
             (saved + more, flops + again, (*plan, choice))
             for saved, flops, plan in reversed(plans)
@@ -392,7 +399,7 @@ def _promising(effects: list[dict[str, tuple[int, int]]], grain: int) -> list[_C
 
 
 def _neighbours(plan: _Choices, kinds: list[Any], effects: dict[Any, Any]) -> list[tuple[int, _Choices]]:
-    """Plans with another choice for one block, the last of its kind with its choice, by their added FLOPs."""
+    """Plans with another choice for one block (the last of its kind and choice), with their added FLOPs."""
     found = {}
     for i, kind in enumerate(kinds):
         for choice in effects[kind].keys() - {plan[i]}:

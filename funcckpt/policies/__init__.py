@@ -1,12 +1,12 @@
 """What a checkpoint keeps beside its inputs, and names for values.
 
-A policy is a function ``policy(ctx, op, *args, **kwargs)`` that is asked about every operator of the forward,
-below autograd and all transforms, and returns a `CheckpointPolicy` or a bool; or a list of operators. It
-serves `remat(f, policy=...)` and, by `create_selective_checkpoint_contexts`, `checkpoint`. The names here are
-those of ``jax.checkpoint_policies``, and so is what they mean.
+A policy is a function ``policy(ctx, op, *args, **kwargs)``, or a list of operators. The function is called
+for each operator of the forward, below autograd and all transforms, and returns a `CheckpointPolicy` or a
+bool. It is passed to `remat(f, policy=...)`, or to `checkpoint` through
+`create_selective_checkpoint_contexts`. Names and meanings here are those of ``jax.checkpoint_policies``.
 
-A policy says what may be kept. Of that, `remat` keeps what the backward reads, or needs to compute what
-it reads; views, and what is written to in place, are computed again in any case.
+A policy says what may be kept. Of that, `remat` keeps what the backward reads, or needs to compute what it
+reads. Views, and results that are written to in place, are always recomputed.
 
 >>> import torch
 >>> from funcckpt import policies, remat

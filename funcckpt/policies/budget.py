@@ -15,20 +15,20 @@ from .policies import Chooser, Decision, is_dot, is_product
 def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget:
     """Keep the values that save the most recomputation for their bytes.
 
-    The first call of a function, for what its inputs look like, measures all operators and chooses the best
-    set that fits. It keeps all values while it runs; the calls that follow only what was chosen.
+    The first call of a function with inputs of some shapes measures all operators, and chooses the best set
+    that fits. It keeps all values while it runs. Later calls keep only the chosen ones.
 
     Parameters
     ----------
     bytes : int
-        How much each call may keep beside its inputs. Under `torch.func.vmap` the batched size counts.
+        The bytes that each call may keep beside its inputs. Under `torch.func.vmap` the batched size counts.
     fraction : float
-        The same as a part of all that the backward reads: 0 keeps nothing, 1 recomputes nothing.
+        The same, as a fraction of all that the backward reads: 0 keeps nothing, 1 recomputes nothing.
 
     Notes
     -----
-    Never worse than `dots_saveable`, `dots_with_no_batch_dims_saveable` and `everything_saveable` where these
-    fit. More budget never means more FLOPs.
+    It recomputes no more than `dots_saveable`, `dots_with_no_batch_dims_saveable` and `everything_saveable`
+    where these fit. A larger budget never recomputes more FLOPs.
 
     Examples
     --------
@@ -36,9 +36,9 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     >>> f = remat(lambda x: (x @ x).sin().sum(), policy=policies.budget(fraction=0.5))
     """
     if (bytes is None) == (fraction is None):
-        raise OptionError("budget takes bytes=... or fraction=..., one of the two.")
+        raise OptionError("budget takes either bytes=... or fraction=..., and needs one.")
     if bytes is not None and bytes < 0:
-        raise OptionError(f"budget: bytes={bytes} is less than nothing.")
+        raise OptionError(f"budget: bytes={bytes} is negative.")
     if fraction is not None and not 0 <= fraction <= 1:
         raise OptionError(f"budget: fraction={fraction} is not between 0 and 1.")
     return Budget(bytes, fraction)
@@ -68,13 +68,13 @@ class Budget(Chooser):
         return [s for s in sets if s.bytes <= limit][-1].places
 
 
-# So many sets are compared, and each of them with so many more values.
+# The most sets that are compared at a time, and the most values that are tried.
 _SETS = 128
 _VALUES = 64
 
 
 class _Set(NamedTuple):
-    """A set of values, the bytes they take, and what is left to be computed again."""
+    """A set of values, their bytes, and the cost of recomputing the rest (FLOPs, and bytes written)."""
 
     bytes: int
     cost: tuple[int, int]
@@ -82,11 +82,11 @@ class _Set(NamedTuple):
 
 
 def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set], int]:
-    """The sets of values of which none is better both in bytes and in recomputation, and the bytes of all.
+    """The Pareto front of sets of values (bytes against recomputation), and the bytes of all values.
 
-    Found value by value, after Nemhauser and Ullmann, "Discrete dynamic programming and capital
-    allocation" (1969): a set that is worse than another in both is not pursued. What one value saves may
-    depend on another, so the recomputation of each set is counted, and not added up.
+    Sets grow value by value, as in Nemhauser and Ullmann, "Discrete dynamic programming and capital
+    allocation" (1969): a set that is worse than another in both respects is dropped. What a value saves may
+    depend on others, so the recomputation of each set is counted, not added up from its values.
     """
 
     def of(places: Iterable[Place]) -> _Set:
@@ -98,14 +98,14 @@ def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set]
 
     nothing = of(())
     everything = of([(call, i) for call, i in read if i in calls[call].values])
-    # What is computed again if nothing is kept, by call: its outputs that are asked for.
+    # For each call that is recomputed if nothing is kept: those of its outputs that are needed.
     asked: dict[int, set[Place]] = defaultdict(set)
     for place in read.union(*[calls[call].needs for call in recomputed(calls, read)[1]]):
         asked[place[0]].add(place)
     values = {call: p for call, p in asked.items() if all(i in calls[call].values for _, i in p)}
 
     def worth(call: int) -> float:
-        # What is saved for a byte. A byte that is written costs about as much as some FLOPs.
+        # The recomputation saved for each byte. To write 16 bytes is taken to cost as much as one FLOP.
         size, cost, _ = of(values[call])
         return (nothing.cost[0] - cost[0] + (nothing.cost[1] - cost[1]) / 16) / max(size, 1)
 

@@ -1,8 +1,7 @@
 """Keep tensors elsewhere: in the memory of the host, or in files.
 
-`store` is the identity as far as any transform can see, and so is `fetch`. What lies between them is a
-tensor of the CPU, which a checkpoint keeps as it keeps any other. One that is on disk is a file that is
-mapped into memory: the system writes it out, and reads it again, as it sees fit.
+To a transform, `store` and `fetch` are the identity. Between them there is a CPU tensor, which a checkpoint
+keeps like any other. On disk it is a file, mapped into memory, that the system writes and reads as needed.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from ..errors import OptionError
 
 
 class Stored(NamedTuple):
-    """A tree whose tensors are elsewhere; `devices` says where each leaf has been."""
+    """A tree whose tensors were moved; `devices` has the old device of each leaf."""
 
     tree: Any
     devices: tuple[str, ...]
 
 
 def store(tree: Any, place: str) -> Stored:
-    """The tensors of a tree, elsewhere.
+    """Move the tensors of a tree to a place: "host" or "disk".
 
     >>> import torch
     >>> from funcckpt.policies.offload import fetch, store
@@ -38,7 +37,7 @@ def store(tree: Any, place: str) -> Stored:
     """
     leaves, structure = pytree.tree_flatten(tree)
     if place == "disk" and any(layer.kind == "functionalize" for layer in functorch.active_layers()):
-        raise OptionError('offload="disk" maps files, which torch.func.functionalize cannot. Take "host".')
+        raise OptionError('offload="disk" does not work under torch.func.functionalize. Pass "host".')
     devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
     move = _to_disk if place == "disk" else _to_host
     moved = [x if not isinstance(x, Tensor) else move(x) for x in leaves]
@@ -46,11 +45,11 @@ def store(tree: Any, place: str) -> Stored:
 
 
 def fetch(tree: Any) -> Any:
-    """A tree as it was before it was stored; any other tree as it is."""
+    """Undo `store`. A tree that was not stored is returned as it is."""
     if not isinstance(tree, Stored):
         return tree
     leaves, structure = pytree.tree_flatten(tree.tree)
-    # What is mapped is read into memory once, and not by each operator.
+    # A mapped tensor is copied, so that it is read from disk once, and not by each operator.
     at = zip(leaves, tree.devices, strict=True)
     back = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x, device in at]
     return pytree.tree_unflatten(back, structure)
@@ -61,7 +60,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _to_disk(x: Tensor) -> Tensor:
-    """A copy, as any transform knows it, whose memory is exchanged for that of a file."""
+    """A copy, made by an operator that transforms know; then its memory is replaced by that of a file."""
     if x.numel() == 0 or x.is_meta:
         return x.clone()
     moved = _to_host(x)
@@ -78,7 +77,7 @@ def _mapped(x: Tensor) -> Tensor:
     try:
         out = torch.from_file(path, shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
     finally:
-        os.unlink(path)  # The mapping keeps the file, and is the last to do so.
+        os.unlink(path)  # The file lives as long as it is mapped.
     return out.copy_(x)
 
 
@@ -86,7 +85,7 @@ def _mapped(x: Tensor) -> Tensor:
 
 
 class Offloaded:
-    """A tensor of an accelerator, kept in the memory of the host. A stream of its own copies it."""
+    """A tensor of an accelerator, kept in the memory of the host. A side stream copies it."""
 
     def __init__(self, x: Tensor) -> None:
         x = x.detach()
@@ -96,23 +95,23 @@ class Offloaded:
         self._done = _copy(self.host, x, x.device)
 
     def is_about_to_be_written(self) -> None:
-        """Let the current stream wait for the copy, unless nobody has what is copied any more."""
+        """Let the current stream wait for the copy, unless the copied tensor is gone."""
         if self._done is not None and self._storage() is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._done)
 
     def wait(self) -> None:
-        """Wait for the copy there, for somebody who reads it himself."""
+        """Wait until the copy on the host is complete."""
         if self._done is not None:
             self._done.synchronize()
 
     def back(self, host: Tensor) -> Returning:
-        """`host`, which is the copy there or a copy of it, on its way to the device again."""
+        """Begin to copy `host`, the copy on the host or a copy of that, to the device again."""
         x = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
         return Returning(x, _copy(x, host, self._device))
 
 
 class Returning(NamedTuple):
-    """A tensor that is being filled, until `done`."""
+    """A tensor that is being filled; the event `done` tells when it is."""
 
     x: Tensor
     done: Any = None
@@ -124,7 +123,7 @@ class Returning(NamedTuple):
 
 
 def is_far(x: Tensor) -> bool:
-    """Whether offloading moves `x`: whether it is not in the memory of the host already."""
+    """Whether `x` can be offloaded: whether it is not in the memory of the host already."""
     return x.device.type not in ("cpu", "meta") and x.layout is torch.strided
 
 
@@ -133,7 +132,7 @@ def _host_memory(x: Tensor, pinned: bool) -> Tensor:
 
 
 def _copy(target: Tensor, source: Tensor, device: torch.device) -> Any:
-    """Copy between a device and the host, while the current stream goes on: the event that it is done."""
+    """Copy between a device and the host, beside the current stream. Gives an event for the end."""
     side = _side_stream(device)
     on_host = target if target.device != device else source
     if side is None or not on_host.is_pinned():  # a hook of the caller may have moved it
@@ -142,7 +141,7 @@ def _copy(target: Tensor, source: Tensor, device: torch.device) -> Any:
     side.wait_stream(torch.accelerator.current_stream(device))
     with side:
         target.copy_(source, non_blocking=True)
-        # Its memory is not given to another tensor before the copy is made.
+        # The allocator must not reuse the memory of the device tensor before the copy is done.
         (source if on_host is target else target).record_stream(side)
         return side.record_event()
 

@@ -36,10 +36,10 @@ _current = threading.local()
 
 
 def checkpoint_name(x: T, name: str) -> T:
-    """Label a value, so that policies and reports can speak of it. The identity for everyone else.
+    """Give a value a name, by which policies and reports refer to it. Returns the value.
 
-    `x` is a pytree, and so is the result. Several values may have the same name. Under `torch.func.vmap` the
-    batched value is labelled; in forward mode the primal, and not its tangent.
+    `x` is any pytree; its tensors, of any shape and dtype, get the name. Several values may have the same
+    name. Under `torch.func.vmap` the batched value has it, and in forward mode the primal, not the tangent.
 
     >>> import torch
     >>> from funcckpt import checkpoint_name
@@ -64,10 +64,9 @@ def checkpoint_name(x: T, name: str) -> T:
 
 
 def current_name() -> str | None:
-    """The name that is being given, asked by a dispatch mode as it is handed an operator.
+    """The name that is being given now. For dispatch modes with `sees_names = True`.
 
-    A name arrives as `aten.alias` of the labelled tensor, in modes that have `sees_names = True`: only while
-    one of them is active is there such an operator.
+    While such a mode is active, a name reaches it as an `aten.alias` of the named tensor.
     """
     return getattr(_current, "name", None)
 
@@ -80,7 +79,7 @@ class Decision(NamedTuple):
 
     keep: bool
     offload: bool = False
-    # Whether a name that is not to be kept forbids to keep the value on any other grounds.
+    # Whether the value must not be kept, whatever else speaks for it: a policy excludes its name.
     forbid: bool = False
 
 
@@ -93,38 +92,38 @@ class Chooser:
 
     @property
     def known(self) -> Any:
-        """What tells policies apart that say the same of the same operators; None for one that may not."""
+        """A key, equal for policies that give the same answers; None if the answers may change."""
         return _known(self.policy)
 
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision:
-        """What to do with what an operator returned; for `aten.alias` with a name, with what is named."""
+        """What to do with the results of an operator; for an `aten.alias` with a name, the named value."""
         if func in SAC_IGNORED_OPS:
             return Decision(False)
-        # Of torch's versions some give a context the result, and some do not know it.
+        # Some versions of torch pass the result to the context, and some do not.
         ctx: Any = SelectiveCheckpointContext.__new__(SelectiveCheckpointContext)
         ctx.is_recompute, ctx.op_output, ctx.name = False, out, current_name()
         try:
             answer = self.policy(ctx, func, *args, **kwargs)
-        except TypeError as error:  # which the operator around it would take for its own
+        except TypeError as error:  # the operator around it would take this for an error of its own
             raise FuncckptError(
                 f"{self._title}: the policy raised {error!r}. It is called as policy(ctx, op, *args, "
-                "**kwargs): call what makes a policy (save_only_these_names) before that."
+                "**kwargs). If it makes a policy, as save_only_these_names does, call it first."
             ) from error
         if answer in _KEEPS or answer in _OFFLOADS:
             return Decision(True, answer in _OFFLOADS)
         if not isinstance(answer, (bool, CheckpointPolicy, type(None))):
             raise FuncckptError(
-                f"{self._title}: the policy returned {answer!r} for {func}, no CheckpointPolicy."
+                f"{self._title}: the policy returned {answer!r} for {func}, not a CheckpointPolicy or bool."
             )
         return Decision(False, forbid=answer is _FORBID)
 
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
-        """What to keep in the end, given all calls and the values that the backward reads."""
+        """The values to keep, given all calls and the values that the backward reads."""
         return frozenset([(index, i) for index, call in enumerate(calls) for i in call.values])
 
 
 def _known(policy: Any) -> Any:
-    """What two policies of ours have in common if they say the same; None for one that is not of ours."""
+    """`Chooser.known` of a policy: a key for those of this module, None for all others."""
     if isinstance(policy, (frozenset, CheckpointPolicy)):
         return policy
     if isinstance(policy, functools.partial) and policy.func is _is_listed:
@@ -143,8 +142,8 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
     """A policy of either form as a function."""
     if isinstance(policy, Chooser):
         raise OptionError(
-            f"{title}: {policy!r} chooses among all values, for which only remat(f, policy=...) can wait. "
-            "Give it alone."
+            f"{title} does not take {policy!r}, which compares all values of a call. Pass it alone, as "
+            "remat(f, policy=...)."
         )
     if callable(policy) and not isinstance(policy, autograd.OPERATORS):
         if (code := getattr(policy, "__code__", None)) is not None:
@@ -152,18 +151,18 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
             if named == 1 or (named < 3 and not more) or (named == 0 and policy.__module__ == __name__):
                 raise OptionError(
                     f"{title}: {policy.__name__} does not take (ctx, op, *args, **kwargs), as a policy does. "
-                    "Call it, if it makes one. A policy of JAX has no ctx, and primitives for operators."
+                    "If it makes a policy, call it. A policy of JAX has no ctx, and is given primitives."
                 )
         return policy  # type: ignore[no-any-return]
     if not isinstance(policy, (list, tuple, set, frozenset)):
         raise OptionError(
-            f"{title}: a policy is either a function or a list of ops, not {policy!r}: write "
-            "funcckpt.policies.dots_saveable, or [torch.ops.aten.mm.default]."
+            f"{title}: a policy is either a function or a list of ops, not {policy!r}. Write, for example, "
+            "funcckpt.policies.dots_saveable or [torch.ops.aten.mm.default]."
         )
     for op in policy:
         if not isinstance(op, autograd.OPERATORS):
             more = f", such as {op}.default" if hasattr(op, "default") else ""
-            # In torch's words, by which programs tell this error.
+            # In torch's words, by which programs recognize this error.
             raise OptionError(
                 f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}. Please update the "
                 f"OpOverloadPacket to a specific OpOverload{more}."
@@ -175,12 +174,12 @@ _name_of = functools.cache(str)
 
 
 def _is_listed(names: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """A policy of a list of operators. By their names, since they have no pickle."""
+    """A policy of a list of operators, by their names: operators cannot be pickled."""
     return _name_of(op) in names
 
 
 def chooser_of(policy: Any, title: str) -> Chooser | None:
-    """What asks a policy in the forward; None if there is nothing to ask."""
+    """The Chooser of a policy; None if the policy keeps nothing."""
     if policy is None or policy is nothing_saveable:
         return None
     return policy if isinstance(policy, Chooser) else Chooser(as_function(policy, title), title)
@@ -188,7 +187,7 @@ def chooser_of(policy: Any, title: str) -> Chooser | None:
 
 # -- the policies ------------------------------------------------------------------------------------------
 
-# Without batch dimensions, with them, attention and convolutions.
+# Products without batch dimensions; below, those with them, attention and convolutions.
 _PRODUCTS = frozenset((aten.mm, aten.addmm, aten.mv, aten.addmv, aten.dot, aten.vdot, aten._addmm_activation))
 _ATTENTION = ("flash", "efficient", "cudnn")
 _DOTS = _PRODUCTS | {
@@ -210,12 +209,12 @@ def is_product(op: Any) -> bool:
 
 
 def nothing_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep nothing: the same as no policy."""
+    """Keep nothing beside the inputs: the same as no policy."""
     return _LEAVE
 
 
 def everything_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep all that the backward reads, so that nothing but views is computed again."""
+    """Keep all values that the backward reads. Only views are computed again."""
     return _KEEP
 
 
@@ -227,7 +226,7 @@ def dots_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 def dots_with_no_batch_dims_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the results of matrix products without a batch dimension: of linear layers, not of attention.
 
-    Under `torch.func.vmap` a product of two batched tensors has one.
+    Under `torch.func.vmap`, a product of two batched tensors has a batch dimension.
     """
     return _KEEP if is_product(op) else _LEAVE
 
@@ -238,9 +237,9 @@ checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable
 
 
 def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "pinned_host") -> _Made:
-    """Make a policy that keeps the same results in the memory of the host.
+    """Make a policy that moves matrix products without a batch dimension to the memory of the host.
 
-    `offload_src` and `offload_dst` are JAX's names of the memories; others than the defaults there are not.
+    `offload_src` and `offload_dst` are JAX's names of the two memories. Only the defaults are supported.
 
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.offload_dot_with_no_batch_dims())
@@ -250,7 +249,7 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
 
 
 def save_only_these_names(*names: str) -> _Made:
-    """Make a policy that keeps the values with these names, given by :func:`checkpoint_name`, and no others.
+    """Make a policy that keeps only the values to which :func:`checkpoint_name` gave one of these `names`.
 
     >>> from funcckpt import checkpoint_name, policies, remat
     >>> policy = policies.save_only_these_names("product")
@@ -261,7 +260,7 @@ def save_only_these_names(*names: str) -> _Made:
 
 
 def save_any_names_but_these(*names: str) -> _Made:
-    """Make a policy that keeps the values that have a name, unless it is one of these `names`.
+    """Make a policy that keeps all values that have a name, except those with one of these `names`.
 
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_any_names_but_these("scores"))
@@ -271,7 +270,7 @@ def save_any_names_but_these(*names: str) -> _Made:
 
 
 def save_anything_except_these_names(*names: str) -> _Made:
-    """Make a policy that keeps all that the backward reads, but for the values with these `names`.
+    """Make a policy that keeps all values that the backward reads, except those with these `names`.
 
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_anything_except_these_names("scores"))
@@ -287,9 +286,9 @@ def save_and_offload_only_these_names(
     offload_src: str = "device",
     offload_dst: str = "pinned_host",
 ) -> _Made:
-    """Make a policy that keeps the values with some names where they are, and those with others on the host.
+    """Make a policy that keeps values with some names on the device, and those with others on the host.
 
-    No name may be in both. `offload_src` and `offload_dst` are JAX's; others than the defaults there are not.
+    No name may be in both lists. Of `offload_src` and `offload_dst` only the defaults are supported.
 
     >>> from funcckpt import policies
     >>> policy = policies.save_and_offload_only_these_names(
@@ -300,13 +299,13 @@ def save_and_offload_only_these_names(
     saved, offloaded = _names(names_which_can_be_saved), _names(names_which_can_be_offloaded)
     if saved & offloaded:
         raise OptionError(
-            f"save_and_offload_only_these_names: {sorted(saved & offloaded)} are to be saved and offloaded."
+            f"save_and_offload_only_these_names: {sorted(saved & offloaded)} cannot be saved and offloaded."
         )
     return _by_name(lambda name: _OFFLOAD if name in offloaded else _KEEP if name in saved else _LEAVE)
 
 
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
-    """Make a policy that keeps what `policy_1` or `policy_2` keeps. What one saves and one offloads is saved.
+    """Make a policy that keeps what `policy_1` or `policy_2` keeps. To save goes before to offload.
 
     >>> from funcckpt import policies
     >>> names = policies.save_only_these_names("h")
@@ -335,10 +334,12 @@ def _by_name(decide: Callable[[str], CheckpointPolicy], otherwise: CheckpointPol
 
 def _names(names: Sequence[str]) -> frozenset[str]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"names are strings, several of them, not {names!r}.")
+        raise InputError(f"the names of a policy are several strings, not {names!r}.")
     return frozenset(names)
 
 
 def _check_places(source: str, destination: str) -> None:
     if source != "device" or destination != "pinned_host":
-        raise OptionError(f"offload from 'device' to 'pinned_host', not from {source!r} to {destination!r}.")
+        raise OptionError(
+            f"a policy offloads from 'device' to 'pinned_host' alone, not from {source!r} to {destination!r}."
+        )
