@@ -104,7 +104,7 @@ def test_files_under_functionalize():
 
 
 def test_wrong_place():
-    with pytest.raises(InputError, match="offload='tape' is none of None, 'host' and 'disk'"):
+    with pytest.raises(InputError, match="offload='tape' is not None, 'host' or 'disk'"):
         scan(lambda c, x: (c, None), tensor(3), length=3, offload="tape")
 
 

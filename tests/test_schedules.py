@@ -162,12 +162,12 @@ def test_no_schedule_for_so_many_bytes_runs_fewer_steps(n, carry, step, peak, st
 @pytest.mark.parametrize(
     ("checkpoint", "checkpoints", "says"),
     [
-        ("log", None, "'log' is none of None"),
+        ("log", None, "'log' is not None, a number"),
         (0, None, "checkpoint=0 is not a positive number"),
         (True, None, "checkpoint=True is not a positive number"),
         ("binomial", 0, "checkpoints=0 is not a positive number"),
         ("binomial", 2.5, "checkpoints=2.5 is not a positive number"),
-        ("sqrt", 4, 'checkpoints=4 goes with checkpoint="binomial"'),
+        ("sqrt", 4, 'checkpoints=4 needs checkpoint="binomial"'),
     ],
 )
 def test_wrong_options_are_refused(checkpoint, checkpoints, says):

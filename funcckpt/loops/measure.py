@@ -1,4 +1,4 @@
-"""Runs of a loop that leave nothing behind: to measure a step, or to count steps."""
+"""Runs of a loop without side effects: to measure a step, or to count steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .steps import Loop, step
 
 @contextmanager
 def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callable[[], bool]]]:
-    """Put back what a run in the block does to random streams and buffers, since there will be another one.
+    """Restore random streams and buffers after the block, since the same steps will run again.
 
-    Gives the streams, and a function that says whether something else was assigned.
+    Gives the streams, and a function that tells whether the block assigned something else.
     """
     found = Found(functions)
     streams = world.random_streams(found.streams, found.draws_elsewhere)
@@ -40,21 +40,21 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
 
 
 def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs: Any) -> Schedule:
-    """The schedule for so many bytes."""
+    """The schedule that runs the fewest steps within `bytes`."""
     carry = sum([wrappers.physical(x)[0].nbytes for x in tensors_in(init)])
     saved, peak, stays = _measure_step(loop, first, init, xs)
     found = fit(steps, bytes, carry, saved, peak, stays)
     if found is None:
         raise OptionError(
-            f"{loop.name}: a carry takes {carry} bytes, and a step with its backward {peak}: bytes={bytes} "
-            f"is less than what both take, {carry + peak + stays}."
+            f"{loop.name}: bytes={bytes} is too little. A carry takes {carry} bytes, and a step with its "
+            f"backward {peak + stays}: pass at least {carry + peak + stays}."
         )
     return found
 
 
 def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int, int]:
-    """What the first step saves when it is recorded, the most bytes of its forward and backward, and what
-    `torch.func.grad` holds on to after them.
+    """In bytes: what the first step saves when it is recorded, the peak of its forward and backward, and what
+    `torch.func.grad` still keeps after them.
     """
     x = pytree.tree_map(lambda x: None if x is None else x[-1 if loop.reverse else 0], xs)
     leaves, structure = pytree.tree_flatten(init)

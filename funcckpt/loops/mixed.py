@@ -1,15 +1,15 @@
 """`inner_grad`: a gradient that is differentiated in mixed mode.
 
-A meta-gradient differentiates through inner gradient steps. The pullback of the gradient of L at θ is
-v ↦ Hv, with all that L depends on, η say, beside: v ↦ ∂/∂(θ, η) of ⟨∇L(θ, η), v⟩. Reverse mode over
-reverse mode computes that from all that the inner backward has saved. But the Hessian is symmetric, so
-that ⟨∇L, v⟩ is the tangent of L along v, and needs no inner backward: forward mode gives the tangent, and
-one reverse sweep its gradient.
+A meta-gradient differentiates through inner gradient steps. Let the inner loss be L(θ, η), where η is all
+else that it depends on. The pullback of its gradient at θ is v ↦ ∂/∂(θ, η) of ⟨∇L(θ, η), v⟩; for θ that is
+Hv. Reverse mode over reverse mode computes it from all that the inner backward has saved. But ⟨∇L, v⟩ is also
+the tangent of L along v, which needs no inner backward: forward mode computes the tangent, and one reverse
+sweep its gradient.
 
-As in `remat`, a gradient keeps its inputs and nothing else, and is made of the same programs.
+Like `remat`, a gradient keeps only its inputs. It is made of the same programs.
 
-Source: Kemaev et al., "Scalable Meta-Learning via Mixed-Mode Differentiation" (arXiv 2505.00793), who go
-forward over reverse. Reverse over forward is the same product (Pearlmutter, "Fast exact multiplication by
+Source: Kemaev et al., "Scalable Meta-Learning via Mixed-Mode Differentiation" (arXiv 2505.00793), who use
+forward over reverse. Reverse over forward gives the same product (Pearlmutter, "Fast exact multiplication by
 the Hessian", 1994), and its reverse sweep need not record itself.
 """
 
@@ -36,27 +36,27 @@ from .steps import in_words
 def inner_grad(
     loss: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """As `torch.func.grad`, for gradients that will be differentiated: inner steps of meta-learning.
+    """`torch.func.grad` for gradients that are differentiated again, as in the inner steps of meta-learning.
 
     The values and all derivatives are those of `torch.func.grad`, with respect to the arguments chosen by
-    `argnums`, an int or a tuple of ints. The first derivative is computed in mixed mode, from the arguments
-    alone: with less memory than reverse over reverse, for about a fifth more operations. Where `remat` is
-    around all parts of the loss already, there is nothing left to be saved.
+    `argnums`, an int or a tuple of ints. But the derivative of the gradient is computed in mixed mode, from
+    the arguments alone. That takes less memory than reverse over reverse, for about a fifth more operations.
+    It saves nothing if `remat` is already around all parts of the loss.
 
-    `loss` returns a scalar. What `remat` asks of a function holds for it: it is run again in the backward,
-    with the same random numbers. With `has_aux` it returns a scalar and a pytree of tensors, and the result
-    is the gradients and that. It is `torch.func.grad` of a `remat` then, which keeps the arguments alone.
+    `loss` returns a real scalar. The contract of `remat` applies to it: it runs again in the backward, with
+    the same random numbers. With `has_aux` it returns a scalar and a pytree of tensors, and the result is the
+    pair of the gradients and that pytree; this form is `torch.func.grad` of a `remat`, without mixed mode.
 
     Raises
     ------
     InputError
-        The loss is no scalar, or an argument to differentiate has a tensor that is not floating.
+        The loss is not a scalar, or an argument to differentiate has a tensor that is not floating-point.
     FuncckptError
-        What `remat` raises.
+        As for `remat`.
 
     Examples
     --------
-    The learning rate's gradient through ten steps of gradient descent, with few carries kept:
+    The gradient of the learning rate through ten steps of gradient descent, with few carries kept:
 
     >>> import torch
     >>> from funcckpt import inner_grad, scan
@@ -71,31 +71,31 @@ def inner_grad(
     name = name_and_check(loss, "inner_grad")
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     if not all(isinstance(i, int) for i in numbers):
-        raise OptionError(f"inner_grad({name}): argnums={argnums!r} is no int, and no tuple of ints.")
+        raise OptionError(f"inner_grad({name}): argnums={argnums!r} is not an int or a tuple of ints.")
     if has_aux:
         return torch.func.grad(remat(loss), argnums, has_aux=True)
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
-            raise InputError(f"inner_grad({name}): argnums={argnums}, and there are {len(args)} arguments.")
+            raise InputError(f"inner_grad({name}): argnums={argnums}, but there are {len(args)} arguments.")
         kinds = {layer.kind for layer in functorch.active_layers()}
         if (
             not torch.is_grad_enabled()
             or torch.is_inference_mode_enabled()
-            or "functionalize" in kinds  # which knows no autograd.Function
+            or "functionalize" in kinds  # it does not support autograd.Function
             or (functorch.is_tracing() and "grad" not in kinds)  # as `remat` does
         ):
             return torch.func.grad(loss, argnums)(*args, **kwargs)
 
-        own = list(args)  # other tensors than elsewhere: what is the same there is constant
+        own = list(args)  # new tensors: the same tensor elsewhere is a constant
         for i in numbers:
             own[i] = pytree.tree_map_only(Tensor, lambda x: x.view_as(x), args[i])
             for path, x in pytree.tree_flatten_with_path(own[i])[0]:
                 if not isinstance(x, Tensor) or not is_differentiable(x):
                     raise InputError(
                         f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {in_words(x)}, which has "
-                        "no gradient. Choose others by argnums."
+                        "no gradient. Select other arguments with argnums."
                     )
         leaves, structure = pytree.tree_flatten(tuple([own[i] for i in numbers]))
         call = Call(_scalar(loss, name), name, Options(), tuple(own), kwargs, lifts_all=True)
@@ -103,8 +103,8 @@ def inner_grad(
         places = {id(x): i for i, x in enumerate(inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
         program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
-        # functorch asks for the rule of a vmap only where something is batched; the loss may draw
-        # random numbers, which differ from sample to sample all the same.
+        # functorch applies the vmap rule only if an input is batched. But the loss may draw random numbers,
+        # which differ from sample to sample anyway: so one input is batched, and empty.
         outputs = _Symmetric.apply(program, *inputs, *functorch.batched_nothing())
         call.seal()
         gradients = pytree.tree_unflatten(list(outputs), structure)
@@ -117,17 +117,17 @@ def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
     def scalar(*args: Any, **kwargs: Any) -> Tensor:
         out = loss(*args, **kwargs)
         if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
-            raise InputError(f"inner_grad({name}): returned {in_words(out)}, not a real scalar.")
-        return out.clone()  # An output, also where it is an input.
+            raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
+        return out.clone()  # a new tensor, even if the loss returns an input
 
     return scalar
 
 
 class _Gradient(Vjp):
-    """(inputs) -> gradients of the one output of a program, which is a scalar, for the inputs `wrt`.
+    """(inputs) -> gradients of the only output of a program, a scalar, with respect to the inputs `wrt`.
 
-    They come for those on which it depends, or `with_zeros` for all. Inputs after the first `arity` are
-    not used.
+    Only the inputs on which the output depends have a gradient; `with_zeros`, all have. Inputs after the
+    first `arity` are not used.
     """
 
     # Which gradients require grad in plain autograd, after the first run.
@@ -142,7 +142,7 @@ class _Gradient(Vjp):
     def run(self, *inputs: Tensor) -> Tensors:
         primals = list(inputs[: self.arity])
         nested = torch.is_grad_enabled()
-        # With no level active and nobody to differentiate it, plain autograd records, and is leaner.
+        # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
         plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         outputs, leaves = self.record(primals, plain and not nested)
         primals.clear()
@@ -172,14 +172,14 @@ class _Directional(Derived):
     def run(self, *inputs: Tensor) -> Tensors:
         jvp = Jvp(self.inner, self.call_level, self.arity, self.along)
         arguments = list(inputs)
-        for i in self.along:  # What samples share has been expanded to them, and is given tangents now.
+        for i in self.along:  # A shared input was expanded to all samples; now it gets tangents.
             arguments[i] = wrappers.with_memory_for_each(inputs[i])
         primals, tangents = jvp.split(jvp.run(*arguments))
         return (torch.zeros_like(primals[0]) if tangents[0] is None else tangents[0],)
 
 
 class _Sum(Vmap):
-    """The sum of the losses of all samples: its gradients are those of each sample, if nothing is shared."""
+    """The sum of the losses of all samples. If no input is shared, its gradients are those of each sample."""
 
     def run(self, *inputs: Tensor) -> Tensors:
         (losses,) = super().run(*inputs)
@@ -187,7 +187,7 @@ class _Sum(Vmap):
 
 
 class _Symmetric(torch.autograd.Function):
-    """A gradient as a primitive."""
+    """A gradient as an autograd.Function, with a rule for each transform."""
 
     @staticmethod
     def forward(program: Any, *inputs: Tensor) -> Tensors:
@@ -235,12 +235,12 @@ class _Symmetric(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], program: _Gradient, *inputs: Tensor
     ) -> tuple[Tensors, tuple[int | None, ...]]:
         level = functorch.current_level() + 1
-        # A level that was not there when the user called the loss has no say in its randomness.
+        # A level that was entered after the user called the loss does not decide its randomness.
         randomness = "same" if level > program.call_level else info.randomness
         size, arity, dim = info.batch_size, program.arity, None
         inputs, in_dims = inputs[:arity], in_dims[1 : arity + 1]
         if randomness == "different" or any([dim is not None for dim in in_dims]):
-            # Each sample has its own copy of what they share.
+            # Each sample gets its own copy of a shared input.
             dim = 0
             own = zip(inputs, in_dims, strict=True)
             inputs = tuple([x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in own])

@@ -1,9 +1,9 @@
 """`scan` and `fori_loop`: loops of known length, whose backward needs bounded memory.
 
-A loop is cut into parts by a schedule (`schedules`), and each part is a `remat` of the loop over its
-steps, cut again by the same schedule. That is all: reverse sweep, forward mode, batching, random
-numbers and captured tensors are those of `remat`, and when the cuts are Griewank and Walther's, nested
-`remat` keeps the carries and runs the steps that their algorithm `revolve` does.
+A schedule (`schedules`) cuts a loop into parts. Each part is a `remat` of the loop over its steps, which the
+same schedule cuts again. That is all: reverse mode, forward mode, batching, random numbers and captured
+tensors are those of `remat`. With the cuts of Griewank and Walther, nested `remat` keeps the carries and runs
+the steps of their algorithm `revolve`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def scan(
     offload: Offload | None = None,
     progress: bool = False,
 ) -> tuple[C, Y]:
-    """Apply f to a carry and to one slice of xs after another, keeping few carries.
+    """Loop over the slices of xs with a carry, as `jax.lax.scan`, and keep only a few carries.
 
-    The same as this loop, under every transform and in plain autograd::
+    It computes what this loop does, under every transform and in plain autograd::
 
         carry, ys = init, []
         for x in xs:
@@ -75,36 +75,36 @@ def scan(
     Parameters
     ----------
     f : callable
-        ``f(carry, x) -> (carry, y)``, to which the contract of `remat` applies. The carry keeps its
-        structure and the shapes and dtypes of its tensors, and so does y from step to step, which may
-        be any pytree of tensors and numbers, or None.
+        ``f(carry, x) -> (carry, y)``. The contract of `remat` applies to it. y is a pytree of tensors and
+        numbers, or None. The structure, shapes and dtypes of the carry and of y must be the same in each
+        step.
     init, xs : pytree
-        The first carry, and tensors of shape ``(n, ...)``, of which f gets the slices, or None.
+        The first carry; and tensors of shape ``(n, ...)``, of which f gets the slices, or None.
     length : int, optional
-        The number of steps; needed if there are no xs. Where it is 0, f is called once, on zeros for x,
-        to learn the shapes of ys, and its random numbers are given back.
+        The number of steps n; needed if there are no xs. If it is 0, f is called once, with zeros for x, to
+        find the shapes of ys; random streams are restored.
     reverse : bool
-        Go from the last slice to the first; ys are in the order of xs.
+        Go from the last slice to the first. ys are in the order of xs.
     unroll : int or bool
-        Of `jax.lax.scan`; it says nothing here, where Python runs the steps.
+        An option of `jax.lax.scan`, without effect here.
     checkpoint : {"binomial", "sqrt", "recursive", "every"}, int or None
-        Which carries are kept (`funcckpt.loops.schedules`). "binomial": at most `checkpoints` of them,
-        and the steps are run as seldom as that allows. "sqrt": √n, with all that the √n steps between
-        two of them save. An integer: so many. "recursive": log2 n. "every": each. None: no checkpoint.
+        Which carries are kept (`funcckpt.loops.schedules`). "binomial": at most `checkpoints` of them, with
+        the fewest steps run again. "sqrt": √n of them, and the inside of √n steps. An integer: this number of
+        them. "recursive": log2 n. "every": all. None: no checkpoint, all is kept.
     checkpoints : int, optional
-        For "binomial". By default the fewest with which no step is run more than three times, where
-        the inside of u = ∛(n/8) steps is kept together: about 2∛n carries. Recomputations nest as deep as
-        steps are repeated: with one or two, a long loop meets Python's recursion limit.
+        The number of carries for "binomial". By default about 2∛n, and the inside of ∛(n/8) steps: then no
+        step runs more than three times. With one or two, a long loop meets Python's recursion limit, since
+        recomputations nest as deep as steps are repeated.
     bytes : int, optional
-        For "binomial", instead of `checkpoints`: what kept carries and the inside of recorded steps may take.
-        The first step is measured, and the schedule that runs the fewest steps is chosen. xs, ys, gradients
-        of what f captures, and the first and the last carry come on top.
+        For "binomial", instead of `checkpoints`: how many bytes the kept carries and the inside of recorded
+        steps may take. The first step is measured, and the schedule with the fewest steps is chosen. xs, ys,
+        the gradients of captured tensors, and the first and last carry come on top.
     policy : callable or list of operators, optional
-        What is kept of each step beside the carries, as `remat` takes it. Not a budget, and not with `bytes`.
+        What is kept of each step beside the carries, as for `remat`. Not a budget, and not with `bytes`.
     offload : {"host", "disk"}, optional
-        Where the carries are kept: in the memory of the host, or in temporary files without a name.
+        Where the carries are kept: in the memory of the host, or in unnamed temporary files.
     progress : bool
-        Show a bar of the steps, forward and backward. Needs tqdm.
+        Show progress bars for the forward and the backward. Needs tqdm.
 
     Returns
     -------
@@ -114,16 +114,16 @@ def scan(
     Raises
     ------
     InputError
-        The lengths of xs differ, or f changes what the carry or y looks like. The message names the
-        leaf and the step.
+        The lengths of xs differ, or f changes the structure, a shape or a dtype of the carry or y. The
+        message names the leaf and the step.
     OptionError
-        An option is wrong.
+        An option is invalid.
     FuncckptError
-        What `remat` raises.
+        As for `remat`.
 
     Examples
     --------
-    Differentiate the end of 1000 steps with five carries alive:
+    Differentiate the end of 1000 steps, with five carries kept:
 
     >>> import torch
     >>> from funcckpt import scan
@@ -155,10 +155,11 @@ def fori_loop(
     offload: Offload | None = None,
     progress: bool = False,
 ) -> C:
-    """``carry = body_fun(i, carry)`` for i from `lower` up to, and without, `upper`; i is a Python integer.
+    """``carry = body_fun(i, carry)`` for i in ``range(lower, upper)``. Returns the last carry.
 
-    `init_val` is the first carry. `unroll`, `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and
-    `progress`, the errors and the memory are those of `scan`, and the signature is `jax.lax.fori_loop`'s.
+    `init_val` is the first carry. The signature is that of `jax.lax.fori_loop`. The options `unroll`,
+    `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`, the errors and the memory are
+    those of :func:`scan`.
 
     Examples
     --------
@@ -176,10 +177,10 @@ def fori_loop(
 
 
 def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
-    """Steps `first` up to `first + steps`, cut by a schedule: the last carry, and ys."""
+    """Run steps `first` to `first + steps - 1`, cut by a schedule: the last carry, and ys."""
     cut = list(parts(schedule, steps))
     lengths = [part.steps for part in cut]
-    # xs lie as they were given, and `first` counts in their order.
+    # xs are in the order in which they were given, also if `reverse`; `first` counts in this order.
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = [first + steps - end for end in ends[1:]] if loop.reverse else [first + end for end in ends[:-1]]
     options = Options(static_argnums=_STATIC, chooser=loop.chooser)
@@ -188,7 +189,7 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
         if part.schedule is None:
             carry, ys = record(loop, start, part.steps, carry, x)
         else:
-            # The first carry of a part that is run again is kept already.
+            # The first carry of a part that runs again is stored already.
             if loop.offload is not None and not isinstance(carry, Stored):
                 carry = store(carry, loop.offload)
             carry, ys = call(run, "scan", options, (loop, part.schedule, start, part.steps, carry, x), {})
@@ -202,7 +203,7 @@ _STATIC = frozenset((0, 1))  # the loop and the schedule
 
 
 def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, Any]:
-    """`run` by the schedule for a checkpoint, a number of them, or bytes; by none where it saves nothing."""
+    """`run` by the schedule that the options ask for, or by none if there is nothing to save."""
     schedule, (*_, bytes) = choose(*loop.asked, steps, loop.name), loop.asked
     if steps == 0:
         return init, _no_ys(loop, init, xs) if loop.kind == "scan" else None
@@ -216,9 +217,9 @@ def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, 
 
 
 def keeps_nothing(functions: Any, arguments: Any) -> bool:
-    """Whether nothing is differentiated in reverse mode, so that a loop keeps nothing anyway."""
+    """Whether reverse mode differentiates nothing, so that a plain loop keeps nothing, too."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return not functorch.differentiates_in_inference_mode()  # where that is so, `remat` has to refuse it
+        return not functorch.differentiates_in_inference_mode()  # if so, `remat` has to raise
     if any([layer.kind == "grad" for layer in functorch.active_layers()]):
         return False
     tensors = tensors_in(arguments) + list(Found(functions).tensors.values())
@@ -246,20 +247,20 @@ def loop_of(
     progress: bool,
     reverse: bool = False,
 ) -> Loop:
-    """What is known of a loop before its length; raises what is wrong with that."""
+    """A loop with checked options; its length is not known yet."""
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"
     if not callable(f):
-        raise InputError(f"{name}: takes a function, not {type(f).__name__}.")
+        raise InputError(f"{kind} takes a function, not {type(f).__name__}.")
     if offload not in (None, "host", "disk"):
-        raise OptionError(f"{name}: offload={offload!r} is none of None, 'host' and 'disk'.")
+        raise OptionError(f"{name}: offload={offload!r} is not None, 'host' or 'disk'.")
     checkpoint, _, bytes = asked
     if (chooser := chooser_of(policy, name)) is not None:
         if checkpoint is None:
-            raise OptionError(f"{name}: without a checkpoint all of each step is kept: policy= has no say.")
+            raise OptionError(f"{name}: checkpoint=None keeps all values of each step. Leave out policy=.")
         if bytes is not None:
-            raise OptionError(f"{name}: bytes= counts carries, and no values of a policy. Give checkpoints=.")
+            raise OptionError(f"{name}: bytes= cannot count what a policy keeps. Pass checkpoints= instead.")
         if isinstance(chooser, Budget):
-            raise OptionError(f"{name}: {policy!r} is that of one call. The budget of a loop is bytes=.")
+            raise OptionError(f"{name}: {policy!r} is for a single call. For a loop, pass bytes=.")
     return Loop(f, kind, name, asked, progress, reverse, offload, chooser)
 
 
@@ -271,9 +272,7 @@ def _whole(x: Any, option: str, name: str) -> int:
         if isinstance(x, Tensor):
             what = describe(x)
             if wrappers.physical(x)[1]:
-                advice = (
-                    " A vmap has batched it: loop as far as any sample needs, and choose with torch.where."
-                )
+                advice = " A vmap has batched it: take the largest bound, and select with torch.where."
         raise InputError(f"{name}: {option}={what} is not a whole number.{advice}") from error
 
 
@@ -284,20 +283,20 @@ def number_of_steps(x: Any, option: str, name: str) -> int:
 
 
 def _steps(xs: Any, length: int | None, name: str) -> int:
-    """How many steps there are, by `length` and by all of xs."""
+    """The number of steps, on which `length` and all of xs have to agree."""
     found = None if length is None else ("length", number_of_steps(length, "length", name))
     for path, x in pytree.tree_flatten_with_path(xs)[0]:
         if x is None:
             continue
         where = f"xs{pytree.keystr(path)}"
         if x.ndim == 0:
-            raise InputError(f"{name}: {where} ({describe(x)}) has no dimension to go along.")
+            raise InputError(f"{name}: {where} ({describe(x)}) has no dimension to loop over.")
         found = found or (where, x.shape[0])
         if x.shape[0] != found[1]:
             raise InputError(
-                f"{name}: {where} ({describe(x)}) has {x.shape[0]} slices, and {found[0]} says {found[1]}."
-                + " A list is one pytree: stack batches to go along them." * isinstance(xs, list)
+                f"{name}: {where} ({describe(x)}) has {x.shape[0]} slices, not {found[1]} like {found[0]}."
+                + " A list is one pytree: to loop over a list of batches, stack them." * isinstance(xs, list)
             )
     if found is None:
-        raise InputError(f"{name}: without xs, say how many steps there are: length=.")
+        raise InputError(f"{name}: without xs, pass length=, the number of steps.")
     return found[1]

@@ -1,21 +1,21 @@
 """Which carries of a loop are kept, and how often its steps are run: checkpointing schedules.
 
-A loop of n steps is cut into parts that run one after another. Each part is checkpointed: its first
-carry is kept, and when the backward arrives there the part is run again, cut by the same rule. Only
-the last part of a schedule that halves or is binomial is recorded at once. Everything that `scan` does
-follows from `parts`, and `evaluations` counts what it costs.
+A loop of n steps is cut into parts that run one after another. Each part is checkpointed: its first carry is
+kept, and when the backward gets there, the part runs again, cut by the same rule. Only the last part of a
+recursive or binomial schedule is recorded in the forward. Everything that `scan` does follows from `parts`.
+`evaluations` counts the steps that it runs.
 
 =========== ====================================== ================== =========================
-name        parts                                  carries kept       times that a step is run
+name        parts                                  carries kept       runs of each step
 =========== ====================================== ================== =========================
 `None`      none                                   all, and insides   1
 "every"     n of one step                          n                  2
-an integer  so many, of equal length               so many, and the   2
-                                                   inside of one part
+an integer  this number, of equal length           this number, and   2
+                                                   one part's inside
 "sqrt"      √n                                     √n, and √n insides 2
 "recursive" n/2, n/4, ..., 1 steps                 log2 n             1 + log2(n)/2 on average
-"binomial"  Griewank and Walther's, for k          k                  at most r + 1, where
-            checkpoints                                               C(k + r, k) ≥ n
+"binomial"  those of Griewank and Walther          k                  at most r + 1, where
+            for k checkpoints                                         C(k + r, k) ≥ n
 =========== ====================================== ================== =========================
 
 No schedule with k checkpoints runs fewer steps than the binomial one (Griewank, "Achieving logarithmic growth
@@ -33,9 +33,9 @@ from ..errors import OptionError
 
 
 class Schedule(NamedTuple):
-    """A rule by which a loop is cut; `number` is what it needs to know: parts, or checkpoints.
+    """A rule that cuts a loop; `number` is the number of parts, or of checkpoints.
 
-    A binomial schedule may count in units of several steps. The steps of one are recorded together.
+    A binomial schedule may count in units of several steps. The steps of a unit are recorded together.
     """
 
     rule: str
@@ -44,7 +44,7 @@ class Schedule(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some successive steps: checkpointed and cut by `schedule`, or recorded (`None`)."""
+    """Successive steps: checkpointed and cut by `schedule`, or recorded if it is None."""
 
     steps: int
     schedule: Schedule | None
@@ -54,7 +54,7 @@ PLAIN = Schedule("plain")
 
 
 def beta(checkpoints: int, repeats: int) -> int:
-    """The most steps that can be reversed with so many checkpoints if no step is repeated more often."""
+    """The most steps that can be reversed with this many checkpoints and repeats of each step."""
     return math.comb(checkpoints + repeats, checkpoints) if repeats >= 0 else 0
 
 
@@ -69,7 +69,7 @@ def repetitions(steps: int, checkpoints: int) -> int:
 
 
 def advances(steps: int, checkpoints: int) -> int:
-    """How many steps must be run, besides recording each once, to reverse a loop (2000, equation 3).
+    """How many steps must run to reverse a loop, beside recording each once (2000, equation 3).
 
     The optimum, r n - C(k + r, k + 1) with n steps, k checkpoints (the first carry is one of them)
     and r repetitions.
@@ -83,13 +83,13 @@ def advances(steps: int, checkpoints: int) -> int:
 
 
 def split(steps: int, checkpoints: int) -> int:
-    """How many steps to go before the next carry is kept: the shortest way of those that are optimal."""
+    """How many steps to run before the next carry is kept: the fewest of the optimal choices."""
     r = repetitions(steps, checkpoints)
     return max(1, beta(checkpoints, r - 2), steps - beta(checkpoints - 1, r))
 
 
 def fewest(steps: int, repeats: int) -> int:
-    """The fewest checkpoints with which no step is repeated more often than `repeats` times."""
+    """The fewest checkpoints for which no step is repeated more than `repeats` times."""
     k = 1
     while beta(k, repeats) < steps:
         k += 1
@@ -97,7 +97,7 @@ def fewest(steps: int, repeats: int) -> int:
 
 
 def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
-    """The parts into which a schedule cuts so many steps, first one first."""
+    """The parts into which a schedule cuts a number of steps, in order."""
     rule, number, unit = schedule
     if rule == "plain":
         yield Part(steps, None)
@@ -120,7 +120,7 @@ def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
 
 @lru_cache(maxsize=100_000)
 def evaluations(schedule: Schedule, steps: int) -> int:
-    """How many steps are run in all by a forward and a backward through the loop.
+    """How many steps a forward and a backward through the loop run in all.
 
     >>> from funcckpt.loops.schedules import Schedule, evaluations
     >>> evaluations(Schedule("binomial", 3), 10)      # advances(10, 3) and each step once
@@ -133,11 +133,12 @@ def evaluations(schedule: Schedule, steps: int) -> int:
 
 
 def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0) -> Schedule | None:
-    """The schedule that runs the fewest steps within so many bytes, or None if there is none.
+    """The schedule that runs the fewest steps within `bytes`, or None if there is none.
 
-    Binomial schedules with k checkpoints and units of u steps are compared. They keep k carries, what
-    u - 1 recorded steps save (`step`), and what is alive at most as one more is recorded and reversed
-    (`peak`). Under `torch.func.grad` each step of the last unit `stays` to the end, with its graph.
+    It compares binomial schedules with k checkpoints and units of u steps. Such a schedule needs k times
+    `carry`, u - 1 times `step` (the bytes that a recorded step saves), and once `peak` (the peak of recording
+    and reversing one step). Under `torch.func.grad`, each step of the last unit keeps `stays` bytes to the
+    end.
 
     >>> from funcckpt.loops.schedules import fit
     >>> fit(100, 1_000, 10, 50, 90)         # 6 carries, and 17 steps
@@ -155,7 +156,7 @@ def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0
             again = advances(units, max(1, number)) * unit
             if found is None or again < found[0]:
                 found = again, Schedule("binomial", max(1, number), unit)
-        # The next number of units that makes them shorter.
+        # The next number of units for which they are shorter.
         units = -(-steps // (unit - 1)) if unit > 1 else steps + 1
     return None if found is None else found[1]
 
@@ -163,11 +164,11 @@ def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0
 def choose(
     checkpoint: str | int | None, checkpoints: int | None, bytes: int | None, steps: int, name: str
 ) -> Schedule:
-    """The schedule that a user has asked for, or `OptionError`. What `bytes` means, `fit` knows."""
+    """The schedule that the options ask for, or `OptionError`. (`fit` finds the one for `bytes`.)"""
     if bytes is not None and (checkpoint != "binomial" or checkpoints is not None):
-        raise OptionError(f'{name}: bytes= goes with checkpoint="binomial", and without checkpoints=.')
+        raise OptionError(f'{name}: bytes= needs checkpoint="binomial", and no checkpoints=.')
     if checkpoints is not None and checkpoint != "binomial":
-        raise OptionError(f'{name}: checkpoints={checkpoints!r} goes with checkpoint="binomial".')
+        raise OptionError(f'{name}: checkpoints={checkpoints!r} needs checkpoint="binomial".')
     number = None if isinstance(checkpoint, str) else checkpoint
     for option, value in (("checkpoint", number), ("checkpoints", checkpoints), ("bytes", bytes)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -175,8 +176,8 @@ def choose(
     if checkpoints is not None:
         return Schedule("binomial", checkpoints)
     if checkpoint == "binomial":
-        # No step is run more than three times. √(2n/u) carries and the inside of u steps take the least where
-        # u is the cube root of n/8, if the inside of a step takes twice as much as a carry.
+        # No step runs more than three times. √(2n/u) carries and the inside of u steps take the least memory
+        # if u is the cube root of n/8, where the inside of a step takes twice as much as a carry.
         unit = max(1, round((steps / 8) ** (1 / 3)))
         return Schedule("binomial", fewest(-(-steps // unit), 2), unit)
     if checkpoint == "recursive":
@@ -184,7 +185,7 @@ def choose(
     segments = {"every": steps, "sqrt": round(math.sqrt(steps))}.get(str(checkpoint), number)
     if checkpoint is not None and segments is None:
         raise OptionError(
-            f"{name}: checkpoint={checkpoint!r} is none of None, a number of segments, 'every', 'sqrt', "
-            "'recursive' and 'binomial'."
+            f"{name}: checkpoint={checkpoint!r} is not None, a number of segments, 'every', 'sqrt', "
+            "'recursive' or 'binomial'."
         )
     return PLAIN if segments is None else Schedule("segments", max(1, segments))

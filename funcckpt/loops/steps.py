@@ -1,4 +1,4 @@
-"""Some steps of a loop, one after another: what they are given, and what they return."""
+"""Steps of a loop, one after another: what they are given, and what they return."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..errors import InputError, OptionError, describe
 from ..policies.offload import fetch
 from ..policies.policies import Chooser
 
-# The checkpoint, the number of checkpoints and the bytes that a user asks for.
-# Of the carry, of xs and of ys.
+# The types of the carry, of xs and of ys.
 C = TypeVar("C")
 X = TypeVar("X")
 Y = TypeVar("Y")
 Rule = Literal["binomial", "recursive", "sqrt", "every"]
 Offload = Literal["host", "disk"]
+# The options checkpoint, checkpoints and bytes.
 Asked = tuple[str | int | None, int | None, int | None]
 
 
 class Loop(NamedTuple):
-    """What a part has to know of its loop."""
+    """What each part of a loop must know."""
 
     f: Callable[..., Any]
     kind: str
@@ -36,7 +36,7 @@ class Loop(NamedTuple):
     reverse: bool
     offload: str | None
     chooser: Chooser | None
-    # Is told of each step. A generator, since another object would be searched for tensors.
+    # Progress: `next` is called after each step. A generator, since it is not searched for tensors.
     bars: Generator[None, None, None] | None = None
 
 
@@ -65,7 +65,7 @@ def step(loop: Loop, i: int, carry: Any, x: Any) -> tuple[Any, Any]:
         note = f"in step {i} of {loop.name}"
         if isinstance(x, list):
             note += (
-                " (xs is a list: f is given a slice of each item. To go along a list of batches, stack them)"
+                " (xs is a list, so f gets a slice of each item. To loop over a list of batches, stack them)"
             )
         if hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):  # Python 3.11
             error.add_note(note)
@@ -102,11 +102,11 @@ def as_tensor(x: Any, where: str, name: str) -> Any:
     try:
         return None if x is None else torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{name}: {where} is {in_words(x)}, and no tensor can be made of it.") from error
+        raise InputError(f"{name}: {where} is {in_words(x)}, which cannot become a tensor.") from error
 
 
 def split(xs: Any, lengths: list[int], reverse: bool) -> list[Any]:
-    """What each part takes of xs; one operator, whose pullback is one as well."""
+    """The slice of xs for each part. One operator for all, so that its pullback is one operator, too."""
     if len(lengths) == 1:
         return [xs]
     cut = (lambda x: x.split(lengths[::-1])[::-1]) if reverse else (lambda x: x.split(lengths))
@@ -133,7 +133,7 @@ def stack(ys: list[Any], name: str, first: int) -> Any:
 
 
 def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
-    """The ys of the parts, which begin with these steps, as one stack."""
+    """Join the ys of the parts. `starts` are the first steps of the parts."""
     if len(stacks) == 1 or all(ys is None for ys in stacks):
         return stacks[0]
     first = [pytree.tree_map(lambda y: None if y is None else y[0], ys) for ys in stacks]
@@ -143,18 +143,18 @@ def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
 
 
 def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> None:
-    """Raise unless two trees look alike: carries, or ys."""
+    """Raise unless two carries, or two ys, have the same structure, shapes, dtypes and devices."""
     leaves, structure = pytree.tree_flatten(before)
     new_leaves, new_structure = pytree.tree_flatten(after)
     if structure == new_structure and [*map(_look, leaves)] == [*map(_look, new_leaves)]:
         return
     at = pytree.tree_flatten_with_path
     old, new = ({pytree.keystr(path): in_words(x) for path, x in at(tree)[0]} for tree in (before, after))
-    for key in {**old, **new}:  # The order of the keys of a dict means nothing.
+    for key in {**old, **new}:  # The order of the keys of a dict does not matter.
         if old.get(key) != new.get(key):
             returned, was = new.get(key, "nothing"), old.get(key, "nothing")
-            advice = " Begin with a tensor: torch.tensor(0.0)." if was in ("a float", "a int") else ""
-            raise InputError(f"{who} returned {what}{key} as {returned}, and {other} {was}.{advice}")
+            advice = " Begin with a tensor: torch.tensor(0.0)." if was in ("a float", "an int") else ""
+            raise InputError(f"{who} returned {what}{key} as {returned}, but {other} {was}.{advice}")
 
 
 def _look(x: Any) -> Any:
@@ -164,4 +164,5 @@ def _look(x: Any) -> Any:
 def in_words(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{describe(x)} on {x.device}"
-    return "None" if x is None else f"a {type(x).__name__}"
+    name = type(x).__name__
+    return "None" if x is None else f"a{'n' * (name[0] in 'aeiou')} {name}"

@@ -1,4 +1,4 @@
-"""`while_loop`: loops whose length is not known. Its steps are counted first; then it is a `scan`."""
+"""`while_loop`: loops of unknown length. The steps are counted first; then the loop is a `scan`."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def while_loop(
     max_steps: int | None = None,
     progress: bool = False,
 ) -> C:
-    """``carry = body_fun(carry)`` while ``cond_fun(carry)``, a truth value or a tensor of one element.
+    """Repeat ``carry = body_fun(carry)`` while ``cond_fun(carry)`` is true, and return the last carry.
 
-    How long the loop is shows only as it runs. So it runs once to count its steps, without keeping anything,
-    and then as a `scan` of that length: each step is run once more than there. It runs once in all with
-    checkpoint=None, and where reverse mode differentiates nothing.
+    `cond_fun` returns a truth value or a tensor of one element. The length of the loop is not known before it
+    has run. So the loop runs once to count its steps, keeping nothing, and then again as a `scan` of this
+    length. With checkpoint=None, or if reverse mode differentiates nothing, it runs only once.
 
-    `init_val` is the first carry. `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`,
-    the errors and the memory are those of `scan`. After `max_steps` steps, if given, the loop stops whatever
-    `cond_fun` says.
+    `init_val` is the first carry. The options `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and
+    `progress`, the errors and the memory are those of :func:`scan`. `max_steps` is the most steps that the
+    loop takes.
 
     Raises
     ------
     InputError
-        `cond_fun` depends on what a `vmap` has batched: the samples would need loops of different lengths; or
-        it draws random numbers.
+        `cond_fun` draws random numbers, or depends on a tensor that a `vmap` has batched: then the samples
+        would need loops of different lengths.
     MutationError
         `cond_fun` or `body_fun` assigns something outside of itself.
 
     Examples
     --------
-    Newton's method, until it has converged:
+    Newton's method, run until it converges:
 
     >>> import torch
     >>> from funcckpt import while_loop
@@ -62,7 +62,7 @@ def while_loop(
     """
     loop = loop_of("while_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress)
     if not callable(cond_fun):
-        raise InputError(f"{loop.name}: takes a function, not {type(cond_fun).__name__}.")
+        raise InputError(f"{loop.name}: cond_fun must be a function, not {type(cond_fun).__name__}.")
     choose(*loop.asked, 1, loop.name)
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
@@ -72,14 +72,14 @@ def while_loop(
         if bars is not None:
             bars.close()
         return carry
-    # Values alone: nothing that is computed here is looked at by a transform.
+    # Only values are computed here: no transform looks at them.
     with leaving_nothing((cond_fun, body_fun)) as (streams, has_assigned):
         with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
             steps = _sweep(cond_fun, loop, init_val, max_steps, streams)[1]  # and no carry
         if has_assigned():
             raise MutationError(
-                f"{loop.name}: cond or body assigns something outside of itself. "
-                "The steps run a second time: put what changes into the carry."
+                f"{loop.name}: cond_fun or body_fun assigns something outside of itself, but the steps run "
+                "twice. Put what changes into the carry."
             )
     return start(loop, 0, steps, init_val, None)[0]
 
@@ -91,15 +91,15 @@ def _sweep(
     max_steps: int | None,
     streams: Sequence[world.Stream] = (),
 ) -> tuple[Any, int]:
-    """The plain loop: its last carry, and how many steps it had. `cond` must not move `streams`."""
+    """Run the plain loop: its last carry and number of steps. `cond` must not draw from `streams`."""
     steps = 0
     while steps != max_steps:
         before = world.states(streams)
         holds = _holds(cond, carry, loop.name, steps)
         if world.moved(before):
             raise InputError(
-                f"{loop.name}: cond draws random numbers. Draw them in the body, and put what cond compares "
-                "with into the carry."
+                f"{loop.name}: cond_fun draws random numbers. Draw them in body_fun, and put them into the "
+                "carry for cond_fun."
             )
         if not holds:
             break
@@ -112,12 +112,12 @@ def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
     holds = cond(carry)
     if isinstance(holds, Tensor):
         if holds.numel() != 1:
-            raise InputError(f"{name}: cond returned {describe(holds)} at step {step}, not one truth value.")
+            raise InputError(f"{name}: cond_fun returned {describe(holds)} at step {step}, not one value.")
         if wrappers.physical(holds)[1]:
             raise InputError(
-                f"{name}: cond depends on what vmap has batched: each sample needs a loop of its own length. "
-                "Loop without vmap, over all samples, for as long as any needs it."
+                f"{name}: cond_fun depends on a tensor that vmap has batched, so the samples need loops of "
+                "different lengths. Loop over the whole batch without vmap, until the last sample is done."
             )
     elif holds is None or not hasattr(holds, "__bool__"):
-        raise InputError(f"{name}: cond returned {in_words(holds)} at step {step}, not a truth value.")
+        raise InputError(f"{name}: cond_fun returned {in_words(holds)} at step {step}, not a truth value.")
     return bool(holds)
