@@ -59,7 +59,7 @@ def test_to_look_changes_nothing(f):
 def test_nothing_is_recomputed_without():
     plain, found = explain(grad(deep(lambda f: f)), PS, X), explain(grad(deep(remat)), PS, X)
     assert plain.cost == plain.without == found.without
-    assert not plain.sites and "Nothing in it is checkpointed" in str(plain)
+    assert not plain.sites and "There is no checkpoint in it" in str(plain)
 
 
 def test_batched():
@@ -82,7 +82,7 @@ def test_with_its_backward(wrap):
 
 def test_the_last_call_is_for_nothing():
     (site,) = explain(deep(remat), PS, X).sites
-    assert "last of the 4 calls of remat(block)" in site.advice and "FLOPs are saved" in site.advice
+    assert "last of the 4 calls of remat(block)" in site.advice and "FLOPs" in site.advice
     better = explain(deep(remat, skip_last=True), PS, X)
     assert better.recomputed_flops < site.recomputed_flops
     assert better.cost.peak_bytes <= explain(deep(remat), PS, X).cost.peak_bytes
@@ -98,7 +98,7 @@ def test_the_last_part():
         return remat(lambda x: block(p, x).sum())(torch.cos(x).sin())
 
     (advice,) = explain(loss, PS[0], X).advice
-    assert "it is the last part" in advice and "Call it without: that saves" in advice
+    assert "it is the last part" in advice and "Call it without a checkpoint: that saves" in advice
 
 
 def test_inputs_larger_than_residuals():
@@ -109,7 +109,7 @@ def test_inputs_larger_than_residuals():
         return y.sin().sum()
 
     (advice,) = explain(loss, torch.randn(1000, 4)).advice
-    assert "keeps no less than it would without" in advice and advice.endswith("Call it without.")
+    assert "keeps no less than without" in advice and advice.endswith("Call it without a checkpoint.")
 
 
 def test_each_checkpoint_alone():

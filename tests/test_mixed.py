@@ -220,7 +220,7 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
     [
         (lambda: inner_grad(lambda w: w)(X), r"returned float64\[4\] on cpu, not a real scalar"),
         (lambda: inner_grad(lambda w: 1.0)(X), r"returned a float, not a real scalar"),
-        (lambda: inner_grad(lambda w: w.sum(), 1)(X), r"argnums=1, and there are 1 arguments"),
+        (lambda: inner_grad(lambda w: w.sum(), 1)(X), r"argnums=1, but there are 1 arguments"),
         (
             lambda: inner_grad(lambda w: w["a"].sum())({"a": torch.arange(3)}),
             r"argument 0\['a'\] is int64\[3\] on cpu, which has no gradient",

@@ -182,9 +182,9 @@ def test_a_policy_that_has_no_say():
     step = lambda h, x: (h * x, None)
     dots = policies.dots_saveable
     for options, words in (
-        ({"policy": dots, "checkpoint": None}, "all of each step is kept"),
-        ({"policy": dots, "bytes": 2**20}, "counts carries"),
-        ({"policy": policies.budget(bytes=1)}, "budget of a loop is bytes="),
+        ({"policy": dots, "checkpoint": None}, "keeps all values of each step"),
+        ({"policy": dots, "bytes": 2**20}, "cannot count what a policy keeps"),
+        ({"policy": policies.budget(bytes=1)}, "For a loop, pass bytes="),
         ({"policy": [torch.ops.aten.mm]}, r"scan\(.*aten.mm.default"),
     ):
         with pytest.raises(OptionError, match=words):

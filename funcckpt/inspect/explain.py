@@ -1,8 +1,8 @@
 """What each checkpoint in a function saves and costs, measured.
 
-The function is run as it is, with nothing checkpointed, without each of its checkpointed functions, and,
-where the last call of one may be useless, without that call. `remat` and `checkpoint` ask the context
-variable `decides` how to make a call, and `Calls` answers.
+The function runs several times: as it is, without any checkpoint, and without each of its checkpointed
+functions. If the last call of one may be useless, it also runs without that call. `remat` and `checkpoint`
+ask the context variable `decides` how to make a call, and `Calls` answers.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _Key = tuple[str, Any]  # The title of a checkpointed function, and its code.
 
 @dataclass(frozen=True)
 class Cost:
-    """What a function and its backward take."""
+    """The bytes and FLOPs of a function and its backward."""
 
     kept_bytes: int  # what f has computed and keeps for the backward
     peak_bytes: int  # the most that are alive at a time
-    flops: int  # the recomputed ones included
+    flops: int  # with the recomputed ones
 
 
 @dataclass(frozen=True)
 class Site:
-    """A function in f that is checkpointed, with all its calls."""
+    """A checkpointed function inside of f, with all its calls."""
 
     name: str  # such as "remat(block)"
     calls: int  # in the forward
-    without: Cost  # of f if this function alone is not checkpointed
+    without: Cost  # of f, if only this function is not checkpointed
     recomputed_flops: int
     advice: str = ""  # what to do if it does not help, or not everywhere
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` has found. Its `str` is a table, with advice below."""
+    """The result of :func:`explain`. Its `str` is a table, with advice below."""
 
     cost: Cost  # of f as it is
     without: Cost  # of f with nothing checkpointed
@@ -60,7 +60,7 @@ class Explanation:
     def advice(self) -> list[str]:
         """What to do, in sentences."""
         if not self.sites:
-            return ["Nothing in it is checkpointed. Put remat around its parts: blocks, layers, steps."]
+            return ["There is no checkpoint in it. Put remat around its parts: blocks, layers, steps."]
         return [site.advice for site in self.sites if site.advice]
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ PREFIXES = {"T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3, "": 1}
 
 
 def unit_for(n: int, units: dict[str, int]) -> tuple[str, int]:
-    """The largest unit that is not larger, and its size."""
+    """The largest unit that is not larger than `n`, and its size."""
     return next((unit, size) for unit, size in units.items() if n >= size or size == 1)
 
 
@@ -94,13 +94,13 @@ def in_units(n: int, units: dict[str, int] = PREFIXES) -> str:
 
 
 def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Measure what the checkpoints in a function save and cost, with and without each.
+    """Measure what each checkpoint in a function saves and costs: bytes kept, peak bytes and FLOPs.
 
     f is a function with checkpoints in it: `remat`, `checkpoint`, modules of :mod:`funcckpt.nn`. It is called
-    with `args` and `kwargs`, and with its backward if it takes no derivative itself
-    (:func:`~funcckpt.saved_residuals` says what is differentiated then). Print what is returned: a table,
-    and advice where a checkpoint cannot help, since it wraps the whole function or its last part, or keeps as
-    much as it frees.
+    several times with `args` and `kwargs`. If f takes no derivative itself, its backward runs, too
+    (:func:`~funcckpt.saved_residuals` says what is differentiated). Print the result: a table, and advice for
+    each checkpoint that cannot help, since it wraps the whole function or its last part, or keeps as much as
+    it frees.
 
     >>> import torch
     >>> from funcckpt import explain, remat
@@ -118,7 +118,7 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     without, _ = measure(subject, Calls(lambda key, i: True))
 
     def costs(site: _Key, call: int | None = None) -> Cost:
-        """What f takes if one function, or one of its calls, is not checkpointed."""
+        """The cost of f if one function, or one of its calls, is not checkpointed."""
         return measure(subject, Calls(lambda key, i: key == site and call in (None, i)))[0]
 
     sites = []
@@ -129,15 +129,15 @@ def explain(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
             other = costs(site, calls - 1)
             if other.peak_bytes <= cost.peak_bytes and other.flops < cost.flops:
                 advice = (
-                    f"The last of the {calls} calls of {site[0]} is recomputed at once in the backward. Make "
-                    f"that one without: {in_units(cost.flops - other.flops)} FLOPs are saved."
+                    f"The last of the {calls} calls of {site[0]} is recomputed at once. Make this call "
+                    f"without a checkpoint: that saves {in_units(cost.flops - other.flops)} FLOPs."
                 )
         sites.append(Site(site[0], calls, alone, cost.flops - alone.flops, advice))
     return Explanation(cost, without, tuple(sites), residuals)
 
 
 def _advice(title: str, calls: int, is_only: bool, cost: Cost, alone: Cost) -> str:
-    """What to do about a function that lowers nothing."""
+    """What to do about a checkpoint that does not lower the peak."""
     if is_only and calls == 1 and cost.kept_bytes == 0:
         return (
             f"{title} is the whole function: all of it is recomputed before its backward begins, and is then "
@@ -146,17 +146,17 @@ def _advice(title: str, calls: int, is_only: bool, cost: Cost, alone: Cost) -> s
     if cost.peak_bytes < alone.peak_bytes:
         return ""
     saved = cost.flops - alone.flops
-    wasted = "Call it without" + (f": that saves {in_units(saved)} FLOPs." if saved else ".")
+    wasted = "Call it without a checkpoint" + (f": that saves {in_units(saved)} FLOPs." if saved else ".")
     if cost.kept_bytes >= alone.kept_bytes:
-        return f"{title} keeps no less than it would without: its inputs are as large. {wasted}"
-    return f"{title} keeps less, and the peak is no lower: it is the last part, or too large a one. {wasted}"
+        return f"{title} keeps no less than without a checkpoint: its inputs are as large. {wasted}"
+    return f"{title} keeps less, but the peak is no lower: it is the last part, or too large. {wasted}"
 
 
 class Calls:
     """Counts the calls of each checkpointed function in a forward, and decides how they are made.
 
-    Call i of a function is made without a checkpoint where ``is_off(key, i)``; i is -1 in a recomputation.
-    The others are made with `policy`.
+    Call i of a function has no checkpoint if ``is_off(key, i)``; i is -1 in a recomputation. The other calls
+    have `policy`.
     """
 
     def __init__(self, is_off: Callable[..., bool] = lambda key, i: False, policy: Any = AS_IT_IS) -> None:
@@ -165,19 +165,19 @@ class Calls:
         self._policy = policy
 
     def __call__(self, f: Any, title: str) -> Any:
-        if patched.is_active() and "<locals>" in title:  # a function that a library has made for torch's
+        if patched.is_active() and "<locals>" in title:  # a library made it for torch's checkpoint
             blocks = [node.cls for node in Found(f).nodes.values() if node.kind is kinds.MODULE]
             title = f"{title[:-1]} of {blocks[0].__name__})" if blocks else title
         key = title, code_of(f)
         i = -1
         if autograd.graph_task() == -1:
             i = self.of.pop(key, 0)
-            self.of[key] = i + 1  # which makes it the last one
+            self.of[key] = i + 1  # the last function called is last in the dict
         return PLAIN if self._is_off(key, i) else self._policy
 
 
 def measure(subject: Subject, calls: Calls, meter: Meter | None = None) -> tuple[Cost, list[Residual]]:
-    """What f takes, forward and backward, as `calls` decides."""
+    """The cost of f and its backward, with the checkpoints that `calls` decides, and what f keeps."""
     context = copy_context()
     context.run(decides.set, calls)
     with meter or Meter() as meter:

@@ -1,7 +1,7 @@
-"""Live bytes over time, and peak against recomputation, as pictures.
+"""Pictures: live bytes over time, and peak bytes against recomputation.
 
-Text and axes have the colours of the reader's style, light or dark. Those of the lines are seen on both, also
-by people who do not tell red from green.
+Text and axes have the colours of the reader's style, light or dark. The colours of the lines can be seen on
+both, also by people who cannot tell red from green.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def plot_memory(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """Draw the bytes that are alive after each operator of forward and backward.
+    """Draw the bytes that are alive after each operator of the forward and the backward.
 
-    f is a function, or a mapping of names to variants of it; `args` and `kwargs` are as for
-    :func:`~funcckpt.explain`. One function that has checkpoints in it is drawn with them and without. The
-    axes, `ax` or those of a new figure, get a line for each variant, its peak marked, and a dot where its
-    backward begins.
+    f is a function, or a mapping from names to functions; `args` and `kwargs` are as for
+    :func:`~funcckpt.explain`. A single function with checkpoints is drawn with them and without. Each
+    function gets a line, with a triangle at its peak and a dot where its backward begins. Draws into `ax`, or
+    a new figure; returns the axes. Without matplotlib it raises an OptionError.
 
     >>> import torch
     >>> from funcckpt import plot_memory, remat
@@ -75,12 +75,12 @@ def plot_tradeoff(
     ax: Axes | None = None,
     **kwargs: Any,
 ) -> Axes:
-    """Draw what each policy recomputes against the most bytes that are alive, and the Pareto front.
+    """Draw the recomputed FLOPs and the peak bytes for each of several policies, and the Pareto front.
 
-    f, `args` and `kwargs` are as for :func:`~funcckpt.explain`. All checkpoints in f get each of `policies`,
-    a sequence or a mapping of names; None, no policy, is among them in any case. The axes, `ax` or those of a
-    new figure, get a point for each, one for f with nothing checkpointed, and a line through those that no
-    other beats in both respects. Without a checkpoint in f it raises an InputError.
+    f, `args` and `kwargs` are as for :func:`~funcckpt.explain`. `policies` is a sequence, or a mapping from
+    names. All checkpoints in f get each policy in turn, and no policy; one more point is f without any
+    checkpoint. The line is the Pareto front: the points that no other beats in both respects. Draws into
+    `ax`, or a new figure; returns the axes. If f has no checkpoint, it raises an InputError.
 
     >>> import torch
     >>> from funcckpt import checkpoint, plot_tradeoff
@@ -112,7 +112,7 @@ def plot_tradeoff(
     front = pareto_front(points)
     best = zip(*[points[name] for name in front], strict=True)
     ax.plot(*best, color=_BLUE, linewidth=1.2, alpha=0.7, label="Pareto front")
-    # The labels of neighbours stand on different sides.
+    # Labels alternate between left and right, so that neighbours do not overlap.
     left = sorted(points, key=lambda name: points[name][1])[-2::-2]
     for name, point in points.items():
         ax.plot(*point, "o", color=_BLUE, fillstyle="full" if name in front else "none")
@@ -123,7 +123,7 @@ def plot_tradeoff(
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names of those points that no other is better than in one respect and as good as in the other."""
+    """The names of the points that no other point beats in one respect and equals in the other."""
     front: list[str] = []
     for name, (_, y) in sorted(points.items(), key=lambda item: item[1]):
         if not front or y < points[front[-1]][1]:
@@ -132,7 +132,7 @@ def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 class _Timeline(Meter):
-    """The bytes alive after each operator of a run, and where the backward began."""
+    """Records the bytes alive after each operator of a run, and where the backward begins."""
 
     def __init__(self, subject: Subject, calls: Calls) -> None:
         super().__init__()

@@ -1,14 +1,13 @@
 """What a function keeps for its backward, in words.
 
 A residual is a tensor that autograd keeps from the forward until the backward has used it. A backward begins
-at the call of `torch.autograd.grad` or `backward` that f makes itself, as every reverse-mode transform of
-`torch.func` does; or, of a function that makes none, at its end. During one run of f a dispatch mode, below
-all transforms, notes which operator, for which line of the user, made each storage. A function mode sees a
-backward begin, while all functorch levels are active. Then a walk goes from the outputs to all that their
-graphs keep, at every level.
+where f calls `torch.autograd.grad` or `backward`, as every reverse-mode transform of `torch.func` does. If f
+calls neither, it begins at the end of f. While f runs, a dispatch mode below all transforms records for each
+storage the operator that made it, and the user's line. A function mode sees where a backward begins, with
+all functorch levels active. Then a walk from the outputs finds all that their graphs keep, at every level.
 
-Of several backwards the largest is told, and a recomputation is none. What autograd nodes that are written in
-C++ keep without saying so is not seen.
+Of several backwards only the one that keeps most is reported. A recomputation is not a backward. Tensors that
+autograd nodes in C++ keep in private fields are not seen.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class Residual:
     """A tensor that is kept for a backward. Its `str` is a line of :func:`print_saved_residuals`."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]  # with the batch dimensions of all vmaps, wherever those are in memory
-    bytes: int  # of its storage, which may be more than the tensor needs if it is a part of another
-    kind: str  # "argument", "closure" or "output": f was given it, has captured it, or has made it
+    shape: tuple[int, ...]  # with the batch dimensions of all vmaps
+    bytes: int  # of its storage, which is larger than the tensor if that is a view of a part
+    kind: str  # "argument", "closure" (captured by f) or "output" (computed by f)
     source: str  # such as "argument params['w1']", or "output of aten.mm at model.py:42 (block)"
-    name: str | None = None  # what :func:`~funcckpt.checkpoint_name` has called it
-    # The first graph node found to keep it, such as "MmBackward0" or "remat(block)".
+    name: str | None = None  # its name, if :func:`~funcckpt.checkpoint_name` gave it one
+    # The first graph node that was found to keep it, such as "MmBackward0" or "remat(block)".
     kept_by: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -62,16 +61,16 @@ class Residual:
 
 
 def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Residual]:
-    """Run ``f(*args, **kwargs)`` and tell what it keeps for the backward, and where that comes from.
+    """Run ``f(*args, **kwargs)`` and list the tensors that it keeps for the backward, with their origin.
 
-    If f takes derivatives itself (``vmap(grad(loss))``, a training step), what is kept is told for the moment
-    when its (largest) backward begins. If it takes none, for its end: with respect to the arguments,
-    parameters and captured tensors that require grad, or, if none does and no transform is active, to all
-    floating-point arguments, in a second run. Random streams are left as they were.
+    If f takes derivatives itself (``vmap(grad(loss))``, a training step), the list shows what is kept when
+    its backward begins; of several backwards, the one that keeps most. Otherwise it shows what is kept at the
+    end of f, for derivatives with respect to the arguments, parameters and captured tensors that require
+    grad. If none does, and no transform is active, f runs again, for derivatives with respect to all
+    floating-point arguments. Random streams are restored.
 
-    There is one residual for each storage: first arguments, then what f has captured, then what it has
-    computed. Only those of kind ``"output"`` are what the derivative costs. Numbers (the 2 of ``x * 2``) are
-    left out.
+    There is one residual for each storage: first arguments, then captured tensors, then what f has computed.
+    Only the last, of kind ``"output"``, are the cost of the derivative. Numbers (``x * 2``) do not count.
 
     >>> import torch
     >>> from torch.func import grad, vmap
@@ -88,7 +87,7 @@ def saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list
 
 
 def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Print what ``f(*args, **kwargs)`` keeps for the backward, one line each, as `saved_residuals` finds it.
+    """Print what :func:`saved_residuals` finds that ``f(*args, **kwargs)`` keeps for the backward.
 
     >>> import torch
     >>> from funcckpt import print_saved_residuals
@@ -110,7 +109,7 @@ def print_saved_residuals(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 
 
 class _Source(NamedTuple):
-    """Where a storage comes from. Sources are told in the order of their numbers."""
+    """Where a storage comes from. Sources are reported in the order of their numbers."""
 
     number: int
     kind: str
@@ -126,11 +125,11 @@ class Subject(TorchDispatchMode):
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         if not callable(f):
-            raise InputError(f"give a function and its arguments, not {type(f).__name__}: f, *args.")
+            raise InputError(f"pass a function and its arguments, not {type(f).__name__}: (f, *args).")
         self._f, self._args, self._kwargs = f, args, kwargs
         self._streams = world.states(world.random_streams(()))
         self.residuals = self.run(with_backward=False)
-        # Under a transform that one decides what is differentiated.
+        # Under a transform, the transform decides what is differentiated.
         if not self._kept and torch.is_grad_enabled() and functorch.peek_interpreter_stack() is None:
             self._args, self._kwargs = pytree.tree_map_only(
                 Tensor, lambda x: x.detach().requires_grad_(is_differentiable(x)), (args, kwargs)
@@ -138,17 +137,17 @@ class Subject(TorchDispatchMode):
             self.residuals = self.run(with_backward=False)
 
     def run(self, with_backward: bool = True) -> list[Residual]:
-        """Run f, and its backward with it if it has none of its own, and tell what it has kept."""
+        """Run f, and `with_backward` its backward if f runs none itself. Returns what f keeps."""
         self._count = 0
         self._sources: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
         self._learn("argument", _arguments(self._f, self._args, self._kwargs))
-        # What a decorator or a transform has wrapped has better names than the wrapper.
+        # The names inside of a wrapped function are better than those of the wrapper.
         for g in dict.fromkeys((inspect.unwrap(self._f), self._f)):
             found = Found(g)
             self._learn("closure", [(found.where(id(x)), x) for x in found.tensors.values()])
         self._count += 1
         self._unknown = _Source(self._count, "closure", "a captured tensor")
-        # What there was to keep when each backward began.
+        # For each backward: what was kept when it began.
         self._kept: list[list[Residual]] = []
         with world.streams_at(self._streams):
             with self, _Backwards(self._take):
@@ -183,21 +182,21 @@ class Subject(TorchDispatchMode):
         return out
 
     def _take(self, outputs: Iterable[Tensor]) -> None:
-        """Note what there is to keep for a backward of some outputs."""
+        """Record what is kept for a backward from `outputs`."""
         found: dict[int, tuple[int, Residual]] = {}
         with autograd.without_dispatch_modes():
-            # What autograd has saved comes first: it names the node.
+            # Tensors that autograd saved come first: they name the node.
             for x, by, is_saved in sorted(_kept_for(outputs), key=lambda kept: not kept[2]):
                 for storage in storages(x):
                     source = self._sources.get(storage) or self._unknown
-                    # An object may know the parameters of a whole module, which live anyway.
+                    # An object may refer to all parameters of a module, which are alive anyway.
                     is_known_anyway = not is_saved and source.kind == "closure"
-                    # A number in Python is a tensor without dimensions in the graph, which nothing has made.
+                    # The graph keeps a Python number as a tensor without dimensions, made by no operator.
                     is_number = source is self._unknown and x.dim() == 0
                     if is_known_anyway or is_number or storage.nbytes() == 0:
                         continue
                     _, before = found.get(storage._cdata, (0, None))
-                    # Of several views, the one that shows the most.
+                    # Of several views, the largest.
                     if before is None or math.prod(before.shape) < x.numel():
                         first = by if before is None else before.kept_by
                         residual = Residual(x.dtype, tuple(x.shape), storage.nbytes(), *source[1:], first)
@@ -206,14 +205,14 @@ class Subject(TorchDispatchMode):
 
 
 class _Backwards(world.Mode):
-    """Tells when a backward begins that is not part of another one, and from what."""
+    """Calls `begins` with the outputs, when a backward begins that is not inside of another one."""
 
     def __init__(self, begins: Callable[[list[Tensor]], None]) -> None:
         super().__init__()
         self._begins = begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The mode is not active in here: what a backward differentiates itself passes unseen.
+        # The mode is off in here: what a backward itself differentiates is not seen.
         if func in _BACKWARDS and autograd.graph_task() == -1:
             outputs = args[0] if args else next(iter((kwargs or {}).values()))
             self._begins(tensors_in(outputs))
@@ -227,11 +226,11 @@ _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _arguments(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among the arguments, and how f calls them."""
+    """The tensors among the arguments, with the names that f gives them."""
     try:
         signature = inspect.signature(f.forward if isinstance(f, nn.Module) else f)
         arguments: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # a builtin, or a wrapper that tells nothing
+    except (TypeError, ValueError):  # a builtin, or a wrapper without a signature
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     for name, tree in arguments.items():
         for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
@@ -244,7 +243,7 @@ _NOT_THE_USERS = (*[str(folder) + os.sep for folder in _FOLDERS], "<frozen", "<s
 
 
 def _made_by(func: Any) -> str:
-    """An operator that runs, and the user's line for which it does, if f has one, in words."""
+    """An operator in words, with the line of the user that called it, if there is one."""
     words = f"output of {getattr(func, 'overloadpacket', func)}"
     if autograd.graph_task() != -1:
         words += " in a backward"
@@ -263,10 +262,10 @@ def _made_by(func: Any) -> str:
 
 
 def _kept_for(outputs: Iterable[Tensor]) -> list[tuple[Tensor, str, bool]]:
-    """What the graphs of some outputs keep: plain tensors, which node keeps each, and whether it saved it.
+    """The tensors that the graphs of `outputs` keep: (plain tensor, name of the node, whether it was saved).
 
-    Others are held by Python objects on which the graph has a hold: the context of a custom function, a
-    saved-tensor hook, what that has put in the place of a tensor.
+    Those that were not saved belong to Python objects of the graph: the context of a custom function, a
+    saved-tensor hook, or what a hook returned in place of a tensor.
     """
     found: list[tuple[Tensor, str, bool]] = []
     with functorch._set_fwd_grad_enabled(True):
@@ -283,13 +282,13 @@ def _kept_for(outputs: Iterable[Tensor]) -> list[tuple[Tensor, str, bool]]:
     return found
 
 
-# What holds no tensors, or those of the whole program.
+# Types that hold no tensors; `_LEAVES` also has those that lead to the whole program.
 _ATOMS = str, bytes, int, float, type(None), torch.dtype, torch.device
 _LEAVES = (*_ATOMS, type, ModuleType, CodeType, FrameType)
 
 
 def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
-    """What an object holds, in the same form."""
+    """The parts of an object, in the form of `_kept_for`."""
     if isinstance(item, Node):
         by = item.name()
         yield from [(node, "", False) for node, _ in item.next_functions]
@@ -301,29 +300,29 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
         names = [name for name in dir(type(item)) if name.startswith("_raw_saved_")]
         yield from [(getattr(item, name), by, False) for name in names]
     elif isinstance(item, autograd.SavedTensor):
-        saved: Any = item  # which to unpack might be to recompute
+        saved: Any = item  # to unpack it might recompute
         if saved.unpack_hook is None:
             yield saved.data, by, True
         else:
             owner = getattr(saved.unpack_hook, "__self__", None)
             yield (saved.data, saved.unpack_hook), getattr(owner, "title", by), False
-    elif isinstance(item, Found):  # and not all that f refers to
+    elif isinstance(item, Found):  # not all that f refers to
         yield from [(x, by, False) for x in item.tensors.values()]
-    elif isinstance(item, FunctionType):  # and not its globals
+    elif isinstance(item, FunctionType):  # not its globals
         yield (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__), by, False
     else:
         yield from [(x, by, False) for x in gc.get_referents(item)]
 
 
 def _below(x: Tensor) -> list[Any]:
-    """The graph nodes on which `x` and its tangents hang at all levels, and the plain tensors below."""
+    """The graph nodes that made `x` and its tangents, at all levels, and the plain tensors below."""
     found = [x.grad_fn]
-    # A pullback is called when its level is over, and its graph is still that of the wrapper.
+    # A pullback may be called after its level has closed; the wrapper still leads to its graph.
     while wrappers.is_dead_tensor_wrapper(x):
         x = wrappers.unwrap_if_dead(x)
         found.append(x.grad_fn)
     interpreter = functorch.peek_interpreter_stack()
-    # A tangent shows only where its level is the innermost.
+    # A tangent can be read only if its level is the innermost.
     if wrappers.has_dual_level() and (interpreter is None or functorch.kind_of(interpreter) == "jvp"):
         if (tangent := wrappers.tangent_of(x)) is not None:
             found += _below(tangent)

@@ -137,8 +137,7 @@ def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0
 
     It compares binomial schedules with k checkpoints and units of u steps. Such a schedule needs k times
     `carry`, u - 1 times `step` (the bytes that a recorded step saves), and once `peak` (the peak of recording
-    and reversing one step). Under `torch.func.grad`, each step of the last unit keeps `stays` bytes to the
-    end.
+    and reversing one step). Under `torch.func.grad`, each step of the last unit also keeps `stays`.
 
     >>> from funcckpt.loops.schedules import fit
     >>> fit(100, 1_000, 10, 50, 90)         # 6 carries, and 17 steps
