@@ -1,6 +1,5 @@
 """The main job, through its command and as a function."""
 
-import json
 import math
 import subprocess
 import sys
@@ -111,48 +110,21 @@ def test_samples_are_windows_of_the_text():
     assert targets.tolist() == [[98, 99]] * 2
 
 
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "funcckpt", *arguments], capture_output=True, text=True, timeout=300
+def test_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "funcckpt", *TINY_OPTIONS], capture_output=True, text=True, timeout=300
     )
-
-
-def test_json_of_the_command():
-    done = command("--json", *TINY_OPTIONS)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["shape"] == {"layers": 6, "width": 16, "heads": 2, "context": 24}
-    assert report["text_bytes"] == len(own_sources())
-    assert report["max_difference"] < 1e-5 < report["max_gradient"]
-    assert report["remat"]["peak_bytes"] < 0.75 * report["plain"]["peak_bytes"]
-    assert report["remat"]["seconds"] > 0
-    assert done.stderr.splitlines() == [
-        "per-sample gradients, everything kept ...",
-        "per-sample gradients, blocks remat'd ...",
-        "the same with torch.utils.checkpoint ...",
-    ]
-
-
-def test_table_of_a_file(tmp_path, capsys):
-    file = tmp_path / "text"
-    file.write_bytes(b"x" * 25)
-    main([str(file), *TINY_OPTIONS])
-    table = capsys.readouterr().out
-    assert "3 sequences of 24 bytes from 25 bytes of text" in table
+    assert f"3 sequences of 24 bytes from {len(own_sources()):,} bytes of text" in done.stdout
     for row in ["peak live bytes", "saved bytes", "FLOPs", "time"]:
-        assert sum(line.startswith(row) for line in table.splitlines()) == 1
-    assert torch_refuses() in table
+        assert sum(line.startswith(row) for line in done.stdout.splitlines()) == 1
+    assert torch_refuses() in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--width", "30"], "--width 30 is not divisible by --heads 4"),
-        (["no/such/file"], "cannot read no/such/file: No such file or directory"),
-        (["--context", "10000000"], "the default text has"),
-        (["--device", "nonsense"], "--device nonsense: "),
-        (["--device", "cuda:99"], "--device cuda:99: "),
-        (["--batch", "0"], "argument --batch: 0 is not positive"),
         (["--layers", "many"], "argument --layers: "),
     ],
 )

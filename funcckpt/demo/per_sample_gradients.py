@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from ..remat import remat
 from .language_model import Block, Shape, init, loss_with, sample
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What one run of the job takes, after a first one."""
 
     peak_bytes: int  # the most that is alive at a time, the gradients included
@@ -30,16 +28,9 @@ class Cost:
     seconds: float  # the fastest of the repetitions, without the meter
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """Both runs, how far their gradients differ, and what torch's own checkpoint does."""
 
-    device: str
-    torch: str
-    threads: int
-    shape: Shape
-    batch: int
-    text_bytes: int
     parameters: int
     loss: float
     plain: Cost
@@ -61,14 +52,12 @@ def compare(
     shape: Shape,
     *,
     batch: int,
-    seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     repeat: int = 3,
-    progress: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Take the gradient of every sequence's loss, with each block remat'd and without."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     parameters = init(shape, generator=generator, dtype=dtype, device=device)
     windows = sample(text, batch=batch, context=shape.context, generator=generator)
     inputs, targets = (x.to(device) for x in windows)
@@ -76,37 +65,27 @@ def compare(
     def run(wrap: Callable[[Block], Block]) -> Any:
         return vmap(grad(loss_with(wrap)), (None, 0, 0))(parameters, inputs, targets)
 
-    def cost(title: str, wrap: Callable[[Block], Block]) -> tuple[Cost, list[Tensor]]:
-        progress(title)
+    def cost(wrap: Callable[[Block], Block]) -> tuple[Cost, list[Tensor]]:
         run(wrap)  # In a first call remat learns which operators a backward can do without.
         m = measure(run, wrap)
         seconds = min(_seconds(partial(run, wrap), device) for _ in range(repeat))
         return Cost(m.peak_bytes, m.marks["saved"], m.flops, seconds), pytree.tree_leaves(m.result)
 
-    plain, expected = cost("per-sample gradients, everything kept", lambda block: block)
-    rematted, found = cost("per-sample gradients, blocks remat'd", remat)
-    theirs = partial(partial, checkpoint, use_reentrant=False)
+    plain, expected = cost(lambda block: block)
+    rematted, found = cost(remat)
     try:
-        torch_checkpoint: Cost | str = cost("the same with torch.utils.checkpoint", theirs)[0]
+        theirs: Cost | str = cost(partial(partial, checkpoint, use_reentrant=False))[0]
     except RuntimeError as error:
-        torch_checkpoint = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-
-    losses = vmap(loss_with(lambda block: block), (None, 0, 0))(parameters, inputs, targets)
+        theirs = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return Report(
-        device=device,
-        torch=torch.__version__,
-        threads=torch.get_num_threads(),
-        shape=shape,
-        batch=batch,
-        text_bytes=len(text),
         parameters=sum(p.numel() for p in pytree.tree_leaves(parameters)),
-        loss=losses.mean().item(),
+        loss=vmap(loss_with(lambda block: block), (None, 0, 0))(parameters, inputs, targets).mean().item(),
         plain=plain,
         remat=rematted,
         gradient_bytes=sum(g.nbytes for g in found),
         max_gradient=max(g.abs().max().item() for g in expected),
         max_difference=max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)),
-        torch_checkpoint=torch_checkpoint,
+        torch_checkpoint=theirs,
     )
 
 
