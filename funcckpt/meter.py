@@ -97,6 +97,8 @@ class Meter(TorchDispatchMode):
         self.flops = 0
         self.ops: Counter[str] = Counter()
         self.marks: dict[str, int] = {}
+        # The operator that runs, or has raised.
+        self.running: Any = None
         self._live_bytes = 0
         # For each storage: its bytes before the block, and the bytes that were added since.
         self._tracked: dict[weakref.ref[torch.UntypedStorage], tuple[int, int]] = {}
@@ -134,7 +136,9 @@ class Meter(TorchDispatchMode):
             if func is not torch.ops.aten.lift_fresh.default:
                 for storage in storages((args, kwargs)):
                     self._book(storage, new=False)
+        self.running = func
         out = func(*args, **kwargs)
+        self.running = None
         with self._lock:
             self._settle()
             for storage in storages(out):

@@ -7,8 +7,9 @@ import torch
 from torch.func import grad, vmap
 
 from funcckpt import InputError, OptionError, checkpoint, explain, remat
-from funcckpt.inspect.plot import pareto_front, plot_memory, plot_tradeoff
+from funcckpt.inspect.plot import plot_memory, plot_tradeoff
 from funcckpt.meter import measure
+from funcckpt.policies.budget import pareto
 
 PS = [torch.randn(16, 16) for _ in range(4)]
 X = torch.randn(64, 16)
@@ -93,7 +94,7 @@ def test_ink_is_the_readers(pyplot):
 
 def test_front():
     points = {"a": (0, 10), "b": (1, 5), "worse": (2, 5), "same": (1, 5), "c": (3, 1), "worst": (4, 11)}
-    assert pareto_front(points) == ["a", "b", "c"]
+    assert pareto(points, points.__getitem__) == ["a", "b", "c"]
 
 
 def test_errors(pyplot):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .._torch import autograd
 from ..errors import InputError, OptionError
 from ..meter import Meter
+from ..policies.budget import pareto
 from .explain import BYTES, PREFIXES, Calls, measure, unit_for
 from .residuals import Subject
 
@@ -109,7 +110,7 @@ def plot_tradeoff(
     again = {name: cost.flops - without.flops for name, cost in costs.items()}
     prefix, count = unit_for(max(again.values()), PREFIXES)
     points = {name: (again[name] / count, cost.peak_bytes / size) for name, cost in costs.items()}
-    front = pareto_front(points)
+    front = pareto(points, points.__getitem__)
     best = zip(*[points[name] for name in front], strict=True)
     ax.plot(*best, color=_BLUE, linewidth=1.2, alpha=0.7, label="Pareto front")
     # Labels alternate between left and right, so that neighbours do not overlap.
@@ -120,15 +121,6 @@ def plot_tradeoff(
         ax.annotate(name, point, offset, textcoords="offset points", fontsize=9, ha=side)
     ax.margins(x=0.25, y=0.12)
     return _finished(ax, f"recomputed {prefix}FLOPs", f"peak live {unit}")
-
-
-def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names of the points that no other point beats in one respect and equals in the other."""
-    front: list[str] = []
-    for name, (_, y) in sorted(points.items(), key=lambda item: item[1]):
-        if not front or y < points[front[-1]][1]:
-            front.append(name)
-    return front
 
 
 class _Timeline(Meter):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -95,7 +94,6 @@ def fit(
     select: modules.Select | None = None,
     policies: Sequence[Any] = (dots_saveable,),
     measure_on: str | torch.device = "meta",
-    progress: bool | None = None,
 ) -> Plan:
     """Choose which blocks to recompute, so that a step fits into `bytes` with the fewest recomputed FLOPs.
 
@@ -115,8 +113,6 @@ def fit(
         Policies to try for each block, beside keeping all and recomputing all.
     measure_on : str or torch.device
         The device of the copies. On "meta" they take no memory and have no values.
-    progress : bool
-        Whether to count the runs on stderr. If not given: only if stderr is a terminal.
 
     Returns
     -------
@@ -155,11 +151,10 @@ def fit(
         name = getattr(policy, "__name__", repr(policy))
         taken = name in ("keep", "recompute", *choices)
         choices[f"{name} {len(choices) + 1}" if taken else name] = policy
-    show = sys.stderr.isatty() if progress is None else progress
-    copies = _Copies(model, step, batch, torch.device(measure_on), show)
     found: list[Plan | int] = []
     for size in _chunk_sizes(step, batch):
-        found.append(_search(copies, names, choices, bytes, size))
+        run = partial(_run, model, step, batch, torch.device(measure_on), size)
+        found.append(_search(run, names, choices, bytes, size))
         if isinstance(found[-1], Plan) and not found[-1].recomputed_flops:
             break
     if plans := [plan for plan in found if isinstance(plan, Plan)]:
@@ -252,79 +247,61 @@ class _NumbersOnCpu(world.Mode):
         return func(*args, **(kwargs or {}))
 
 
-class _NamingMeter(Meter):
-    failed = ""
+def _run(
+    model: nn.Module,
+    step: Callable[..., Any],
+    batch: tuple[Any, ...],
+    device: torch.device,
+    chunk_size: int | None,
+    plan: Mapping[str, str],
+    policies: Mapping[str, Any],
+) -> _Cost:
+    """Run the step on copies of the model and the batch."""
+    with _CopyTo(device):
+        model, batch = copy.deepcopy((model, batch))
+    _apply(model, plan, policies)
+    meter, kept, kinds = Meter(), dict[str, int](), dict[str, Any]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        except Exception:
-            self.failed = f" at {func}"
+    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        kinds.setdefault(name, (_kind(block), *[x.shape for x in tensors_in((args, kwargs))]))
+        kept[name] = -meter.live_bytes
+
+    def leave(name: str, block: nn.Module, args: Any, out: Any) -> None:
+        kept[name] += meter.live_bytes
+
+    for name in plan:
+        block = model.get_submodule(name)
+        block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+        block.register_forward_hook(partial(leave, name))
+    on_meta = device.type == "meta"
+    streams = world.states(world.random_streams((), of_the_process=True))
+    try:
+        with world.streams_at(streams), ExitStack() as stack:
+            if on_meta:
+                stack.enter_context(device)
+                stack.enter_context(_NumbersOnCpu())
+            with meter:
+                step(model, *batch, **({} if chunk_size is None else {"chunk_size": chunk_size}))
+    except Exception as error:
+        if not on_meta or isinstance(error, FuncckptError):
             raise
-
-
-@dataclass
-class _Copies:
-    """Runs the step on copies of the model and the batch."""
-
-    model: nn.Module
-    step: Callable[..., Any]
-    batch: tuple[Any, ...]
-    device: torch.device
-    show: bool
-    runs: int = 0
-
-    def run(self, plan: Mapping[str, str], policies: Mapping[str, Any], chunk_size: int | None) -> _Cost:
-        with _CopyTo(self.device):
-            model, batch = copy.deepcopy((self.model, self.batch))
-        _apply(model, plan, policies)
-        meter = _NamingMeter()
-        kept: dict[str, int] = {}
-        kinds: dict[str, Any] = {}
-
-        def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-            kinds.setdefault(name, (_kind(block), *[x.shape for x in tensors_in((args, kwargs))]))
-            kept[name] = -meter.live_bytes
-
-        def leave(name: str, block: nn.Module, args: Any, out: Any) -> None:
-            kept[name] += meter.live_bytes
-
-        for name in plan:
-            block = model.get_submodule(name)
-            block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-            block.register_forward_hook(partial(leave, name))
-        options = {} if chunk_size is None else {"chunk_size": chunk_size}
-        on_meta = self.device.type == "meta"
-        streams = world.states(world.random_streams((), of_the_process=True))
-        try:
-            with world.streams_at(streams), ExitStack() as stack:
-                if on_meta:
-                    stack.enter_context(self.device)
-                    stack.enter_context(_NumbersOnCpu())
-                with meter:
-                    self.step(model, *batch, **options)
-        except Exception as error:
-            if not on_meta or isinstance(error, FuncckptError):
-                raise
-            raise InputError(
-                f"fit: the step fails on meta tensors{meter.failed}: {error}\nPass all tensors that it "
-                'uses as the batch. If it reads values, pass measure_on="cpu".'
-            ) from error
-        self.runs += 1
-        if self.show:
-            print(f"fit: {self.runs} runs of the step", end="\r", file=sys.stderr, flush=True)
-        return _Cost(meter.peak_bytes, meter.flops, kept, kinds)
+        at = "" if meter.running is None else f" at {meter.running}"
+        raise InputError(
+            f"fit: the step fails on meta tensors{at}: {error}\nPass all tensors that it uses as "
+            'the batch. If it reads values, pass measure_on="cpu".'
+        ) from error
+    return _Cost(meter.peak_bytes, meter.flops, kept, kinds)
 
 
 # -- the search ---------------------------------------------------------------------------------------
 
 
 def _search(
-    copies: _Copies, names: list[str], given: Mapping[str, Any], bytes: int, chunk_size: int | None
+    run: Callable[..., _Cost], names: list[str], given: Mapping[str, Any], bytes: int, chunk_size: int | None
 ) -> Plan | int:
     """The plan with the fewest FLOPs that fits; if none fits, the lowest peak."""
     policies = {**given, "recompute": None}
-    run = partial(copies.run, policies=policies, chunk_size=chunk_size)
+    run = partial(run, policies=policies)
     before = run(dict.fromkeys(names, "keep"))
     names = [*before.kinds]
     if not names:
@@ -345,11 +322,10 @@ def _search(
 
     if not fits(keep):
         # Under a double backward hooks save nothing, and policies do (docs/modules.md).
-        peaks = {}
-        for policy in (None, nothing_saveable):
-            policies["recompute"] = policy
-            peaks[policy] = run(dict.fromkeys(names, "recompute")).peak_bytes
-        policies["recompute"] = min(peaks, key=lambda policy: peaks[policy])
+        policies["recompute"] = min(
+            (None, nothing_saveable),
+            key=lambda way: run(dict.fromkeys(names, "recompute"), policies={"recompute": way}).peak_bytes,
+        )
         for choice in policies:
             run(dict.fromkeys(names, choice))  # later recomputations skip some operators of the first
             peak_of((choice,) * len(names))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import OptionError
 from ..tape.operators import name_of
 from ..tape.tape import Call, Place, recomputed
 from .policies import Chooser, Decision, is_dot, is_product
+
+T = TypeVar("T")
 
 
 def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget:
@@ -111,17 +114,18 @@ def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set]
 
     found = [nothing]
     for call in sorted(values, key=worth, reverse=True)[:_VALUES]:
-        front = _pareto([*found, *[of(s.places | values[call]) for s in found]])
+        front = pareto([*found, *[of(s.places | values[call]) for s in found]], itemgetter(0, 1))
         step = max((len(front) - 1) / (_SETS - 1), 1)
         found = [front[round(i * step)] for i in range(min(len(front), _SETS))]
     for kind in (is_dot, is_product):
         found.append(of([place for call, p in values.items() if kind(calls[call].func) for place in p]))
-    return _pareto([*found, everything]), everything.bytes
+    return pareto([*found, everything], itemgetter(0, 1)), everything.bytes
 
 
-def _pareto(sets: Iterable[_Set]) -> list[_Set]:
-    front: list[_Set] = []
-    for s in sorted(sets):
-        if not front or s.cost < front[-1].cost:
-            front.append(s)
+def pareto(items: Iterable[T], costs: Callable[[T], tuple[Any, Any]]) -> list[T]:
+    """The items that no other is better than in one of two costs and as good as in the other."""
+    front: list[T] = []
+    for item in sorted(items, key=costs):
+        if not front or costs(item)[1] < costs(front[-1])[1]:
+            front.append(item)
     return front
