@@ -216,19 +216,6 @@ def active_layers() -> list[Layer]:
     return layers
 
 
-def batched_nothing() -> list[Tensor]:
-    """For each active vmap level that does not draw the same numbers for every sample, a tensor without
-    elements that is batched there, and only there.
-    """
-    layers = active_layers()
-    with without_levels():
-        return [
-            _add_batch_dim(torch.empty(layer.batch_size, 0), 0, level)
-            for level, layer in enumerate(layers, 1)
-            if layer.kind == "vmap" and layer.randomness != "same"
-        ]
-
-
 @contextmanager
 def shadows(layers: Sequence[Layer]) -> Iterator[list[int]]:
     """Put levels back below whatever is entered next; gives their numbers, outermost first.

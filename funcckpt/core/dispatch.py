@@ -12,7 +12,6 @@ import operator
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import compress, repeat
 from typing import Any
 
@@ -66,20 +65,19 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     outputs = tuple(wrappers.wrapped_for_grad(outputs, level))
     if not differentiated:
         return outputs
+    active: Sequence[bool] = (*map(is_differentiable, outputs),)
+    unused = {*program.source.unused}
     if isinstance(recording, Recording):
         active = recording.active
-        # At this level, and in plain autograd, where tangents of levels inside may have been further inputs.
-        if unused := {i for i in (*recording.unused, *program.source.unused) if i < len(inputs)}:
-            # With its tangents: torch makes zeros of those that lack, and f may write to them in place.
-            kinds = [layer.kind for layer in functorch.active_layers()]
-            keeps_tangents = "jvp" in kinds or wrappers.has_dual_level()
-            for i in unused:
-                x = unwrapped[i]
-                inputs[i] = (
-                    wrappers._wrap_for_grad(x, level) if keeps_tangents else wrappers.detached(inputs[i])
-                )
-    else:
-        active = (*map(is_differentiable, outputs),)
+        unused.update(recording.unused)
+    # At this level, and in plain autograd, where tangents of levels inside may have been further inputs.
+    if unused := {i for i in unused if i < len(inputs)}:
+        # With its tangents: torch makes zeros of those that lack, and f may write to them in place.
+        kinds = [layer.kind for layer in functorch.active_layers()]
+        keeps_tangents = "jvp" in kinds or wrappers.has_dual_level()
+        for i in unused:
+            x = unwrapped[i]
+            inputs[i] = wrappers._wrap_for_grad(x, level) if keeps_tangents else wrappers.detached(inputs[i])
     return attach(program, outputs, active, inputs, level=level)
 
 
@@ -98,41 +96,41 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> T
 
 
 def _vmapped(
-    program: Program, level: int, in_dims: functorch.Dims, batch_size: int, randomness: str
-) -> Vmap | Vjp:
-    """vmap of a program, at a level; the pullback alone where only cotangents are batched."""
-    call_level = min(program.call_level, level - 1)
+    program: Program,
+    level: int,
+    in_dims: functorch.Dims,
+    batch_size: int,
+    randomness: str,
+    inputs: Sequence[Tensor],
+) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
+    """vmap of a program, at a level, and its inputs."""
     # A level that was not there when the user called f has no say in its randomness.
     if level > program.call_level:
         randomness = "same"
-    if isinstance(program, Vjp) and in_dims[: program.arity].count(None) == program.arity:
-        if randomness == "same" or program.source.random is False:
-            batch = in_dims[program.arity :], batch_size, randomness
-            return replace(program, call_level=call_level, unbatched=program, batch=batch)
-    return Vmap(program, call_level, in_dims, batch_size, randomness)
+    return program.vmapped(min(program.call_level, level - 1), in_dims, batch_size, randomness, inputs)
 
 
 def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
-    unwrapped, in_dims = functorch.unbatched(inputs, level)
+    values, in_dims = functorch.unbatched(inputs, level)
     batch_size, randomness = functorch.options_of_vmap(interpreter)
     # Under "different" each sample draws its own numbers even from unbatched inputs, and under "error"
     # f must be allowed to fail.
     draws = randomness != "same" and level <= program.call_level and program.source.random is not False
     if not draws and in_dims.count(None) == len(in_dims):
-        return functorch.below(interpreter, bind, program, unwrapped)
-    batched = _vmapped(program, level, in_dims, batch_size, randomness)
-    outputs = functorch.below(interpreter, bind, batched, unwrapped)
+        return functorch.below(interpreter, bind, program, values)
+    batched, own = _vmapped(program, level, in_dims, batch_size, randomness, values)
+    outputs = functorch.below(interpreter, bind, batched, own)
     return functorch.batched(outputs, batched.out_dims, level)
 
 
 def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
-    unwrapped, in_dims = zip(*map(wrappers.unwrap_legacy, inputs), strict=True)
-    size = next(x.shape[dim] for x, dim in zip(unwrapped, in_dims, strict=True) if dim is not None)
-    batched = _vmapped(program, program.call_level + 1, in_dims, size, "same")
+    values, in_dims = zip(*map(wrappers.unwrap_legacy, inputs), strict=True)
+    size = next(x.shape[dim] for x, dim in zip(values, in_dims, strict=True) if dim is not None)
+    batched, own = _vmapped(program, program.call_level + 1, in_dims, size, "same", values)
     with functorch.without_vmap_mode():
-        outputs, _ = _bind_values(batched, unwrapped)
+        outputs, _ = _bind_values(batched, own)
     return (*map(wrappers.wrap_legacy, outputs, batched.out_dims),)
 
 
@@ -187,11 +185,10 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
     values = wrappers.without_forward_views(inputs, record=records)
     layers, source.layers = source.layers, None
     if layers is not None:
-        outputs, active, captured, reached = net.run_first(program, source, values, layers)
+        outputs, active, captured = net.run_first(program, source, values, layers)
         source.captured = captured
-        if captured and len(inputs) > source.arity:
-            kept = {*range(source.arity), *reached}
-            inputs = [x if i in kept else wrappers.detached(x) for i, x in enumerate(inputs)]
+        if unused := {*source.unused}:
+            inputs = [wrappers.detached(x) if i in unused else x for i, x in enumerate(inputs)]
     else:
         outputs, captured = net.run(program, values), source.captured
         is_tracked = any(map(wrappers.require_grad, (*inputs, *captured)))
@@ -278,7 +275,7 @@ class _Node(functorch.SingleLevelFunction):
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
-        vjp = Vjp(program, ctx.call_level, arity, wrt, of, level > 0)
+        vjp = program.pullback(ctx.call_level, arity, wrt, of, level > 0)
         arguments += compress(cotangents, given)
         del cotangents
         run = autograd.without_dynamo(bind)  # as in `remat`

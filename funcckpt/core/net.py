@@ -12,7 +12,7 @@ replaced, for one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import compress
 from typing import Any
@@ -33,26 +33,13 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         return recompute.run(program, inputs)
 
 
-def run_in_function(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[bool] | None]:
-    """Run a program inside of an autograd.Function; with `active` in its first run."""
-    source = program.source
-    layers, source.layers = source.layers, None
-    if layers is None:
-        return run(program, inputs), None
-    with torch.enable_grad(), functorch._set_fwd_grad_enabled(True):
-        outputs, active, captured, _ = run_first(program, source, inputs, layers)
-    if captured:
-        raise not_given(source, f"that requires grad ({describe(captured[0])})")
-    return outputs, active
-
-
 def run_first(
     program: Program, source: UserProgram, inputs: Sequence[Tensor], layers: list[functorch.Layer]
-) -> tuple[Tensors, Sequence[bool], Sequence[Tensor], Collection[int]]:
+) -> tuple[Tensors, Sequence[bool], Sequence[Tensor]]:
     """Run a program for the first time, with no level active.
 
     Gives the outputs; for each whether it depends on an input that requires grad in plain autograd, or on a
-    captured tensor; those captured tensors; and the numbers of those inputs.
+    captured tensor; and those captured tensors. The source learns which captured inputs no output depends on.
     """
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     versions = versions_of(inputs)
@@ -86,7 +73,7 @@ def run_first(
             if wrappers.tangent_of(y) is not None:
                 raise not_given(source, "that is dual", f": an output ({describe(y)}) depends on it")
     if isinstance(program, Recording) and source.is_compiled:
-        return outputs, program.active, (), differentiated
+        return outputs, program.active, ()
     active = [*map(wrappers.require_grad, outputs)]
     captured: Sequence[Tensor] = ()
     reached: set[int] = set()
@@ -105,7 +92,7 @@ def run_first(
     if record is not None:
         with torch.no_grad():
             source.kept = record.finish()
-    return outputs, active, captured, reached
+    return outputs, active, captured
 
 
 def _below_shadows(

@@ -15,7 +15,7 @@ import operator
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from typing import Any
 
@@ -45,6 +45,18 @@ class Program:
 
     def run(self, *inputs: Tensor) -> Tensors:
         raise NotImplementedError
+
+    def pullback(
+        self, call_level: int, arity: int, wrt: tuple[int, ...], of: tuple[int, ...], at_level: bool
+    ) -> Vjp:
+        """(inputs, cotangents of the outputs `of`) -> gradients for the inputs `wrt`; see `Vjp`."""
+        return Vjp(self, call_level, arity, wrt, of, at_level)
+
+    def vmapped(
+        self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
+    ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
+        """vmap of this program, and the inputs for it. Its `out_dims` are known once it has run."""
+        return Vmap(self, call_level, in_dims, size, randomness), inputs
 
 
 class UserProgram(Program):
@@ -277,6 +289,15 @@ class Vjp(Derived):
         if isinstance(self.inner, Recording) and set(self.inner.differentiated) <= set(self.wrt):
             self.inner = self.inner.inner
         self.source = self.inner.source
+
+    def vmapped(
+        self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
+    ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
+        only_cotangents = in_dims[: self.arity].count(None) == self.arity
+        if only_cotangents and (randomness == "same" or self.source.random is False):
+            batch = in_dims[self.arity :], size, randomness
+            return replace(self, call_level=call_level, unbatched=self, batch=batch), inputs
+        return super().vmapped(call_level, in_dims, size, randomness, inputs)
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source

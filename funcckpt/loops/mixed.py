@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -24,10 +25,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._torch import functorch, wrappers
-from ..core import dispatch, net
+from ..core import dispatch
 from ..core.call import Call, Options
-from ..core.primitive import Remat
-from ..core.program import Derived, Jvp, Program, Tensors, Vjp, Vmap, is_differentiable, zeros_for_none
+from ..core.program import Derived, Jvp, Program, Tensors, Vjp, Vmap, is_differentiable
 from ..errors import InputError, OptionError
 from ..remat import name_and_check, remat
 from .steps import in_words
@@ -75,6 +75,8 @@ def inner_grad(
     if has_aux:
         return torch.func.grad(remat(loss), argnums, has_aux=True)
 
+    scalar = _scalar(loss, name)
+
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
@@ -83,32 +85,38 @@ def inner_grad(
         if (
             not torch.is_grad_enabled()
             or torch.is_inference_mode_enabled()
-            or "functionalize" in kinds  # it does not support autograd.Function
             or (functorch.is_tracing() and "grad" not in kinds)  # as `remat` does
         ):
-            return torch.func.grad(loss, argnums)(*args, **kwargs)
+            return torch.func.grad(scalar, argnums)(*args, **kwargs)
 
-        own = list(args)  # new tensors: the same tensor elsewhere is a constant
+        own, leaves, structures = list(args), [], []
         for i in numbers:
-            own[i] = pytree.tree_map_only(Tensor, lambda x: x.view_as(x), args[i])
-            for path, x in pytree.tree_flatten_with_path(own[i])[0]:
+            some, structure = pytree.tree_flatten(args[i])
+            for j, x in enumerate(some):
                 if not isinstance(x, Tensor) or not is_differentiable(x):
+                    path = pytree.keystr(pytree.tree_flatten_with_path(args[i])[0][j][0])
                     raise InputError(
-                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {in_words(x)}, which has "
-                        "no gradient. Select other arguments with argnums."
+                        f"inner_grad({name}): argument {i}{path} is {in_words(x)}, which has no gradient. "
+                        "Select other arguments with argnums."
                     )
-        leaves, structure = pytree.tree_flatten(tuple([own[i] for i in numbers]))
-        call = Call(_scalar(loss, name), name, Options(), tuple(own), kwargs, lifts_all=True)
+            # New tensors: the same tensor elsewhere is a constant.
+            some = [x.view_as(x) for x in some]
+            own[i] = pytree.tree_unflatten(some, structure)
+            leaves += some
+            structures.append(structure)
+        call = Call(scalar, name, Options(), tuple(own), kwargs, lifts_all=True)
+        if not call.is_looked_at():
+            return torch.func.grad(scalar, argnums)(*args, **kwargs)
         inputs = call.take_inputs()
         places = {id(x): i for i, x in enumerate(inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
-        program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
-        # functorch applies the vmap rule only if an input is batched. But the loss may draw random numbers,
-        # which differ from sample to sample anyway: so one input is batched, and empty.
-        outputs = _Symmetric.apply(program, *inputs, *functorch.batched_nothing())
+        outputs = iter(dispatch.bind(_Gradient(call, call.call_level, len(inputs), wrt, True), inputs))
         call.seal()
-        gradients = pytree.tree_unflatten(list(outputs), structure)
-        return gradients if isinstance(argnums, tuple) else gradients[0]
+        gradients = [
+            pytree.tree_unflatten([*islice(outputs, structure.num_leaves)], structure)
+            for structure in structures
+        ]
+        return (*gradients,) if isinstance(argnums, tuple) else gradients[0]
 
     return gradient
 
@@ -126,39 +134,57 @@ def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
 class _Gradient(Vjp):
     """(inputs) -> gradients of the only output of a program, a scalar, with respect to the inputs `wrt`.
 
-    Only the inputs on which the output depends have a gradient; `with_zeros`, all have. Inputs after the
-    first `arity` are not used.
+    Only the inputs on which the output depends have a gradient; `with_zeros`, all have. Its pullback is the
+    gradient of the tangent of that output, and its vmap the gradient of the sum over samples, which share
+    nothing.
     """
 
-    # Which gradients require grad in plain autograd, after the first run.
-    active: Sequence[bool] | None = None
-
     def __init__(
-        self, inner: Program, call_level: int, arity: int, wrt: tuple[int, ...], with_zeros: bool = False
+        self,
+        inner: Program,
+        call_level: int,
+        arity: int,
+        wrt: tuple[int, ...],
+        with_zeros: bool = False,
+        unbatched: _Gradient | None = None,
     ) -> None:
         super().__init__(inner, call_level, arity, wrt, (0,), at_level=False)
-        self.with_zeros = with_zeros
+        self.with_zeros, self._unbatched = with_zeros, unbatched
+
+    def pullback(
+        self, call_level: int, arity: int, wrt: tuple[int, ...], of: tuple[int, ...], at_level: bool
+    ) -> Vjp:
+        gradients_of = self.wrt if self.with_zeros else (*compress(self.wrt, self.connected),)
+        along = tuple([gradients_of[i] for i in of])
+        directional = _Directional(self.inner, call_level, arity, along)
+        return _Gradient(directional, call_level, arity + len(of), wrt)
+
+    def vmapped(
+        self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
+    ) -> tuple[Vjp, Sequence[Tensor]]:
+        at = zip(inputs, in_dims, strict=True)
+        own = [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in at]
+        losses = _Sum(self.inner, call_level, (0,) * self.arity, size, randomness)
+        return _Gradient(losses, call_level, self.arity, self.wrt, self.with_zeros, self), own
 
     def run(self, *inputs: Tensor) -> Tensors:
-        primals = list(inputs[: self.arity])
-        nested = torch.is_grad_enabled()
+        # The first run is recorded in any case, since the net looks at what its outputs depend on.
+        nested = torch.is_grad_enabled() or self.source.random is None
         # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
         plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
-        outputs, leaves = self.record(primals, plain and not nested)
-        primals.clear()
-        del outputs[1:]
-        one = torch.ones_like(outputs[0])
-        gradients = self.pull(outputs, leaves, nested, one)
-        if not self.with_zeros:
-            return gradients
-        found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
-        return tuple([next(found) if connected else torch.zeros_like(inputs[i]) for i, connected in wrt])
-
-    def pullback(self, call_level: int, wrt: tuple[int, ...], of: tuple[int, ...]) -> Program:
-        """(inputs, cotangents of the gradients `of`) -> gradients for the inputs `wrt`."""
-        along = tuple([self.wrt[i] for i in of])
-        directional = _Directional(self.inner, call_level, self.arity, along)
-        return _Gradient(directional, call_level, self.arity + len(of), wrt)
+        outputs, leaves = self.record([*inputs], plain and not nested)
+        gradients = self.pull(outputs, leaves, nested, torch.ones_like(outputs[0]))
+        if self.with_zeros:
+            found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
+            gradients = tuple(
+                [next(found) if connected else torch.zeros_like(inputs[i]) for i, connected in wrt]
+            )
+        # Programs from which this one was made, one for each vmap, do not run.
+        program: _Gradient | None = self
+        while program is not None:
+            program.connected, program.out_dims = self.connected, (0,) * len(gradients)
+            program = program._unbatched
+        return gradients
 
 
 class _Directional(Derived):
@@ -166,8 +192,7 @@ class _Directional(Derived):
 
     def __init__(self, inner: Program, call_level: int, arity: int, along: tuple[int, ...]) -> None:
         super().__init__(inner, call_level)
-        self.arity = arity
-        self.along = along
+        self.arity, self.along = arity, along
 
     def run(self, *inputs: Tensor) -> Tensors:
         jvp = Jvp(self.inner, self.call_level, self.arity, self.along)
@@ -184,77 +209,3 @@ class _Sum(Vmap):
     def run(self, *inputs: Tensor) -> Tensors:
         (losses,) = super().run(*inputs)
         return (losses if self.out_dims == (None,) else losses.sum(),)
-
-
-class _Symmetric(torch.autograd.Function):
-    """A gradient as an autograd.Function, with a rule for each transform."""
-
-    @staticmethod
-    def forward(program: Any, *inputs: Tensor) -> Tensors:
-        outputs, program.active = net.run_in_function(program, wrappers.without_forward_views(inputs))
-        return tuple([wrappers.detached(y) for y in outputs])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        program, *tensors = inputs
-        level = functorch.current_level()
-        ctx.set_materialize_grads(False)
-        ctx.program = program
-        ctx.call_level = min(program.call_level, level - 1) if level else program.call_level
-        for i in program.source.unused:
-            tensors[i] = wrappers.detached(tensors[i])
-        if (
-            level == 0
-            and program.source.unused
-            and program.active is not None
-            and not wrappers.in_dual_level()
-        ):
-            active = zip(output, program.active, strict=True)
-            ctx.mark_non_differentiable(*[y for y, is_active in active if not is_active])
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        inputs, program = ctx.saved_tensors, ctx.program
-        gradients: list[Tensor | None] = [None] * (len(inputs) + 1)
-        wrt = tuple([i for i in range(program.arity) if ctx.needs_input_grad[i + 1]])
-        of = tuple([i for i, ct in enumerate(cotangents) if ct is not None])
-        if not wrt or not of:
-            return tuple(gradients)
-        pullback = program.pullback(ctx.call_level, wrt, of)
-        arguments = [*inputs[: program.arity], *[ct for ct in cotangents if ct is not None]]
-        found = iter(dispatch.bind(pullback, arguments))
-        for i, connected in zip(wrt, pullback.connected, strict=True):
-            if connected:
-                gradients[i + 1] = next(found)
-        return tuple(gradients)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], program: _Gradient, *inputs: Tensor
-    ) -> tuple[Tensors, tuple[int | None, ...]]:
-        level = functorch.current_level() + 1
-        # A level that was entered after the user called the loss does not decide its randomness.
-        randomness = "same" if level > program.call_level else info.randomness
-        size, arity, dim = info.batch_size, program.arity, None
-        inputs, in_dims = inputs[:arity], in_dims[1 : arity + 1]
-        if randomness == "different" or any([dim is not None for dim in in_dims]):
-            # Each sample gets its own copy of a shared input.
-            dim = 0
-            own = zip(inputs, in_dims, strict=True)
-            inputs = tuple([x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in own])
-        call_level = min(program.call_level, level - 1)
-        losses = _Sum(program.inner, call_level, (dim,) * arity, size, randomness)
-        outputs = _Symmetric.apply(
-            _Gradient(losses, call_level, arity, program.wrt, program.with_zeros), *inputs
-        )
-        return outputs, (dim,) * len(outputs)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        along = tuple([i for i, t in enumerate(tangents) if t is not None])
-        jvp = Jvp(ctx.program, ctx.call_level, len(inputs), along)
-        outputs = Remat.apply(jvp.run, *inputs, *[t for t in tangents if t is not None])
-        return tuple(zeros_for_none(*jvp.split(outputs)))
