@@ -197,22 +197,33 @@ def below_wrappers(x: Tensor) -> Tensor:
     return x
 
 
-def everything_below(x: Tensor) -> list[Tensor]:
-    """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels."""
-    if not has_dual_level() and not eager_transforms.JVP_NESTING:
+def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
+    """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels.
+
+    To `nodes` come the graph nodes that made these, at all levels.
+    """
+    is_dual = has_dual_level() or eager_transforms.JVP_NESTING
+    if nodes is None and not is_dual:
         return [below_wrappers(x)]
-    found = [x := alive(x)]
-    # Whether it has a tangent at a level shows only where that level is the innermost.
+    # A pullback may be called after its level has closed; the wrapper still leads to its graph.
+    dead = []
+    while is_dead_tensor_wrapper(x):
+        dead.append(x)
+        x = unwrap_if_dead(x)
+    found = [x]
+    # A tangent can be read only if its level is the innermost.
     interpreter = peek_interpreter_stack()
-    if interpreter is None or kind_of(interpreter) == "jvp":
+    if is_dual and (interpreter is None or kind_of(interpreter) == "jvp"):
         with _set_fwd_grad_enabled(True):
             if (tangent := tangent_of(x)) is not None:
                 found.append(tangent)
+    if nodes is not None:
+        nodes += [y.grad_fn for y in (*dead, *found)]
     if interpreter is None:
         return found
     level = interpreter.level()
     found = [get_unwrapped(y) if maybe_get_level(y) == level else y for y in found]
-    return [z for y in found for z in below(interpreter, everything_below, y)]
+    return [z for y in found for z in below(interpreter, everything_below, y, nodes)]
 
 
 def is_constant(x: Tensor) -> bool:

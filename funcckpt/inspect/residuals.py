@@ -316,18 +316,6 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
 
 def _below(x: Tensor) -> list[Any]:
     """The graph nodes that made `x` and its tangents, at all levels, and the plain tensors below."""
-    found = [x.grad_fn]
-    # A pullback may be called after its level has closed; the wrapper still leads to its graph.
-    while wrappers.is_dead_tensor_wrapper(x):
-        x = wrappers.unwrap_if_dead(x)
-        found.append(x.grad_fn)
-    interpreter = functorch.peek_interpreter_stack()
-    # A tangent can be read only if its level is the innermost.
-    if wrappers.has_dual_level() and (interpreter is None or functorch.kind_of(interpreter) == "jvp"):
-        if (tangent := wrappers.tangent_of(x)) is not None:
-            found += _below(tangent)
-    if interpreter is None:
-        return [*found, x]
-    if wrappers.maybe_get_level(x) == interpreter.level():
-        x = wrappers.get_unwrapped(x)
-    return found + functorch.below(interpreter, _below, x)
+    nodes: list[Any] = []
+    found = wrappers.everything_below(x, nodes)
+    return [*nodes, *found]
