@@ -691,8 +691,8 @@ def test_options_that_do_not_exist():
         ({"policy": policies.save_from_both_policies}, "save_from_both_policies does not take"),
         ({"policy": lambda prim, *_, **params: True}, "policy of JAX has no ctx"),
         ({"policy": ["mm"]}, "Expected op in `op_list`"),
-        ({"determinism_check": "value"}, "one of default, none and values"),
-        ({"context_fn": 3}, "3 is no function"),
+        ({"determinism_check": "value"}, "one of default, none, values"),
+        ({"context_fn": 3}, "must be a function, not 3"),
         ({"policy": [], "context_fn": lambda: None}, "not both"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The path of saved-tensor hooks, for plain eager code, in which torch's own settings apply."""
+"""Checkpoints by saved-tensor hooks, for plain eager code. Torch's own settings apply to them."""

@@ -1,8 +1,8 @@
-"""`checkpoint`: the call of `torch.utils.checkpoint.checkpoint`, wherever it stands.
+"""`checkpoint`: `torch.utils.checkpoint.checkpoint`, under every transform.
 
-In plain eager code the work is done by saved-tensor hooks (`region`). Where those cannot be, under a
-`torch.func` transform and in forward mode, it is done by `remat`; and while a compiler or `make_fx` traces
-plain eager code, by torch's own checkpoint, which they know.
+In plain eager code it works by saved-tensor hooks (`region`). Under a `torch.func` transform and in forward
+mode, where hooks are not allowed, it works by `remat`. While a compiler or `make_fx` traces plain eager code,
+it calls torch's own checkpoint, which they support.
 """
 
 from __future__ import annotations
@@ -52,43 +52,43 @@ def checkpoint(
     policy: Policy | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call a function, keep its inputs, and compute the rest again when the backward needs it.
+    """Call a function, keep its inputs, and recompute the rest when the backward needs it.
 
-    The signature is that of `torch.utils.checkpoint.checkpoint`; it may stand in plain eager code and under
-    any `torch.func` transform.
+    The signature is that of `torch.utils.checkpoint.checkpoint`. It works in plain eager code and under every
+    `torch.func` transform. It returns what `function` returns, and raises what :func:`remat` raises.
 
     Parameters
     ----------
     function : callable
-        What to call. Without it, a decorator is returned: ``checkpoint(**options)(f)``.
+        The function to call. Without it, a decorator is returned: ``checkpoint(**options)(f)``.
     *args, **kwargs
-        What to call it with; tensors of any shape, anything else, and any nesting of them.
+        Its arguments: pytrees of tensors of any shape and dtype, and of other values.
     use_reentrant : bool or None
-        Accepted, and False. True gives one warning.
+        Accepted for compatibility. True is treated as False, with one warning.
     preserve_rng_state : bool
-        Draw in the recomputation the random numbers of the forward.
+        Whether the recomputation draws the random numbers of the forward.
     context_fn : callable
-        Gives two context managers, for the forward and for the recomputation; see
-        :func:`create_selective_checkpoint_contexts`. Under transforms its policy is `remat`'s.
+        Returns two context managers, one for the forward and one for the recomputation; see
+        :func:`create_selective_checkpoint_contexts`. Under a transform, only its policy is used.
     determinism_check : {"default", "none", "values"}
-        Compare shapes, dtypes and devices of the recomputation with those of the forward, and look
-        for tensors that were changed in place between the two; or not. "values" compares the outputs, as
-        `remat` does, and works by it.
+        "default" compares shapes, dtypes and devices of the forward and the recomputation, and finds tensors
+        that were changed in place between the two. "none" compares nothing. "values" also compares the
+        values of the outputs; the call then works by `remat`.
     debug : bool
-        Errors about a recomputation by hooks list the operators of both runs.
+        Whether errors about a recomputation by hooks list the operators of both runs.
     early_stop : bool
-        Stop the recomputation by hooks when all that is needed is there.
+        Whether a recomputation by hooks stops as soon as it has all that is needed.
     respect_saved_tensors_hooks : bool or None
-        Accepted, and False: what a selective checkpoint saves does not go through hooks around the call.
+        Only False is supported: saved-tensor hooks around the call do not see what a policy saves.
     policy : callable, list of operators, or None
-        What to keep beside the inputs, as `remat` takes it. The call then works by `remat` in plain eager
-        code, too. Under a double backward that saves memory, where hooks do not; to have it and keep nothing,
-        pass :func:`funcckpt.policies.nothing_saveable`.
+        What to keep beside the inputs, as for `remat`. The call then works by `remat`, also in plain eager
+        code. That saves memory under a double backward, where hooks do not. For this effect alone, pass
+        :func:`funcckpt.policies.nothing_saveable`, which keeps nothing.
 
     Notes
     -----
-    Where f uses a transform, which refuses hooks, it is started anew in each call, and goes by `remat`. Call
-    `remat` yourself to spare that.
+    Hooks are not allowed inside of a transform. So if f itself calls a transform, each call starts with hooks
+    and then begins again by `remat`. Call `remat` directly to avoid the first start.
 
     Examples
     --------
@@ -108,15 +108,15 @@ def checkpoint(
     """
     if respect_saved_tensors_hooks:
         raise OptionError(
-            "checkpoint: respect_saved_tensors_hooks=True is not supported. A policy that offloads "
-            "(CheckpointPolicy.MUST_CPU_OFFLOAD) moves what a selective checkpoint saves."
+            "checkpoint: respect_saved_tensors_hooks=True is not supported. To move what a policy saves, use "
+            "one that offloads (CheckpointPolicy.MUST_CPU_OFFLOAD)."
         )
     if use_reentrant and not torch.compiler.is_compiling():
         _warn_of_reentrant()
     options = Options(preserve_rng_state, context_fn, determinism_check, debug, early_stop, policy)
     if function is None:
         if kwargs:
-            raise OptionError(f"checkpoint: no option {', '.join(kwargs)}, or no function to call.")
+            raise OptionError(f"checkpoint, without a function, has no option {', '.join(kwargs)}.")
         # A module's __dict__ is its state, not an annotation.
         return lambda f: functools.update_wrapper(
             lambda *args, **kwargs: call(f, args, kwargs, options),
@@ -128,15 +128,15 @@ def checkpoint(
 
 @functools.cache
 def _warn_of_reentrant() -> None:
-    warnings.warn("funcckpt.checkpoint serves use_reentrant=True like use_reentrant=False.", stacklevel=3)
+    warnings.warn("funcckpt.checkpoint treats use_reentrant=True like use_reentrant=False.", stacklevel=3)
 
 
 def check_options(title: str, options: Options) -> None:
-    """Raise what is wrong with options, before any call."""
+    """Raise an OptionError if an option is invalid."""
     if options.determinism_check not in CHECKS:
-        raise OptionError(f"{title}: determinism_check should be one of default, none and values.")
+        raise OptionError(f"{title}: determinism_check should be one of default, none, values.")
     if not callable(options.context_fn):
-        raise OptionError(f"{title}: context_fn is called, and {options.context_fn!r} is no function.")
+        raise OptionError(f"{title}: context_fn must be a function, not {options.context_fn!r}.")
     if options.policy is not None and options.context_fn is not noop_context_fn:
         raise OptionError(f"{title} takes policy= or context_fn=, not both.")
     chooser_of(options.policy, title)
@@ -153,12 +153,12 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             compiled.refuse("checkpoint: policy")
         return call_remat(f, "f", _of_remat(options), args, kwargs)
     if torch.compiler.is_compiling() or (functorch.maybe_current_level() is None and functorch.is_tracing()):
-        # Dynamo takes no option that it cannot read, not even at its default.
+        # Dynamo refuses options that it cannot read, even with their default value.
         dynamo = torch.compiler.is_dynamo_compiling()
-        if dynamo and compiled.differentiates():  # which torch's does without recomputation, or refuses
+        if dynamo and compiled.differentiates():  # torch's recomputes nothing there, or raises
             if options.context_fn is not noop_context_fn:
                 compiled.refuse("checkpoint: under torch.func transforms, context_fn")
-            # (Dynamo cannot ask each f for its name.)
+            # (Dynamo cannot read the name of every f.)
             return call_remat(f, "f", _of_remat(options), args, kwargs)
         contexts = {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
         return (torch_checkpoint.checkpoint if dynamo else autograd.original_checkpoint)(
@@ -189,7 +189,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     try:
         return autograd.without_dynamo(region.run)(f, args, kwargs)
     except RuntimeError as error:
-        # With hooks of the caller active, the functional path would be refused as well.
+        # If the caller has saved-tensor hooks, the transform refuses those, too.
         if autograd.REFUSES_HOOKS not in str(error) or autograd.top_saved_tensors_hooks() is not None:
             raise
         region.undo()
@@ -204,8 +204,8 @@ def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options)
         forward, _ = options.context_fn()
         if not isinstance(forward, Forward):
             raise OptionError(
-                f"{title}: under torch.func transforms and in forward mode, context_fn is made "
-                "with funcckpt.create_selective_checkpoint_contexts. Enter others inside of the function."
+                f"{title}: under torch.func transforms and in forward mode, context_fn must be made with "
+                "funcckpt.create_selective_checkpoint_contexts. Enter other contexts inside of the function."
             )
         policy = forward.policy
     how = _of_remat(options)._replace(chooser=chooser_of(policy, title))

@@ -1,9 +1,9 @@
-"""`patched`, `install` and `uninstall`: models whose checkpoint calls are not ours to change.
+"""`patched`, `install` and `uninstall`: for models whose calls of torch's checkpoint cannot be edited.
 
-Libraries hold torch's checkpoint in many ways. So one thing is touched: the attribute `__dynamo_disable` of
-the function, in which it looks up what does the work. From the first patch on, that is a function that asks
-whether a patch holds in the thread that is calling. The checkpoints inside of a region have to be of the same
-make in the recomputation, which may be long after the block, and in another thread.
+Libraries refer to torch's checkpoint under many names. So only one attribute of the function is replaced,
+`__dynamo_disable`, through which it finds the code to run. From the first patch on, that code asks whether a
+patch is active in the calling thread. A region that contains checkpoints must meet the same kind of them in
+its recomputation, which may run long after the block, and in another thread.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from .._torch import autograd
 from ..errors import TransformError
 
 _installed = False
-# What holds in this context, whatever is installed.
+# Whether a patch is active in this context; None: as installed.
 _here: ContextVar[bool | None] = ContextVar("funcckpt_patched", default=None)
 
 
 def patched() -> AbstractContextManager[None]:
-    """Let every call of `torch.utils.checkpoint.checkpoint` be one of ours, for the time of a block.
+    """Redirect calls of `torch.utils.checkpoint.checkpoint` to :func:`checkpoint`, in a ``with`` block.
 
-    It holds in the thread that runs the block, whoever holds the function, and in the recomputation of what
-    was checkpointed in it, also after the block and in another thread. :func:`install` does the same for the
-    whole process.
+    It applies to the thread that runs the block, however the function was imported. It also applies to the
+    recomputation of what was checkpointed in the block, even after the block and in another thread.
+    :func:`install` does the same for the whole process.
+
+    A TransformError is raised if the model calls `requires_grad_()`, which transforms do not allow.
 
     Examples
     --------
@@ -43,7 +45,7 @@ def patched() -> AbstractContextManager[None]:
 
 
 def install() -> None:
-    """Let every call of `torch.utils.checkpoint.checkpoint` be one of ours, in all threads.
+    """Redirect calls of `torch.utils.checkpoint.checkpoint` to :func:`checkpoint`, in all threads.
 
     Like :func:`patched`, until :func:`uninstall` is called.
     """
@@ -53,20 +55,20 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`. Blocks of :func:`patched` that are running go on."""
+    """Undo :func:`install`. A block of :func:`patched` that is running is not affected."""
     global _installed
     _installed = False
 
 
 def is_active() -> bool:
-    """Whether a call of torch's checkpoint is a call of ours, here and now."""
+    """Whether a call of torch's checkpoint here and now goes to ours."""
     here = _here.get()
     return _installed if here is None else here
 
 
 @contextmanager
 def active(value: bool) -> Iterator[None]:
-    """Let torch's checkpoint be ours, or torch's, for the time of a block, in this thread."""
+    """Redirect torch's checkpoint to ours, or not, for a block of code in this thread."""
     if value:
         autograd.redirect_checkpoint(_call)
     token = _here.set(value)
@@ -76,16 +78,16 @@ def active(value: bool) -> Iterator[None]:
         if "call Tensor.requires_grad_()" not in str(error):
             raise
         raise TransformError(
-            "patched: requires_grad_() is called, which no transform allows: by the hook that the switch of "
-            "transformers puts on embeddings. Call model.disable_input_require_grads() after the switch; or "
-            'write funcckpt.nn.apply_remat(model, "GradientCheckpointingLayer") in its place.'
+            "patched: the model calls requires_grad_(), which no transform allows. In transformers, a hook "
+            "on embeddings does that: call model.disable_input_require_grads() after checkpointing is "
+            'enabled, or call funcckpt.nn.apply_remat(model, "GradientCheckpointingLayer") instead.'
         ) from error
     finally:
         _here.reset(token)
 
 
 def always(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, with the checkpoints inside of it ours, whenever it is run."""
+    """f, with torch's checkpoints inside of it redirected to ours whenever it runs."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with active(True):
@@ -97,6 +99,6 @@ def always(f: Callable[..., Any]) -> Callable[..., Any]:
 def _call(*args: Any, **kwargs: Any) -> Any:
     from .checkpoint import checkpoint  # which imports this module
 
-    # Inside of one of torch's, which may have run its forward before the patch, all are torch's.
+    # Inside of a checkpoint of torch, whose forward may have run before the patch, all are torch's.
     is_ours = is_active() and not autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks())
     return (checkpoint if is_ours else autograd.original_checkpoint)(*args, **kwargs)

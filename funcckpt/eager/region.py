@@ -1,16 +1,16 @@
 """One checkpointed region of plain eager code: what is kept of it, and how it is computed again.
 
-The algorithm is that of torch's non-reentrant checkpoint: while f runs in the forward, a saved-tensor hook
-puts a *slot* into the graph in place of each tensor that autograd saves. The first slot that is read in a
-backward runs f again, and the n-th tensor saved then goes to the n-th slot; the run stops when the last slot
-has its tensor. The inputs of a region inside of another are tensors saved in the outer one.
+The algorithm is that of torch's non-reentrant checkpoint. While f runs in the forward, a saved-tensor hook
+puts a *slot* into the graph in place of each tensor that autograd saves. When a backward reads the first
+slot, f runs again, and the n-th tensor that it saves goes to the n-th slot. The run stops when the last slot
+has its tensor. The inputs of a region inside of another region are tensors that the outer one saves.
 
-It is written anew for what torch's cannot be made to do from outside:
+Two things are new, which cannot be added to torch's from outside:
 
-* What f refers to (`closures`), buffers that it updates and all random streams are in the recomputation what
-  they were at the call. Tensors inside of containers and in keyword arguments are inputs like all others.
-* What was changed in place between the two runs, or by the recomputation itself, is noticed. Torch gives a
-  wrong gradient without an error.
+* In the recomputation, what f refers to (`closures`), the buffers that it updates, and all random streams are
+  as they were at the call. Tensors inside of containers and in keyword arguments are inputs like all others.
+* Tensors that were changed in place between the two runs, or by the recomputation, are an error. Torch gives
+  a wrong gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Options(NamedTuple):
-    """Those of `checkpoint`, which says what they mean."""
+    """The options of `checkpoint`."""
 
     preserve_rng_state: bool = True
     context_fn: Callable[[], Contexts] = noop_context_fn
@@ -54,13 +54,13 @@ class Options(NamedTuple):
 
 
 class Slot(dict[Any, tuple[Tensor, int]]):
-    """What the graph keeps in place of a tensor: by backward, the tensor and its version."""
+    """What the graph keeps in place of a tensor. Maps each backward to the tensor and its version."""
 
     __slots__ = ("__weakref__",)
 
 
 class Versioned:
-    """A tensor that is kept as it is."""
+    """A tensor that is kept as it is, with its version."""
 
     def __init__(self, x: Tensor) -> None:
         self._x, self._version = autograd.alias(x), tensors.version_of(x)
@@ -75,7 +75,7 @@ class Versioned:
 
 
 class Log(TorchDispatchMode):
-    """The operators that were run. Started anew each time that it is entered."""
+    """A log of the operators that ran. It is cleared each time that the mode is entered."""
 
     def __enter__(self) -> Any:
         self.operators: list[str] = []
@@ -87,12 +87,12 @@ class Log(TorchDispatchMode):
 
 
 def title(f: Callable[..., Any]) -> str:
-    """A call of checkpoint in words, for errors."""
+    """The name of a call of checkpoint in errors."""
     return f"checkpoint({name_of(f)})"
 
 
 class _Stop(BaseException):
-    """All slots have their tensor. No exception that f could mean to catch."""
+    """All slots have their tensor. A BaseException, so that f does not catch it by accident."""
 
 
 class Region:
@@ -105,25 +105,25 @@ class Region:
         self._logs = (Log(), Log()) if options.debug else noop_context_fn()
         self._contexts = options.context_fn()
         if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
-            self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn of ours
+            self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks
         leaves, self._structure = flatten(args, kwargs)
         self._inputs = [autograd.save(x) if isinstance(x, Tensor) else x for x in leaves]
-        others: dict[int, Any] = {}  # what may hold something, by its position
+        others: dict[int, Any] = {}  # arguments that may hold tensors, by position
         if not isinstance(self._structure, tuple):
             others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
         self._found = found = Found((f, others) if others else f)
-        # Whether there are modules that get their tensors in their first call.
+        # Whether there are lazy modules, which get their tensors in the first call.
         self.is_lazy = any(map(is_lazy, found.tensors.values()))
         if self.is_lazy:
             return
         self._given = leaves
-        # Tensors that the recomputation finds as they are, and their versions, by their ids.
+        # By id: tensors that the recomputation uses as they are, with their versions.
         self._constants = {
             number: (x, x._version) for number, x in found.tensors.items() if not x.is_inference()
         }
-        # What the recomputation finds in place of tensors, by their ids.
+        # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
-        # Buffers of modules that are training, what `functional_call` may put in their places, and copies.
+        # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies.
         self._buffers: list[tuple[Tensor, Tensor]] = []
         if found.updates_statistics:
             reached = [x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)]
@@ -141,7 +141,7 @@ class Region:
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._complete = False
-        # The backwards for which f was run again.
+        # The backwards for which f has run again.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
 
@@ -157,11 +157,11 @@ class Region:
         with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0]:
             out = f(*args, **kwargs)
         self._complete = True
-        # Others are not touched: another thread may be drawing from them.
+        # Streams that did not move are left alone: another thread may draw from them.
         self._states = world.moved(self._states)
         if gradients:
             tensors.check_gradients(gradients, self._name, found.where)
-        # Of the buffers, those matter that f has updated.
+        # Only buffers that f has updated matter.
         if self._buffers:
             updated = {id(x): before for x, before in self._buffers if not tensors.is_same(x, before)}
             self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
@@ -172,7 +172,7 @@ class Region:
         return out
 
     def undo(self) -> None:
-        """After an exception: as if the forward had not begun."""
+        """After an exception: restore the state before the forward."""
         world.set_streams(self._states)
         for x, before in self._buffers:
             with torch.no_grad(), autograd.version_kept(x):
@@ -181,7 +181,7 @@ class Region:
         for x in self._changed():
             raise MutationError(
                 f"{self._name}: the function changes {self._found.where(id(x))} ({describe(x)}) in place, "
-                "and uses a torch.func transform then. Use funcckpt.remat, or change it outside of it."
+                "and then uses a torch.func transform. Use funcckpt.remat, or make the change outside."
             )
 
     def _pack(self, x: Tensor) -> Slot:
@@ -192,9 +192,9 @@ class Region:
         return slot
 
     def _look_at_graph(self, out: Any, first_node: int) -> None:
-        """Find the leaves to which the graph leads, and captured tensors to whose graph it does not lead.
+        """Find the leaves in the graph of the outputs, and captured tensors that this graph does not use.
 
-        To hold those would keep another graph alive.
+        The latter are detached: to hold them would keep another graph alive.
         """
         found = self._found
         edges = autograd.entering(tensors_in(out), (), first_node)
@@ -227,20 +227,20 @@ class Region:
         if key not in slot:
             raise CheckpointError(
                 f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. Read "
-                "ctx.saved_tensors once in a backward, and let backwards of a GraphExecGroup not overlap."
+                "ctx.saved_tensors only once in a backward; backwards of a GraphExecGroup must not overlap."
             )
         x, version = slot.pop(key)
-        if type(key) is object:  # it was looked at, outside of a backward
+        if type(key) is object:  # it was read outside of a backward
             self._forget(key)
         if x._version != version:
             raise MutationError(
-                f"{self._name}: the function saves a tensor ({describe(x)}) for the backward, and changes "
-                "it in place afterwards. Work on a copy (x.clone())."
+                f"{self._name}: the function changes a tensor ({describe(x)}) in place that it has saved for "
+                "the backward. Work on a copy (x.clone())."
             )
         return x
 
     def _forget(self, key: Any) -> None:
-        """A backward is over: drop what it has recomputed and not read."""
+        """At the end of a backward: drop recomputed tensors that it has not read."""
         with self._lock:
             self._done.discard(key)
             for ref in self._slots:
@@ -265,7 +265,7 @@ class Region:
                     leaves[i] = x
             args, kwargs = unflatten(leaves, self._structure)
             del leaves, instead
-            # The world of the forward, where it is not here.
+            # Restore the world of the forward where it differs.
             if self._check and (written := self._changed()):
                 stack.enter_context(tensors.Refusing(written, self._was_changed))
             if not self._world.is_here():
@@ -276,7 +276,7 @@ class Region:
                 stack.enter_context(patched.active(self._patched))
             if self._states:
                 stack.enter_context(world.streams_at(self._states))
-            # Random numbers are those of the forward, of which a vmap of the backward has no say.
+            # Random numbers are those of the forward: a vmap around the backward must not change them.
             stack.enter_context(functorch.without_vmap_mode())
             stack.enter_context(torch.enable_grad())
             count = 0
@@ -284,9 +284,9 @@ class Region:
             def pack(x: Tensor) -> Tensor:
                 nonlocal count
                 i, count = count, count + 1
-                # The graph of the recomputation would hold itself.
+                # An alias: the graph of the recomputation would otherwise refer to itself.
                 kept = autograd.alias(x) if x.requires_grad else x
-                # None if nobody needs it any more; and f may ask for a gradient of its own first part.
+                # None if its graph is gone. (f may also save more, for a gradient that it takes itself.)
                 slot = self._slots[i]() if i < len(self._slots) else None
                 if slot is not None:
                     if self._check and (here := (x.shape, x.dtype, x.device)) != self._looks[i]:
@@ -315,12 +315,12 @@ class Region:
     def _was_changed(self, x: Tensor) -> MutationError:
         return MutationError(
             f"{self._name}: {self._found.where(id(x))} ({describe(x)}) was changed in place since the "
-            "forward, like a parameter by an optimizer. Run the backward before, or change a copy; "
-            'determinism_check="none" lets it pass.'
+            "forward, as an optimizer changes a parameter. Run the backward first, or change a copy. "
+            'determinism_check="none" turns this check off.'
         )
 
     def _error(self, what: str) -> CheckpointError:
-        text = f"{self._name}: {what} The function has to do the same each time"
+        text = f"{self._name}: {what} The function must do the same each time"
         if not isinstance(self._logs[0], Log):
             return CheckpointError(f"{text}; pass debug=True to see the operators of both runs.")
         forward, recompute = ["\n".join(log.operators) for log in self._logs]
@@ -337,6 +337,6 @@ def is_of_checkpoint(hooks: autograd.Hooks | None) -> bool:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy, which no mode and no graph sees."""
+    """A copy that no mode sees and no graph records."""
     with autograd.without_dispatch_modes(), autograd.plain():
         return x.detach().clone()

@@ -1,15 +1,15 @@
-"""`checkpoint_scope`: what is made in a block of code is not kept for the backward, wherever it is used.
+"""`checkpoint_scope`: tensors made in a block of code are not kept for the backward, wherever they are used.
 
-In the block a dispatch mode records the operators that make a storage, or write to one that the block has
-made. A saved-tensor hook gives the graph a slot in place of what lies in such a storage; anything else is
-kept. The first slot that is read replays, in order, the operators that any slot still waits for. What a
-backward did not ask for is there for the next.
+In the block a dispatch mode records the operators that make a storage, or write to one that the block made. A
+saved-tensor hook gives the graph a slot in place of a tensor in such a storage; all other tensors are kept.
+The first slot that is read replays, in order, the operators for all slots that still wait. Results that this
+backward does not read stay for the next.
 
-Behind the block torch.func would refuse to run under the hook. So there the class of its tensors is
-`ScopedTensor`, whose `__torch_function__` runs any operator that is given one of them under the hook.
+After the block the hook cannot stay active: torch.func would refuse to run. So the tensors of the block
+become `ScopedTensor`s, whose `__torch_function__` activates the hook for each operator that is given one.
 
-What the block reads from outside is kept, once each, also what an earlier scope has made: scopes around the
-layers of a chain keep their results. (RETURNN's `gradient_checkpoint_scope` had the idea first.)
+What the block reads from outside is kept, once, also if an earlier scope made it: scopes around the layers of
+a chain keep the results of the layers. (The idea is from RETURNN's `gradient_checkpoint_scope`.)
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ _REFUSED = (
 
 @contextmanager
 def checkpoint_scope() -> Iterator[None]:
-    """Do not keep for the backward what is made in this block; recompute it when it is needed.
+    """A ``with`` block whose tensors are not kept for the backward, but recomputed when they are needed.
 
-    The graph does not store tensors that are made in the block, wherever they are used later. They are
-    recomputed once, in order, when the first of them is needed in a backward, and freed as they are used.
-    What the block reads from outside is kept.
+    The graph does not store tensors that are made in the block, wherever they are used later. When a backward
+    needs the first of them, all are recomputed once, in order. They are freed as they are used. Tensors that
+    the block reads from outside are kept.
 
-    Scopes may be nested, and a `checkpoint` may stand inside of a scope or around it.
-
-    Under a `torch.func` transform, and where one is used inside, it raises a TransformError: use `remat`.
+    Scopes may be nested. A `checkpoint` may be inside of a scope or around it. Under a `torch.func`
+    transform, or if the block uses one, a TransformError is raised: use `remat`.
 
     Notes
     -----
-    Tensors of the block are of the class `ScopedTensor` after it, a subclass of `torch.Tensor`. One that is
-    printed or copied is then kept like others, and so is what an `autograd.Function` is given directly, after
-    the block. Where grad mode is off when the scope is entered, nothing is recorded. A dispatch mode of
-    others that changes results has to be inside of the block.
+    After the block its tensors have the class `ScopedTensor`, a subclass of `torch.Tensor`. One that is
+    printed or copied is kept like any other from then on, and so is one that an `autograd.Function` gets
+    directly. If grad mode is off when the scope is entered, nothing is recorded. A dispatch mode that changes
+    results must be entered inside of the block.
 
     Examples
     --------
@@ -77,8 +76,8 @@ def checkpoint_scope() -> Iterator[None]:
     if functorch.maybe_current_level() is not None:
         raise TransformError(_REFUSED)
     around, top = _current(), autograd.top_saved_tensors_hooks()
-    # A scope belongs to the one around it; not so under hooks that came between, a checkpoint's perhaps,
-    # whose recomputation is not in that one and has to save the same.
+    # A scope inside of another is part of it, unless other hooks lie between: those of a checkpoint, whose
+    # recomputation runs outside of the outer scope, must see the same tensors saved.
     if not torch.is_grad_enabled() or (around is not None and top is not None and top[0] is around.pack):
         yield
         return
@@ -100,7 +99,7 @@ _here = threading.local()
 
 
 def _current() -> _Block | None:
-    """The block that records; a backward that runs in the middle of it is no part of it."""
+    """The block that records now. A backward that runs inside of a block is not part of it."""
     block: _Block | None = getattr(_here, "block", None)
     return None if block is None or block.task != autograd.graph_task() else block
 
@@ -115,20 +114,20 @@ class _Made:
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
-    """The storage of `x`, if `x` is no more than a window on it."""
+    """The storage of `x`, if `x` is a plain strided tensor."""
     if type(x) not in _PLAIN or not is_plain(x) or wrappers.is_functorch_wrapped_tensor(x):
         return None
     return x.untyped_storage()
 
 
 def _find(x: Tensor, block: _Block | None = None) -> tuple[_Block, _Made] | None:
-    """The block that has made the storage of `x`, if it can still replay that, and if it is this one."""
+    """The block that made the storage of `x` and can still replay it; with `block`, only that block."""
     found: tuple[_Block, _Made] | None = getattr(_storage(x), "_funcckpt_made", None)
     return None if found is None or found[0].is_over or block not in (None, found[0]) else found
 
 
 class _Kept:
-    """A tensor that is kept: by the hooks that were active below ours, or as it is."""
+    """A tensor that is kept: by the hooks around the scope, if any, or as it is."""
 
     def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
         self.unpack: Callable[[], Tensor] = (
@@ -140,7 +139,7 @@ _Source = _Made | _Kept
 
 
 class _View(NamedTuple):
-    """A part of a storage that a block has made, or all of what is kept."""
+    """A view of a storage that a block has made, or a kept tensor."""
 
     source: _Source
     meta: TensorMeta | None = None
@@ -156,15 +155,15 @@ class _View(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """An operator of the block, as it can be run again."""
+    """An operator of the block, recorded so that it can run again."""
 
     func: Any
-    # Flat arguments: views, and what is no tensor.
+    # Flat arguments: a _View for each tensor, and all other values.
     leaves: list[Any]
     structure: pytree.TreeSpec
     # Positions of kept tensors to which it writes.
     copied: list[int]
-    # What it makes, by the position among the flat results, and what it writes to.
+    # The storages that it makes, by position among the flat results, and those that it writes to.
     makes: dict[int, _Made]
     writes: set[_Source]
     streams: world.States
@@ -177,7 +176,7 @@ class _Operation(NamedTuple):
         for i in self.copied:
             leaves[i] = leaves[i].clone()
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        # A vmap of the backward has no say in the random numbers.
+        # A vmap around the backward must not change the random numbers.
         with world.streams_at(self.streams), functorch.without_vmap_mode():
             out = pytree.tree_leaves(self.func(*args, **kwargs))
         for position, made in self.makes.items():
@@ -185,7 +184,7 @@ class _Operation(NamedTuple):
 
 
 class _Block(TorchDispatchMode):
-    """A block: the operators that it records while it is open, and what is replayed of them."""
+    """A block. It records operators while it is open, and replays them in a backward."""
 
     supports_higher_order_operators = True
 
@@ -193,11 +192,11 @@ class _Block(TorchDispatchMode):
         super().__init__()
         self.task = autograd.graph_task()
         self.pack: Any = functools.partial(_pack, below)
-        # Whether all graphs that used it are gone.
+        # Whether all graphs that refer to the block are gone.
         self.is_over = False
         self._below = below
         self._operations: list[_Operation] = []
-        # What was read from outside, by id and version.
+        # By id and version: tensors that were read from outside.
         self._kept: dict[tuple[int, int | None], tuple[Tensor, _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
         self._slots: set[weakref.ref[_Slot]] = set()
@@ -205,7 +204,7 @@ class _Block(TorchDispatchMode):
         self._replayed = -1
 
     def close(self) -> None:
-        # Hooks of others lead to what they keep, and that perhaps to this block.
+        # Avoids a reference cycle: other hooks refer to what they keep, and that may refer to this block.
         self.pack = self._below = None
         for ref in self._tensors:
             x = ref()
@@ -224,14 +223,14 @@ class _Block(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_subclass_first(types):
-            return NotImplemented  # its inner tensors come by here
-        # What an operator makes that takes functions is kept.
+            return NotImplemented  # this mode sees its inner tensors later
+        # Results of a higher-order operator are kept.
         if _current() is not self or isinstance(func, autograd.HigherOrderOperator):
             return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
-        # As they are before it: it may exchange or resize their storage.
+        # Taken before the operator runs: it may exchange or resize a storage.
         views = {
             i: _View(found[1], TensorMeta.of(x))
             for i, x in tensors.items()
@@ -245,7 +244,7 @@ class _Block(TorchDispatchMode):
             if isinstance(y, Tensor):
                 self._tensors.append(weakref.ref(y))
                 storage = _storage(y)
-                # (It may be known: a selective checkpoint hands out results of the forward.)
+                # (It may be known already: a selective checkpoint hands out results of the forward.)
                 if storage is not None and storage._cdata not in given and _find(y, self) is None:
                     makes[position] = _Made()
                     storage._funcckpt_made = self, makes[position]  # type: ignore[attr-defined]
@@ -265,7 +264,7 @@ class _Block(TorchDispatchMode):
         return slot
 
     def _forget(self, slot: weakref.ref[_Slot]) -> None:
-        """A graph is gone. A tensor of the block may live on, and shall not keep what the block has read."""
+        """A graph is gone. When all are, a tensor of the block must not keep alive what the block read."""
         self._slots.discard(slot)
         if not self._slots and self.pack is None:
             self.is_over = True
@@ -275,7 +274,7 @@ class _Block(TorchDispatchMode):
         with self._lock:
             if slot.value is None:
                 task = autograd.graph_task()
-                # Outside of a backward one is looked at, and the others are not asked for.
+                # Outside of a backward, only the slot that is read is filled.
                 slots = [slot] if task in (-1, self._replayed) else [ref() for ref in [*self._slots]]
                 self._replay([s for s in slots if s is not None and s.value is None])
                 self._replayed = task
@@ -285,7 +284,7 @@ class _Block(TorchDispatchMode):
 
     def _replay(self, slots: Sequence[_Slot]) -> None:
         needed = {slot.view.source for slot in slots}
-        # Operators, last first, and what is not used after each.
+        # Operators, last first, with the storages that no later operator or slot uses.
         steps: list[tuple[int, _Operation, set[_Source]]] = []
         for i, operation in reversed([*enumerate(self._operations)]):
             uses = {*operation.makes.values(), *operation.writes}
@@ -297,8 +296,8 @@ class _Block(TorchDispatchMode):
         for i, operation, last in reversed(steps):
             for source in operation.sources():
                 if isinstance(source, _Kept) and source not in values:
-                    values[source] = source.unpack()  # others may recompute it, in a world of their own
-            # Casts were recorded as operators.
+                    values[source] = source.unpack()  # other hooks may recompute it
+            # Autocast is off: casts were recorded as operators.
             with torch.no_grad(), autograd.plain(), autograd.without_autocast():
                 for slot in slots:
                     if slot.before <= i and slot.value is None and slot.view.source in operation.writes:
@@ -318,7 +317,7 @@ class _Slot:
 
     block: _Block
     view: _View
-    # The number of the first operator after it.
+    # How many operators of the block ran before it was saved.
     before: int
     value: Tensor | None = None
 
@@ -330,14 +329,14 @@ class _Slot:
 
 
 def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
-    """A pack hook that knows what blocks have made."""
+    """A pack hook: a slot for a tensor that a block has made, the tensor itself for all others."""
     found, block = _find(x), _current()
-    # What another block has made, this one keeps, and so does a checkpoint: what it counts has to be the same
-    # in the recomputation, whichever tensors of other blocks are alive then.
+    # A block keeps tensors of other blocks. So does a checkpoint: its recomputation must save the same number
+    # of tensors, whichever blocks can still be replayed then.
     if found is None or (found[0] is not block and (block is not None or is_of_checkpoint(below))):
         return _Kept(x, below)
     if found[1].version not in (None, version_of(x)):
-        return _Kept(x, below)  # written to after the block: no recomputation gives that value
+        return _Kept(x, below)  # written to after the block: a replay gives the old value
     return found[0].slot(found[1], x)
 
 
@@ -350,14 +349,14 @@ class ScopedTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_PLAIN_TENSORS or not _KNOWN.issuperset(types):  # code of others: plain from here on
+        if func in _OF_PLAIN_TENSORS or not _KNOWN.issuperset(types):  # other subclasses: plain from here on
             for x in pytree.tree_leaves((args, kwargs)):
                 if type(x) is cls:
                     x.__class__ = Tensor  # type: ignore[assignment]
             return func(*args, **kwargs)
         hooks: AbstractContextManager[Any] = nullcontext()
-        # A checkpoint, and hooks inside of it, have to meet the same in the recomputation, where what it was
-        # given is a plain tensor.
+        # Not inside of a checkpoint: in its recomputation the same tensor is plain, and both runs must save
+        # the same.
         in_checkpoint = any(map(is_of_checkpoint, autograd.saved_tensors_hooks()))
         if torch.is_grad_enabled() and _current() is None and autograd.may_push_hooks() and not in_checkpoint:
             hooks = saved_tensors_hooks(functools.partial(_pack, autograd.top_saved_tensors_hooks()), _unpack)

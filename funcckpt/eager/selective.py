@@ -1,9 +1,9 @@
-"""Selective checkpointing: which operators of a region are not run again.
+"""Selective checkpointing: some operators of a region are not run again.
 
-A policy looks at every operator of the forward, below autograd. What it says to save is kept beside the
-graph, and handed out in the recomputation in place of running the operator; the n-th call of an operator
-there is the n-th of the forward. Beyond torch's, `MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD` offload, values
-may have names, and what the function writes to is run again.
+A policy is asked about every operator of the forward, below autograd. The results that it saves are kept
+beside the graph. In the recomputation they are handed out, and the operator does not run: the n-th call of an
+operator gets the result of its n-th call in the forward. More than in torch: `MUST_CPU_OFFLOAD` and
+`PREFER_CPU_OFFLOAD` offload, values may have names, and results that the function writes to are recomputed.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def create_selective_checkpoint_contexts(
     Parameters
     ----------
     policy_fn_or_list : callable or list of operators
-        ``policy(ctx, op, *args, **kwargs)`` is called after each operator of the forward, and returns a
-        `CheckpointPolicy`: save the result, offload it to the CPU, or recompute it; ``ctx.op_output`` is
-        the result. All of `funcckpt.policies` are such, but for a budget. Or a list of operators
-        (overloads, such as ``torch.ops.aten.mm.default``) to save. MUST and PREFER are the same in eager
-        mode.
+        A policy, or a list of operators to save (overloads, such as ``torch.ops.aten.mm.default``).
+        ``policy(ctx, op, *args, **kwargs)`` is called after each operator of the forward. It returns a
+        `CheckpointPolicy`: save the result, offload it to the CPU, or recompute it. ``ctx.op_output`` is the
+        result. MUST and PREFER mean the same in eager mode. The policies of :mod:`funcckpt.policies` can be
+        used here, except a budget.
     allow_cache_entry_mutation : bool
-        Hand out a saved result as it is then, where it was changed in place after the forward; or raise a
-        MutationError.
+        What happens if a saved result was changed in place after the forward. True: the changed result is
+        used. False: a MutationError is raised.
 
     Returns
     -------
     tuple of two context managers
-        For the forward and for the recomputation. A second one runs all operators.
+        For the forward and for the recomputation. A second recomputation runs all operators.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def create_selective_checkpoint_contexts(
     >>> x.grad.shape
     torch.Size([2, 2])
     """
-    # Who compiles reads torch's off the graph. (torch 2.11 does not say there that it compiles.)
+    # A compiler needs torch's own contexts. (In torch 2.11, is_compiling() is False under AOTAutograd.)
     if torch.compiler.is_compiling() or dynamo.is_traced_by_aot_autograd():
         return torch_checkpoint.create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
@@ -74,8 +74,8 @@ def create_selective_checkpoint_contexts(
     return Forward(policy, calls), Recompute(calls, allow_cache_entry_mutation)
 
 
-# By operator, in the order of the calls; None for one that returns memory that it was given. `values` are the
-# results that are kept: all or none.
+# The calls of each operator, in order; None for a call that returned memory of its arguments. `values` of a
+# call are the results that are kept: all or none.
 _Calls = dict[Any, list[Call | None]]
 
 
@@ -93,7 +93,7 @@ class _Mode(TorchDispatchMode):
 
 
 class Forward(_Mode):
-    """Asks the policy, and keeps what it says."""
+    """The mode for the forward: asks the policy, and keeps what it saves."""
 
     def __init__(self, policy: Policy, calls: _Calls) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Forward(_Mode):
         super().__exit__(*exception)
         self._tape = Tape()
         for _, _, x in _offloaded(self._calls):
-            x.is_about_to_be_written()  # the caller may, if it is an output
+            x.is_about_to_be_written()  # the caller may write to it, if it is an output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,7 +129,7 @@ class Forward(_Mode):
                 call.values[i] = kind(y) if isinstance(y, Tensor) else y
 
     def _name_given(self, x: Tensor, offloads: bool) -> None:
-        """Keep what an operator has returned earlier, and what is only now given a name."""
+        """Keep a result that was computed earlier, and gets its name only now."""
         for index, i in self._tape.made((x,)):
             call = self._tape.calls[index]
             meta = call.outputs.get(i)
@@ -140,7 +140,7 @@ class Forward(_Mode):
 
 
 class Recompute(_Mode):
-    """Hands out what was kept, once."""
+    """The mode for the recomputation: hands out each kept result once."""
 
     def __init__(self, calls: _Calls, allow_mutation: bool) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Recompute(_Mode):
     def __enter__(self) -> Any:
         self._count: Counter[Any] = Counter()
         for call, i, x in _offloaded(self._calls):
-            call.values[i] = x.back(x.host)  # while others go on
+            call.values[i] = x.back(x.host)  # copies run beside the computation
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,8 +161,8 @@ class Recompute(_Mode):
         self._count[func] += 1
         if i >= len(calls):
             raise CheckpointError(
-                f"{func} (call {i}) encountered during backward but not found in storage: the forward has "
-                f"called it {len(calls)} times. The function has to do the same each time."
+                f"{func} (call {i}) encountered during backward but not found in storage: the forward "
+                f"called it {len(calls)} times. The function must do the same each time."
             )
         call = calls[i]
         if call is None or not call.values:
@@ -170,7 +170,7 @@ class Recompute(_Mode):
         values, call.values = call.values, {}
         before, after = call.streams
         if after and not world.moved(before):
-            world.set_streams(after)  # as it would have left them for those that are run again
+            world.set_streams(after)  # as if the operator had drawn again
         with autograd.without_dispatch_modes():
             kinds = Versioned, Returning
             found = [x.get(self._allow_mutation) if isinstance(x, kinds) else x for x in values.values()]

@@ -1,11 +1,12 @@
 """`checkpoint_sequential`: a chain of functions in checkpointed segments, and where best to cut it.
 
-With n layers that keep the same, √n segments keep about 2√n layers' worth instead of n, for one more
-forward (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). For layers
-that differ, `plan_segments` measures each one and finds the cuts with the lowest peak of all.
+If n layers keep the same number of bytes, √n segments keep about 2√n times that instead of n times, for one
+more forward (Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174). If layers
+differ, `plan_segments` measures each one and finds the cuts with the lowest peak.
 
-Its model: while layer l of segment k goes backward, there are alive the inputs of segments 1 to k, what the
-layers of k up to l keep, what the backward of l needs, and the gradients of all later layers' parameters.
+Its model of the peak: during the backward of layer l in segment k, these are alive: the inputs of segments 1
+to k, what the layers of segment k up to l keep, what the backward of l allocates, and the gradients of the
+parameters of all later layers.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     **options: Any,
 ) -> Any:
-    """Run a chain of functions, each on the result of the one before, in checkpointed segments.
+    """Run a chain of functions in checkpointed segments. Returns the result of the last function.
 
-    All segments but the last, whose backward comes first, are recomputed.
+    All segments are recomputed except the last, whose backward comes first.
 
     Parameters
     ----------
     functions : nn.Sequential or sequence of callables
-        Each takes one argument: the result of the one before it, any nesting of tensors.
+        Each takes one argument, the result of the one before it: a pytree of tensors.
     segments : int, sequence of int, or None
-        How many segments; or the number of functions of each, such as :func:`plan_segments` gives; or
-        None, for the square root of the number of functions.
+        The number of segments; or the number of functions in each segment, as :func:`plan_segments` returns;
+        or None, for the square root of the number of functions. An OptionError if the functions cannot be
+        divided so.
     input
-        What the first function takes.
+        The argument of the first function.
     use_reentrant, **options
         Those of :func:`checkpoint`.
 
@@ -76,7 +78,7 @@ def checkpoint_sequential(
 
 
 def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """One after the other, as one function."""
+    """The composition of the layers, as one function."""
 
     def segment(x: Any) -> Any:
         for layer in layers:
@@ -92,8 +94,8 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
     if isinstance(segments, Sequence):
         lengths = list(segments)
     else:
-        segments = operator.index(segments)  # an int, or one of numpy's
-        # The longer ones first: towards the end there are more segment inputs alive.
+        segments = operator.index(segments)  # an int, maybe of numpy
+        # Longer segments first: towards the end more inputs of segments are alive.
         size, rest = divmod(count, max(segments, 1))
         lengths = [size + 1] * rest + [size] * (segments - rest)
     if sum(lengths) != count or (count and not all(isinstance(n, int) and n > 0 for n in lengths)):
@@ -109,29 +111,29 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
 class Cost(NamedTuple):
     """What one layer costs, in bytes."""
 
-    output: int  # the result, which is kept as such if a segment starts behind it
-    kept: int  # between its forward and its backward, the result included if it is needed
-    backward: int  # what its backward allocates beyond that, at most
-    gradients: int  # of its parameters, alive from then on
+    output: int  # its result, which is kept if a segment starts after this layer
+    kept: int  # between its forward and its backward, with the result if that is needed
+    backward: int  # the most that its backward allocates beyond that
+    gradients: int  # of its parameters, alive from its backward on
 
 
 def plan_segments(functions: Functions, input: Any, segments: int | None = None) -> list[int]:
     """Measure each layer, and find the segments with the lowest peak of live bytes.
 
-    Layers are run one after the other, each with a backward of its own; random streams and buffers are left
-    as they were, and no gradient is accumulated. Plan once, for the largest input.
+    The layers run one after another, each followed by its backward. Random streams and buffers are restored,
+    and no gradient is accumulated. Plan once, for the largest input.
 
     Parameters
     ----------
     functions, input
-        As for :func:`checkpoint_sequential`. Parameters are those of the functions that are modules.
+        As for :func:`checkpoint_sequential`. Of functions that are modules, the parameters are counted.
     segments : int or None
-        How many; None for any number.
+        The number of segments; None for any number.
 
     Returns
     -------
     list of int
-        The number of functions of each segment, for :func:`checkpoint_sequential`.
+        The number of functions in each segment, for :func:`checkpoint_sequential`.
 
     Examples
     --------
@@ -152,10 +154,10 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
 
 
 def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[Cost]:
-    """The cost of each layer of a chain, in a forward and backward of its own."""
+    """The cost of each layer of a chain, measured in a forward and backward of its own."""
     costs: list[Cost] = []
     saved: set[Any] = set()
-    # The layer that has made what the next one is given, and the bytes of that which nobody has saved so far.
+    # The layer that made the input of the next one, and how many bytes of it no layer has saved so far.
     owner, unsaved = -1, 0
 
     def see(t: Tensor) -> Tensor:
@@ -166,13 +168,13 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
     with world.streams_at(streams), torch.enable_grad(), saved_tensors_hooks(see, lambda t: t):
         for i, layer in enumerate(layers):
             leaves = tensors_in(input)
-            x = pytree.tree_map_only(Tensor, torch.clone, input)  # it may write to it
+            x = pytree.tree_map_only(Tensor, torch.clone, input)  # the layer may write to it
             given = {wrappers.storage_of(t) for t in tensors_in(x)}
             saved.clear()
             module = layer if isinstance(layer, nn.Module) else nn.Module()
             parameters = [p for p in module.parameters() if p.requires_grad]
             wrt = [t for t in leaves if t.requires_grad] + parameters
-            # A copy of the layer updates copies of its buffers.
+            # The layer runs as a copy that updates copies of its buffers.
             copies = {id(b): b.clone() for b in module.buffers()}
             with Rebuilt(Found(layer), copies) as run, Meter() as meter:
                 y = run(x)
@@ -189,9 +191,9 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             rest = sum([sizes[key] for key in made - saved])
             gradients = sum([p.nbytes for p in parameters])
             costs.append(Cost(sum(sizes.values()), alive - rest, backward, gradients))
-            if made:  # else it has handed on what it was given
+            if made:  # else the layer returned its input
                 owner, unsaved = i, rest
-            # Gradients flow through all layers but, maybe, the first.
+            # Gradients flow through all layers, except perhaps the first.
             input = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(is_differentiable(t)), y)
             del x, y, roots, leaves, wrt
     return costs
@@ -203,7 +205,7 @@ def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[in
     # after[i]: the gradients of the parameters of all layers behind i.
     after = [*accumulate([c.gradients for c in reversed(costs[1:])], initial=0)][::-1]
     entry = [0, *[c.output for c in costs]]  # bytes of the input of a segment that starts at i
-    # By the layer that comes first: the peak of all from there on, the bytes of all inputs, and the lengths.
+    # For the layers from i on: the peak, the bytes of the segments' inputs, and the segments' lengths.
     best: dict[int, tuple[int, int, list[int]]] = {n: (0, 0, [])}
 
     def with_segment_from(i: int) -> tuple[int, int, list[int]]:
