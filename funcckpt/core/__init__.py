@@ -14,24 +14,24 @@ at any depth, is built by the same four lines. `program` has the functions on th
 pure function of flat tensors, and `Vjp`, `Jvp` and `Vmap` make the next one.
 
 **The levels.** torch.func has a stack of levels, one for each transform that is active. `dispatch` looks at
-the innermost, applies its line, leaves the level and starts again, until none is left. There the program
-runs: all transforms have been moved into it. `primitive` is the same as a `torch.autograd.Function`, and
-the definition against which `dispatch` is tested.
+the innermost, applies its line, leaves the level and starts again, until none is left. Then all transforms
+have been moved into the program, and it runs. `primitive` is the same as a `torch.autograd.Function`, the
+definition against which `dispatch` is tested.
 
-**The last backward of a level.** `torch.func.grad` always records its own backward. At the level where it
-was called nobody can read that recording, and what it would save is dead weight. There the pullback runs
-below the level; for all outer levels, and for plain autograd, it is R again.
+**The last backward of a level.** `torch.func.grad` always records its own backward. At its own level nobody
+can read that recording, and what it would save is dead weight. So the pullback runs below that level. For all
+outer levels, and for plain autograd, it is R again.
 
-**The net.** A tensor that f uses and was not given would be a constant in the program: a wrong gradient
-with no error. `closures` finds what f refers to. `net` sees what was not found: in the first run the levels
-of the caller are put back as shadows over inputs that belong to none of them, and an output that belongs to
-a shadow is an error. In plain autograd the graph of the first run says which captured tensors f has used:
-those are inputs, and no others.
+**The net.** If f uses a tensor that is not an input, this tensor would be a constant in the program: a wrong
+gradient, without an error. `closures` finds the tensors to which f refers. `net` detects those that were not
+found. In the first run, the levels of the caller are put back as shadows, over inputs that belong to none of
+them. An output that belongs to a shadow is an error. In plain autograd, the graph of the first run shows
+which captured tensors f has used. Only those become inputs.
 
-**Where tensors live.** In `save_for_backward`, and nowhere else: a program refers to its inputs by number,
-and `call` to captured tensors by id. The graph frees them as the backward goes.
+**Where tensors live.** Only in `save_for_backward`: a program refers to its inputs by number, and `call` to
+captured tensors by id. The graph frees them during the backward.
 
-**The call.** `call.Call` is the program at the root: what f is given (`flat`), what it refers to
-(`closures`), and the world in which it ran (`world`). It runs f twice, the second time as it was at the
-call. All of these ask `tensors`, for levels, versions, buffers and the graph.
+**The call.** `call.Call` is the program at the root: the arguments of f (`flat`), what f refers to
+(`closures`), and the world in which it ran (`world`). It runs f twice, the second time in the state of the
+call. `tensors` has what all of these ask about levels, versions and buffers.
 """

@@ -1,7 +1,7 @@
-"""One call of a checkpointed function: what f is given, what it refers to, and the world in which it ran.
+"""One call of a checkpointed function: its arguments, what it refers to, and the world in which it ran.
 
-`Call` is the program at the root. It runs f twice: the first time as it is, and noting what a second run has
-to know; and again, from its inputs, as it was then.
+`Call` is the program at the root. It runs f twice. The first run records what the second one must know. The
+second run starts from the same inputs, in the same state.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ class Options(NamedTuple):
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     chooser: Chooser | None = None
-    # These two are for `Arguments`.
+    # The last two are for `Arguments`.
     static_argnums: frozenset[int] = frozenset()
     static_argnames: frozenset[str] = frozenset()
 
 
 class Call(UserProgram):
-    """One call of a checkpointed function, which captures tensors, or not.
+    """One call of a checkpointed function.
 
-    It knows its inputs by their ids alone: the tensors belong to the graph, which frees them as the backward
-    goes.
+    It knows its inputs only by their ids: the tensors belong to the graph, which frees them in the backward.
     """
 
-    # What f returned, once it has run.
+    # What f returned, after its first run.
     _outputs: Outputs | None = None
 
     def __init__(
         self, f: Any, name: str, options: Options, args: Any, kwargs: Any, lifts_all: bool = False
     ) -> None:
-        """With `lifts_all`, captured tensors of plain autograd are inputs as well, used or not."""
+        """With `lifts_all`, all captured tensors that require grad are inputs, whether f uses them or not."""
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
         self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
@@ -59,11 +58,11 @@ class Call(UserProgram):
         if self.chooser is not None:
             self.codes = (*found.codes(), *arguments.flags())
         self.arity = arguments.arity
-        # What f has captured at levels is an input. What belongs to plain autograd alone the graph will show.
+        # Captured tensors of functorch levels are inputs. The graph will show those of plain autograd.
         inputs = self._inputs = arguments.tensors
-        # What code can tell of arguments beside their values: they carry marks, and may be parameters.
+        # What f can see of arguments beside their values: attributes, and whether they are parameters.
         self._attributes = [(x.__dict__, nn.Parameter in type(x).__mro__) for x in inputs]
-        # Which inputs f refers to beside its arguments, by their ids.
+        # By id: the numbers of the inputs that f captured.
         self._numbers: dict[int, int] = {}
         if found.tensors and (lifts_all or self.layers or wrappers.has_dual_level()):
             at_levels = tensors.at_active_levels(found.tensors.values())
@@ -73,36 +72,36 @@ class Call(UserProgram):
                     number = self._numbers[key] = numbers.get(key, len(inputs))
                     if number == len(inputs):
                         inputs.append(x)
-        # A lazy module in its first call is run as it is.
+        # The first call of a lazy module is not checkpointed.
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
-        # Captured tensors that are no inputs, and how often they were changed.
+        # Captured tensors that are not inputs, with their versions.
         constants = [x for key, x in found.tensors.items() if key not in self._numbers and not self._is_lazy]
         self._constants = [*zip(constants, tensors.versions_of(constants), strict=True)]
-        # Arguments that levels wrap anew: autograd, which has the wrappers, sees no write to them.
+        # Arguments that a level will wrap: autograd saves the wrapper, and sees no write to the argument.
         self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
         if self.layers:
             for i, x in enumerate(inputs[: self.arity]):
                 if not wrappers.is_functorch_wrapped_tensor(x):
                     self._plain.append((weakref.ref(x), tensors.version_of(x), i))
-        # Of captured buffers that f has updated, what they were.
+        # By id: the old values of captured buffers that f has updated.
         self._updated: dict[int, Tensor] = {}
         self._buffers: tensors.GivenBuffers | None = None
-        # Tensors with a history that f has captured, and no output depends on.
+        # By id: captured tensors with a history, on which no output depends, detached.
         self._unused: dict[int, Tensor] = {}
         self._streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states: world.States | None = None
-        # Where the first run has left them, if it was seen to draw from them.
+        # Where the first run left the streams, if it drew from them.
         self._ends: list[int] = []
         self._drawn: drawing.Drawn | None = None
 
     def is_looked_at(self) -> bool:
-        """Whether reverse mode looks at any tensor that f may use, so that there is something to save."""
+        """Whether reverse mode tracks any tensor that f may use: else there is nothing to save."""
         if self._is_lazy:
             return False
         if self.layers and any([layer.kind == "grad" for layer in self.layers]):
             return True
         if functorch.is_tracing():
-            return False  # make_fx records values, and no graph of plain autograd
+            return False  # make_fx records values, not the graph of plain autograd
         looks = tensors.requires_grad if self.layers else wrappers.require_grad
         return any(map(looks, (*self._inputs, *self._found.tensors.values())))
 
@@ -116,7 +115,7 @@ class Call(UserProgram):
         try:
             outputs = dispatch.bind(self, inputs)
         finally:
-            # What is kept belongs to the graph from here on.
+            # From here on the graph owns the kept tensors.
             if self.kept is not None:
                 self.kept.tensors = []
                 self.kept = None
@@ -139,11 +138,11 @@ class Call(UserProgram):
         return inputs
 
     def seal(self) -> None:
-        """From now on the graph owns what it has made, and this refers to it by id."""
+        """Let go of tensors that the graph owns. From now on they are known by id."""
         tensors_of_f = self._found.tensors.items()
         owned = {key: x for key, x in tensors_of_f if x.grad_fn is not None or key in self._numbers}
         if owned:
-            # f may read values through which nothing is differentiated.
+            # f may read the values of captured tensors on which no output depends.
             if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
                 with functorch.without_levels():  # which would wrap the results
                     self._unused = {key: owned[key].detach() for key in unused}
@@ -157,13 +156,13 @@ class Call(UserProgram):
             self.captured = ()
 
     def where(self, i: int) -> str:
-        """What input `i` is to f, in words."""
+        """The name of input `i` in messages."""
         if i < self.arity:
             return self._arguments.where(i)
         return self._found.where(next((key for key, number in self._numbers.items() if number == i), 0))
 
     def _enter(self, stack: ExitStack, inputs: Tensors, rebuilt: Rebuilt | None, *others: Any) -> Any:
-        """f and its arguments, as they stand for what was searched, and what is around each run."""
+        """f and its arguments for one run, and the contexts that are around each run."""
         casts = world.own_autocast_cache() if self._world.casts else None
         for context in filter(None, (rebuilt, *others, casts, autograd.parametrizations_anew())):
             stack.enter_context(context)
@@ -189,7 +188,7 @@ class Call(UserProgram):
             inputs = buffers.given(inputs)
         updates: dict[int, Tensor] = {}
         if found.updates_statistics:
-            # And others that may be given in their place.
+            # Also tensors that `functional_call` may put in the place of buffers.
             others = [*found.buffers_in_training(), *filter(tensors.may_be_buffer, found.tensors.values())]
             updates = tensors.copies_of([x for x in others if id(x) not in self._numbers])
         gradients = []
@@ -209,7 +208,7 @@ class Call(UserProgram):
             except RuntimeError as error:
                 if not any(words in str(error) for words in autograd.WRITES_TO_INPUT):
                     raise
-                # f sees its arguments as leaves, to which autograd lets nobody write.
+                # f gets its arguments as leaves, and autograd refuses writes to leaves.
                 leaves = [
                     f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)
                 ]
@@ -224,7 +223,7 @@ class Call(UserProgram):
         if self.random:
             self._ends = world.marks(world.states(self._streams))
         else:
-            self._states = None  # there is nothing to put back, and each is some kilobytes
+            self._states = None  # nothing to restore, and a state takes some kilobytes
         if content is not None:
             self._arguments.check_unchanged(self.name, content, args, kwargs)
         if gradients:
@@ -236,8 +235,8 @@ class Call(UserProgram):
         for x, where in stored(found, found.changed()):
             if id(x) in map(id, inputs) or not wrappers.is_constant(x):
                 raise EscapeError(
-                    f"remat({self.name}) stores a tensor ({describe(x)}) as {where}, and its gradient would "
-                    "be lost: return it from the function, or store a detached copy."
+                    f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
+                    "be lost. Return it from the function, or store a detached copy."
                 )
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
@@ -247,7 +246,7 @@ class Call(UserProgram):
         return (*outputs, *buffers.outputs(inputs))
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
-        """Keep what buffers were that f has updated; anything else that it has written to is an error."""
+        """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
         for i, (x, version) in enumerate(self._constants):
             is_written, update = tensors.version_of(x) != version, updates.get(id(x))
             if update is None:
@@ -268,9 +267,9 @@ class Call(UserProgram):
                 node, number = edge
                 result = f"{describe(node._input_metadata[number])}, a result of {node.name()}"
                 raise net.not_given(self, f"that requires grad ({result})")
-            # Else one made by f itself, for an inner optimisation: nobody can ask for its gradient.
+            # Otherwise f made the leaf itself, for an inner optimisation: nobody can ask for its gradient.
             elif sys.getrefcount(leaf) > private or wrappers.is_functorch_wrapped_tensor(leaf):
-                captured.append(leaf)  # a wrapper is what hooks around the call gave for an input at a level
+                captured.append(leaf)  # a wrapper comes from hooks around the call, for an input at a level
         return captured
 
     # -- a recomputation ------------------------------------------------------------------------------
@@ -280,7 +279,7 @@ class Call(UserProgram):
         found, checks = self._found, self._options.determinism_check != "none"
         if self.random and self._drawn is None and functorch.is_tracing():
             raise CheckpointError(
-                f"remat({self.name}) has drawn random numbers before make_fx began to record. Pass them as "
+                f"remat({self.name}) drew its random numbers before make_fx began to record. Pass them as "
                 "arguments, or trace the forward too."
             )
         for ref, version, i in self._plain:
@@ -311,20 +310,20 @@ class Call(UserProgram):
             if states is not None and self._drawn is None and checks:
                 if world.ended_elsewhere(states, self._ends):
                     raise CheckpointError(
-                        f"remat({self.name}) has not drawn the random numbers of the forward in the "
-                        "recomputation; maybe another thread did. Give each a torch.Generator of its own, or "
-                        'pass determinism_check="none" if f may draw others.'
+                        f"remat({self.name}): the recomputation drew other random numbers than the forward, "
+                        "perhaps since another thread drew too. Give each thread a torch.Generator, or "
+                        'pass determinism_check="none" to allow other numbers.'
                     )
         again = Outputs(self.name, out)
         if checks and (difference := self._outputs.difference(again)):
             raise CheckpointError(
-                f"remat({self.name}): the recomputation gave {difference}. Give the function what it depends "
-                'on as arguments, or, if you know better, pass determinism_check="none".'
+                f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "
+                'as arguments, or turn this check off with determinism_check="none".'
             )
         return (*again.as_in(self._outputs), *buffers)
 
     def _mapped(self, inputs: Tensors) -> dict[int, Tensor]:
-        """What stands for captured tensors in a recomputation, by their ids."""
+        """By id: the tensors that replace captured ones in a recomputation."""
         mapped = self._unused.copy()
         for key, i in self._numbers.items():
             mapped[key] = inputs[i]
@@ -349,8 +348,8 @@ class Call(UserProgram):
     def _changed_inside(self, x: Tensor, where: str) -> MutationError:
         return MutationError(
             f"remat({self.name}) changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside "
-            "the function, or return the new value. What may be updated is a buffer of a module that is "
-            f"training, of at most {tensors.MAX_BUFFER} elements."
+            "the function, or return the new value. Only buffers of a module in training may be updated, of "
+            f"at most {tensors.MAX_BUFFER} elements."
         )
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
@@ -359,7 +358,7 @@ class Call(UserProgram):
                 raise self._changed_inside(inputs[i], self.where(i))
 
     def held(self) -> list[Tensor]:
-        """Constants of f, and copies to compare with."""
+        """The tensors that this call holds itself: constants of f, and copies of values."""
         values = self._outputs.values if self._outputs is not None else ()
         return [*map(_tensor, (*self._constants, *values)), *self._updated.values()]
 

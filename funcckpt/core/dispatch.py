@@ -1,9 +1,9 @@
 """The rules of remat, applied directly to functorch's interpreters.
 
-`bind(program, inputs)` looks at the innermost active level, applies the rule for its kind, leaves
-that level and starts again, until none is left; there the program runs. This is what functorch
-does with an `autograd.Function` (`primitive` has remat as one), without a class built for each
-level and call, and without what that one cannot express.
+`bind(program, inputs)` looks at the innermost active level, applies the rule for its kind, leaves that level
+and starts again, until none is left. Then the program runs. functorch does the same with an
+`autograd.Function` (`primitive` is remat in this form), but builds a class for each level and call, and
+cannot express all that is done here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .tensors import Tensors
 
 def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """R[program](inputs), under whatever transforms are active."""
-    # Operators unwrap what belongs to a level that is gone; a rule has to do so itself.
+    # Operators unwrap tensors of a level that has closed; a rule must do so itself.
     if any(map(wrappers.is_dead_tensor_wrapper, inputs)):
         inputs = [*map(wrappers.alive, inputs)]
     interpreter = functorch.peek_interpreter_stack()
     if interpreter is not None:
         return _RULES[interpreter.key().value](interpreter, program, inputs)
-    # No functorch level is left: plain reverse and forward mode, or just the values.
+    # No functorch level is left: plain autograd in reverse or forward mode, or values only.
     if wrappers.in_dual_level() and (duals := split_duals(inputs))[2]:
         return _bind_dual(program, inputs, *duals)
     return _bind_values(program, inputs)[0]
@@ -70,9 +70,9 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     if isinstance(recording, Recording):
         active = recording.active
         unused.update(recording.unused)
-    # At this level, and in plain autograd, where tangents of levels inside may have been further inputs.
+    # Unused at this level, or in plain autograd (there, tangents of inner levels may be further inputs).
     if unused := {i for i in unused if i < len(inputs)}:
-        # With its tangents: torch makes zeros of those that lack, and f may write to them in place.
+        # Tangents are kept: torch would make zeros of missing ones, and f may write to them in place.
         kinds = [layer.kind for layer in functorch.active_layers()]
         keeps_tangents = "jvp" in kinds or wrappers.has_dual_level()
         for i in unused:
@@ -103,8 +103,8 @@ def _vmapped(
     randomness: str,
     inputs: Sequence[Tensor],
 ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
-    """vmap of a program, at a level, and its inputs."""
-    # A level that was not there when the user called f has no say in its randomness.
+    """vmap of a program at a level, and its inputs."""
+    # A level that was entered after the user called f does not decide its randomness.
     if level > program.call_level:
         randomness = "same"
     return program.vmapped(min(program.call_level, level - 1), in_dims, batch_size, randomness, inputs)
@@ -114,8 +114,8 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     level = interpreter.level()
     values, in_dims = functorch.unbatched(inputs, level)
     batch_size, randomness = functorch.options_of_vmap(interpreter)
-    # Under "different" each sample draws its own numbers even from unbatched inputs, and under "error"
-    # f must be allowed to fail.
+    # Under "different" each sample draws its own numbers, even if no input is batched. Under "error", f must
+    # be able to raise.
     draws = randomness != "same" and level <= program.call_level and program.source.random is not False
     if not draws and in_dims.count(None) == len(in_dims):
         return functorch.below(interpreter, bind, program, values)
@@ -155,7 +155,7 @@ _RULES = {
 def _bind_dual(
     program: Program, inputs: Sequence[Tensor], primals: Any, tangents: Any, along: tuple[int, ...]
 ) -> Tensors:
-    """Plain reverse and forward mode are one level: f sees both at once."""
+    """Plain reverse and forward mode together: they are one level, and f sees both at once."""
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     differentiated = [i for i, x in enumerate(inputs) if x.requires_grad and records]
     inner = recorded(program, differentiated) if differentiated else program
@@ -164,8 +164,8 @@ def _bind_dual(
     outputs, out_tangents = jvp.split(results)
     if not any(map(wrappers.require_grad, (*inputs, *captured))) or not records:
         return _make_duals(outputs, out_tangents)
-    # The graph of the primal has to lead back to the dual inputs, so that a backward through it is
-    # differentiated in forward mode too.
+    # The graph of the primal must lead back to the dual inputs: forward mode also differentiates a backward
+    # through it.
     detached = tuple([wrappers.detached(wrappers.with_memory_for_each(y)) for y in outputs])
     active = [*map(is_differentiable, detached)]
     return attach(
@@ -174,13 +174,13 @@ def _bind_dual(
 
 
 def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
-    """In plain reverse mode. With the results come the captured tensors that their graph leads to."""
+    """The rule for plain reverse mode. Also gives the captured tensors in the graph of the results."""
     is_legacy = any(map(wrappers.is_legacy_batchedtensor, inputs))
     if is_legacy and (program.is_pullback or isinstance(program, Jvp)):
         return _bind_legacy(program, inputs), ()
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    # A recording of make_fx knows no graph of plain autograd: what requires grad is constant in it.
+    # make_fx does not record the graph of plain autograd: tensors that require grad are constants in it.
     records = records and (source.is_compiled or not functorch.is_tracing())
     values = wrappers.without_forward_views(inputs, record=records)
     layers, source.layers = source.layers, None
@@ -209,8 +209,8 @@ def attach(
 ) -> Tensors:
     """Give values the history of R[program](inputs), in plain autograd or at the innermost grad level.
 
-    `active` says for each whether it depends on an input that requires grad. With `tangents` some inputs are
-    dual in plain forward mode, and so will the results be.
+    `active` says for each value whether it depends on an input that requires grad. With `tangents`, some
+    inputs are dual in plain forward mode, and so are the results.
     """
     if captured:
         program = WithCaptured(program, program.call_level, [*map(id, captured)])
@@ -223,7 +223,7 @@ def attach(
 
 
 class _Node(functorch.SingleLevelFunction):
-    """R in plain autograd or at one grad level: values that were computed before get a history.
+    """R in plain autograd or at one grad level: gives a history to values that are computed already.
 
     It saves its inputs, and what a policy keeps.
     """
@@ -253,7 +253,7 @@ class _Node(functorch.SingleLevelFunction):
                 raise
             raise MutationError(
                 f"an input of remat({program.source.name}), or a tensor that it captured, was changed in "
-                f"place between the forward and the backward. Pass a copy of it (x.clone()): {error}"
+                f"place between the forward and the backward. Pass a copy of it (x.clone()). {error}"
             ) from None
         handing_out: Any = nullcontext()
         if ctx.kept is not None:
@@ -262,7 +262,7 @@ class _Node(functorch.SingleLevelFunction):
             del arguments[kept]
         arity = len(arguments)
         leading = len(needed) - arity
-        # In the last backward of a level nobody can differentiate there: to record would be dead weight.
+        # Nobody can differentiate the last backward of a level at that level: a recording is dead weight.
         last = functorch.peek_interpreter_stack() if level else None
         if last is not None and (
             last.level() != level
@@ -291,7 +291,7 @@ class _Node(functorch.SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        """In plain forward mode. What gives the outputs has given their tangents too."""
+        """The rule for plain forward mode: the tangents were computed with the outputs."""
         tangents, ctx.tangents = ctx.tangents, ()
         return (*tangents,)
 

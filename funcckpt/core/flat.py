@@ -1,4 +1,4 @@
-"""A call as flat tensors and all the rest: what f is given, and what it returns."""
+"""A call as flat tensors and other values: the arguments of f, and its outputs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..closures import Found
 from ..errors import InputError, MutationError, OutputError, describe
 from .tensors import Tensors, is_close
 
-# What may be an argument and holds nothing.
+# Types of arguments and outputs that hold no other object.
 LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 _FLAGS = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device))
 
-# How a call is put together again: as a tree, or, if there are no containers, by the names of its keywords.
+# The structure of a call: a tree, or, if no argument is a container, the names of its keywords.
 Structure = pytree.TreeSpec | tuple[str, ...]
 
 
 def flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
-    """The leaves of a call. Most have tensors and numbers for arguments: no tree to take apart."""
+    """The leaves of a call. Most calls have no containers, and need no pytree."""
     values = [*args, *kwargs.values()]
     if all(map(isinstance, values, repeat(LEAVES))):
         return values, (*kwargs,)
@@ -36,7 +36,7 @@ def flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
 
 
 def unflatten(leaves: list[Any], structure: Structure) -> Any:
-    """The arguments of a call, and its keywords."""
+    """The args and kwargs of a call."""
     if not isinstance(structure, tuple):
         return pytree.tree_unflatten(leaves, structure)
     count = len(leaves) - len(structure)
@@ -44,35 +44,35 @@ def unflatten(leaves: list[Any], structure: Structure) -> Any:
 
 
 class _Static:
-    """A leaf for what is static."""
+    """A leaf that holds a static argument."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class Arguments:
-    """Arguments as flat tensors and all the rest."""
+    """Arguments as flat tensors and other values."""
 
     def __init__(
         self, name: str, args: Any, kwargs: Any, static_argnums: frozenset[int], static_names: frozenset[str]
     ) -> None:
         leaves: list[Any] = [*args]
         for i in static_argnums:
-            if -len(args) <= i < len(args):  # others are given by keyword, or left to their default
+            if -len(args) <= i < len(args):  # else passed by keyword, or not at all
                 leaves[i] = _Static(args[i])
         for key in static_names & kwargs.keys():
             kwargs = {**kwargs, key: _Static(kwargs[key])}
         leaves, self._structure = flatten(leaves, kwargs)
-        self.is_flat = isinstance(self._structure, tuple)  # then there is nothing to search
-        self.others = leaves  # what is no tensor, in its place
+        self.is_flat = isinstance(self._structure, tuple)  # then no argument needs a search
+        self.others = leaves  # the leaves, with None in place of tensors
         self.tensors: list[Tensor] = []
-        # Which tensor stands where among the leaves.
+        # For the position of each tensor among the leaves, its number among the tensors.
         self._numbers: dict[int, int] = {}
         numbers: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
-            # An inference tensor is no variable of any graph, which would refuse to save it.
+            # The graph refuses to save inference tensors.
             if isinstance(leaf, Tensor) and not leaf.is_inference():
-                # The same tensor twice is one input, and f finds it to be one.
+                # A tensor that is passed twice is one input, and one object to f.
                 number = self._numbers[i] = numbers.setdefault(id(leaf), len(numbers))
                 if number == len(self.tensors):
                     self.tensors.append(leaf)
@@ -93,22 +93,22 @@ class Arguments:
         return unflatten(leaves, self._structure)
 
     def flags(self) -> list[Any]:
-        """What may decide what f does: numbers that are not floating, strings, and tuples of them."""
+        """Values that may decide what f does: strings, numbers except floats, and tuples of them."""
         tuples = [(*x,) if isinstance(x, tuple) else (x,) for x in self.others]
         return [items for items in tuples if _FLAGS.issuperset(map(type, items))]
 
     def check_unchanged(self, name: str, before: tuple[list[Any], Any], args: Any, kwargs: Any) -> None:
-        """f is given containers of its own: what it does to them nobody would see."""
+        """Raise if f has changed a container: it is a copy, so the caller would not see the change."""
         leaves, structure = before
         now, new_structure = pytree.tree_flatten((args, kwargs))
         if structure != new_structure or any(map(operator.is_not, leaves, now)):
             raise MutationError(
-                f"remat({name}) changes a list or dict among its arguments. The caller would not see it: "
-                "return the changed one."
+                f"remat({name}) changes a list or dict among its arguments, which is a copy, so that the "
+                "caller would not see it. Return the changed one."
             )
 
     def where(self, i: int) -> str:
-        """The place of tensor `i` among the arguments, in words."""
+        """The name of tensor `i` among the arguments."""
         return self._where_leaf(next(at for at, number in self._numbers.items() if number == i))
 
     def _where_leaf(self, i: int) -> str:
@@ -116,26 +116,26 @@ class Arguments:
         return f"argument {pytree.keystr(paths[i][0][1:])}"
 
 
-_ONE = pytree.tree_structure(0)  # of what is no container
+_ONE = pytree.tree_structure(0)  # of a single leaf
 OutputMeta = tuple[torch.dtype, tuple[int, ...], torch.device]
 
 
 class Outputs:
-    """What f returned: its structure, what is no tensor, and how each tensor looked."""
+    """What f returned: its structure, its other values, and shape, dtype and device of each tensor."""
 
-    # Where the runs are compared by values: those of the outputs below all levels, and how many these are.
+    # If values are compared: each output below all levels, and its number of batch dimensions.
     values: Sequence[tuple[Tensor, int]] = ()
 
     def __init__(self, name: str, out: Any, inputs: Sequence[Tensor] = ()) -> None:
-        """`inputs` are the tensors that f was given for them."""
+        """`inputs` are the tensors that f was given."""
         leaves: list[Any] = [out]
         self.structure = _ONE
         if not isinstance(out, Tensor):
             leaves, self.structure = pytree.tree_flatten(out)
         self.others = leaves
         self.tensors: list[Tensor] = []
-        # By their positions among the leaves: what tensors look like, and which output each is. An input that
-        # is handed back has a number below zero: its place, counted from the end of the inputs.
+        # By position among the leaves: the look of each tensor, and its number among the outputs. An input
+        # that is returned has a negative number: its place, counted from the end of the inputs.
         self._looks: dict[int, OutputMeta] = {}
         self._numbers: dict[int, int] = {}
         numbers = dict(zip(map(id, inputs), range(-len(inputs), 0), strict=True))
@@ -144,7 +144,7 @@ class Outputs:
                 number = self._numbers[i] = numbers.setdefault(id(leaf), len(self.tensors))
                 if number == len(self.tensors):
                     self.tensors.append(leaf)
-                # A nested tensor with strides has no shape that one may ask for.
+                # A strided nested tensor refuses to tell its shape.
                 shape = () if leaf.is_nested and leaf.layout == torch.strided else leaf.shape
                 self._looks[i] = leaf.dtype, shape, leaf.device
                 leaves[i] = None
@@ -153,7 +153,7 @@ class Outputs:
         self._aliased = _aliased(self.tensors, inputs) if inputs else ()
 
     def as_in(self, first: Outputs) -> Tensors:
-        """The tensors that were outputs in the first run, where this is another one."""
+        """The tensors of this run that correspond to the output tensors of the first run."""
         if self._numbers == first._numbers:
             return (*self.tensors,)
         found = {n: self.tensors[self._numbers[i]] for i, n in first._numbers.items() if n >= 0}
@@ -162,8 +162,8 @@ class Outputs:
     def assemble(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         leaves, tensors = [*self.others], [*tensors]
         for i in self._aliased:
-            # One of several views, to which autograd lets nobody write: the others would change with it, and
-            # their gradients would not know.
+            # Made one of several views, to which autograd refuses writes: a write would also change the
+            # tensors that share the memory, without their gradients.
             if tensors[i].requires_grad:
                 tensors[i] = tensors[i].unsqueeze(0).unbind()[0]
         tensors += inputs
@@ -174,15 +174,15 @@ class Outputs:
     def difference(self, again: Outputs) -> str | None:
         """How the outputs of a recomputation differ from these, in words."""
         if self.structure != again.structure:
-            return f"structure {again.structure}, and the forward {self.structure}"
+            return f"structure {again.structure}, but the forward {self.structure}"
         for i in range(len(self.others)):
             look, now = self._looks.get(i), again._looks.get(i)
             if look != now:
-                return f"output {i} as {_in_words(now)}, and the forward as {_in_words(look)}"
+                return f"output {i} as {_in_words(now)}, but the forward as {_in_words(look)}"
         if self.values:
             for i, ((x, levels), y) in enumerate(zip(self.values, again.as_in(self), strict=True)):
                 values, levels_now = wrappers.physical(y.detach())
-                # What another level (the vmap of jacfwd, say) may have batched cannot be compared.
+                # If a level that came later (the vmap of jacfwd) has batched it, it cannot be compared.
                 if levels == levels_now and not is_close(x, values):
                     return f"other values in output {i}, {describe(x)}, than the forward"
         return None
@@ -195,7 +195,7 @@ def _in_words(look: OutputMeta | None) -> str:
 def _refuse_if_it_hides_tensors(leaf: Any, returned: str) -> None:
     if any(hasattr(type(leaf), name) for name in ("__next__", "__anext__", "__await__")):
         raise OutputError(
-            f"{returned}, whose values come only after the checkpoint. Return them in a list or tuple."
+            f"{returned}, whose values are computed after the checkpoint. Return a list or tuple of them."
         )
     for x in Found(leaf, everything=True).tensors.values():
         if wrappers.is_tracked(x):
@@ -206,7 +206,7 @@ def _refuse_if_it_hides_tensors(leaf: Any, returned: str) -> None:
 
 
 def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[int]:
-    """Which outputs share memory with another one, or with an input."""
+    """The numbers of the outputs that share memory with another output or an input."""
     if len(outputs) == 1 and not (outputs[0]._is_view() or wrappers.is_functorch_wrapped_tensor(outputs[0])):
         return ()
     storages = wrappers.storages_of(outputs)

@@ -1,13 +1,12 @@
 """The first run of a program, under a net.
 
-A program runs with all functorch levels moved into it. A tensor that f uses without having been given it, and
-that belongs to one of those levels, would there be a constant: a wrong gradient with no error. So in the
-first run the levels of the caller are put back below it as shadows, over inputs that belong to none of them.
-If an output then belongs to one, a captured tensor was missed: an error.
+A program runs with all functorch levels moved into it. If f uses a tensor of such a level that is not an
+input, the tensor would be a constant: a wrong gradient, without an error. So in the first run the levels of
+the caller are put back below the program as shadows, over inputs that belong to none of them. If an output
+belongs to a shadow, a captured tensor was missed, which is an error.
 
-What f has captured of plain autograd needs no shadow: the graph that the first run leaves behind leads there.
-The edges at which it enters are inputs of R, and all others are none: a parameter that `functional_call` has
-replaced, for one.
+Captured tensors of plain autograd need no shadow: the graph of the first run leads to them. Only those at
+which this graph begins are inputs of R. A parameter that `functional_call` has replaced is not.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .tensors import Tensors, versions_of
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    """Run a program whose function has run before, and record nothing."""
+    """Run a program after the first run of its function, and record nothing."""
     with torch.no_grad():
         return recompute.run(program, inputs)
 
@@ -98,7 +97,7 @@ def run_first(
 def _below_shadows(
     y: Tensor, layers: Sequence[functorch.Layer], levels: Sequence[int], source: UserProgram
 ) -> Tensor:
-    # What is_grads_batched has batched has hardly any operators, and no tangent.
+    # A tensor that is_grads_batched has batched supports few operators, and has no tangent.
     is_legacy = wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y))
     for layer, level in zip(reversed(layers), reversed(levels), strict=True):
         if layer.kind == "vmap":
@@ -110,12 +109,12 @@ def _below_shadows(
             y = wrappers._unwrap_for_grad(y, level)
         if captured:
             depends = f": an output ({describe(y)}) depends on it"
-            raise not_given(source, f"of {layer.kind} at level {level}", depends)
+            raise not_given(source, f"that belongs to {layer.kind} at level {level}", depends)
     return y
 
 
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     return ClosureError(
-        f"remat({source.name}) uses a tensor {what} and that it was not given, in a way that could not be "
-        f"traced{then}. Pass it as an argument."
+        f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
+        f"captured tensors did not find{then}. Pass it as an argument."
     )

@@ -1,14 +1,14 @@
 """remat as a `torch.autograd.Function`, on public API alone.
 
-This is the definition, as short as it can be said: a Function whose first argument is a program, with a rule
-for each transform that makes the next program. `dispatch` applies the same rules without a class built for
-each level and call. What is here is the fallback where a release of torch has moved a private name, and what
-the tests compare `dispatch` with. `Generated` has its rule for vmap derived by torch, independently of ours.
+This is the shortest definition: a Function whose first argument is a program, with a rule for each transform
+that makes the next program. `dispatch` applies the same rules without building a class for each level and
+call. This module is the fallback if a release of torch has moved a private name, and the tests compare
+`dispatch` with it. The vmap rule of `Generated` is derived by torch, independently of ours.
 
-What this form cannot do, and `dispatch` can: leave out captured tensors that f does not use; give primal and
-tangent in one evaluation; record nothing in the last backward of a level; `functionalize`; keep what a policy
-says; put back random streams other than torch's, or under a vmap that came after the call. An input on which
-nothing depends gets zeros, and a tensor that the search does not find is a constant.
+This form cannot do all that `dispatch` does. It does not leave out captured tensors that f does not use,
+compute primal and tangent in one evaluation, skip the recording in the last backward of a level, support
+`functionalize` or policies, or restore random streams other than torch's or under a vmap that came after the
+call. An unused input gets zeros for its gradient. A tensor that the search does not find is a constant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Rules(torch.autograd.Function):
 
     @staticmethod
     def forward(program: Program, *inputs: Tensor) -> Tensors:
-        # With grad mode off some formulas inside of a pullback are not differentiable (that of linalg.solve).
+        # With grad mode off, some backward formulas are not differentiable (that of linalg.solve).
         with torch.enable_grad():
             outputs = program(*[x.detach() for x in inputs])
         return tuple([y.detach() for y in outputs])
@@ -82,7 +82,7 @@ class Remat(_Rules):
         along = [i for i, t in enumerate(tangents) if t is not None]
 
         def tangent(*inputs: Tensor) -> Tensors:
-            """By two pullbacks: plain forward mode would not nest."""
+            """Computed by two pullbacks: plain forward mode cannot be nested."""
             f, primals = _partly(program, inputs[:arity], along)
             outputs, pull = vjp(f, *primals)[:2]
             results = vjp(pull, tuple(map(torch.zeros_like, outputs)))[1](inputs[arity:])[0]
@@ -94,7 +94,7 @@ class Remat(_Rules):
 
 
 class Generated(_Rules):
-    """R with the rule for vmap that torch derives; it has no forward mode."""
+    """R with the vmap rule that torch derives, and without forward mode."""
 
     generate_vmap_rule = True
 
@@ -106,7 +106,7 @@ def _is_differentiable(x: Tensor) -> bool:
 def _partly(
     program: Program, primals: Tensors, wrt: Sequence[int], of: Sequence[int] | None = None
 ) -> tuple[Program, list[Tensor]]:
-    """A program as a function of some of its inputs, with some of its outputs; and these inputs."""
+    """A program restricted to some of its inputs and outputs; and these inputs."""
 
     def run(*some: Tensor) -> Tensors:
         inputs = dict(enumerate(primals)) | dict(zip(wrt, some, strict=True))
@@ -117,9 +117,9 @@ def _partly(
 
 
 class _Call:
-    """One call of f, flat: the program at the root. Arguments and what f refers to are found in one way."""
+    """One call of f, flat: the program at the root. One search finds arguments and captured tensors."""
 
-    # What it returned, without tensors.
+    # What f returned, with `_PLACE` in place of tensors.
     outputs: Any = None
 
     def __init__(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ def remat(f: Callable[..., Any], spelling: type[_Rules] = Remat) -> Callable[...
     Parameters
     ----------
     f : callable
-        As for `funcckpt.remat`.
+        As for `funcckpt.remat`, whose options this function does not take.
     spelling : type
         `Remat`, or `Generated`.
 

@@ -1,11 +1,11 @@
 """What a checkpoint recomputes: a pure function of flat tensors, and how the next one is made.
 
-`Vjp`, `Jvp` and `Vmap` are the three programs on the right of the lines in `funcckpt.core`; `Functional` is
-the same for `torch.func.functionalize`, and `Recording` runs a program at a grad level that does not
-differentiate it, so that f meets the same stack of levels as it would without remat. A program runs with no
-functorch level below it: all of them have been moved into the program.
+`Vjp`, `Jvp` and `Vmap` are the three programs on the right of the lines in `funcckpt.core`. `Functional` is
+the same for `torch.func.functionalize`. `Recording` runs a program at a grad level that does not
+differentiate it, so that f meets the same stack of levels as without remat. A program runs with no functorch
+level below it: all of them have been moved into the program.
 
-A program never holds a tensor that is among its inputs: `autograd` owns those, and frees them.
+A program never holds one of its input tensors: `autograd` owns those, and frees them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Program:
 
     # The program at the root: the user's function.
     source: UserProgram
-    # Levels up to this one existed when the user called f, and decide about its randomness. Levels above came
+    # Levels up to this one existed when the user called f, and decide its randomness. Higher levels came
     # later (the vmap of `jacrev` over cotangents), and do not.
     call_level: int
-    # Whether this is, or is made from, the pullback of another program.
+    # Whether this is a pullback, or made from one.
     is_pullback = False
 
     def run(self, *inputs: Tensor) -> Tensors:
@@ -60,50 +60,50 @@ class Program:
 
 
 class UserProgram(Program):
-    """The user's function, flat. `run` says how it runs the first time, and how again."""
+    """The user's function, flat. `run` makes the first run, and the recomputations."""
 
-    # Whether this is a graph that `torch.compile` traces: plain autograd goes through it.
+    # Whether this is a graph that `torch.compile` traces. Plain autograd differentiates through such a graph.
     is_compiled = False
     # Whether a run draws random numbers; None before the first.
     random: bool | None = None
-    # What its code is, to expect of another call what this one did.
+    # Its code, the key for what is learned for later calls.
     code: Any = None
-    # For a policy: those of all that it refers to, and arguments that may decide what it does.
+    # For a policy: the codes of all functions that f refers to, and arguments that may decide what f does.
     codes: tuple[Any, ...] = ()
-    # What a policy has kept of the first run, until the nodes have it.
+    # What a policy keeps of the first run, until the graph nodes own it.
     kept: recording.Kept | None = None
-    # How many of the inputs are arguments. The others f has captured at levels, and maybe does not use.
+    # How many of the inputs are arguments. f has captured the others at levels, and may not use them.
     arity = 1 << 30
-    # The tensors of plain autograd that f has captured and uses. After the call they are held here only if
-    # that was under a transform: nodes above hold no such.
+    # The captured tensors of plain autograd that f uses. After the call they are held here only if it was
+    # under a transform, where the graph nodes do not hold them.
     captured: Sequence[Tensor] = ()
-    # Of captured inputs, those that require grad in plain autograd, and on which no output depends.
+    # The captured inputs that require grad in plain autograd, but on which no output depends.
     unused: Sequence[int] = ()
-    # What a policy asks in the first run.
+    # Asks the policy in the first run.
     chooser: Chooser | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.call_level = functorch.maybe_current_level() or 0
         self.torch_function = functorch._get_torch_function_state()
-        # The levels that are active at the call, until the first run.
+        # The levels that are active at the call; None after the first run.
         self.layers: list[functorch.Layer] | None = functorch.active_layers()
 
-    # An attribute would be a cycle, in which the tensors of a call wait for the collector.
+    # Not an attribute: a reference cycle would keep the tensors of a call until Python's collector runs.
     @property
     def source(self) -> UserProgram:  # type: ignore[override]
         return self
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> Sequence[Tensor]:
-        """The captured tensors at the edges by which the graph of the outputs leaves f."""
+        """The captured tensors at the edges at which the graph of the outputs begins."""
         raise AssertionError(edges)
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The inputs of a program made from this one, where no level is left."""
+        """Called with the inputs of a program made from this one when no level is left; may replace them."""
         return inputs
 
     def held(self) -> list[Tensor]:
-        """The tensors that are kept for a recomputation, beside the inputs."""
+        """The tensors beside the inputs that are kept for a recomputation."""
         return []
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
@@ -142,14 +142,14 @@ class Vmap(Derived):
 class Recording(Derived):
     """A program at a grad level of its own, as f would find it without remat.
 
-    Some operators have a batching rule only for what they decompose into once autograd has seen
-    them (`column_stack`), some run other kernels when something requires grad, and f may itself call
-    `torch.autograd.grad`. What the level records goes when it closes.
+    Some operators (`column_stack`) have a batching rule only for the parts into which autograd decomposes
+    them. Some run other kernels if an input requires grad. And f may itself call `torch.autograd.grad`. What
+    the level records is dropped when it closes.
     """
 
     differentiated: Sequence[int] = ()
-    # Once it has run: which outputs depend on an input that requires grad, and which such inputs that f has
-    # captured no output depends on.
+    # Known after the run: whether each output depends on an input that requires grad; and the captured inputs
+    # that require grad, but on which no output depends.
     active: Sequence[bool] = ()
     unused: Sequence[int] = ()
 
@@ -178,7 +178,7 @@ class Recording(Derived):
 
 
 def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recording:
-    """`program` as it runs at a grad or jvp level. A pullback brings a level of its own."""
+    """`program` as it runs at a grad or jvp level. A pullback has a level of its own already."""
     if program.is_pullback or (isinstance(program, Recording) and not differentiated):
         return program
     return Recording(program, program.call_level, differentiated)
@@ -186,7 +186,7 @@ def recorded(program: Program, differentiated: Sequence[int]) -> Program | Recor
 
 @dataclass(eq=False)
 class WithCaptured(Derived):
-    """(inputs, captured tensors) -> outputs: what f refers to in plain autograd, by its ids, as inputs."""
+    """(inputs, captured tensors) -> outputs. The captured tensors of plain autograd become inputs, by id."""
 
     ids: Sequence[int]
 
@@ -201,7 +201,7 @@ class WithCaptured(Derived):
 
 
 class _Here(threading.local):
-    # Of the function that runs again in this thread: captured tensors, with their ids in the forward.
+    # The function that is recomputed in this thread, and its captured tensors, with their ids in the forward.
     captured: tuple[Any, Sequence[tuple[int, Tensor]]] = None, ()
 
 
@@ -212,8 +212,8 @@ here = _Here()
 class Jvp(Derived):
     """(inputs, tangents) -> (outputs, tangents), in one evaluation.
 
-    The tangents are those of the inputs `along`. Output tangents come for the outputs that have
-    one: `active` says which, once the program has run.
+    The input tangents are those of the inputs `along`. Only outputs that have a tangent give one: `active`
+    says which, once the program has run.
     """
 
     arity: int
@@ -221,7 +221,7 @@ class Jvp(Derived):
     active: tuple[int, ...] = ()
 
     def run(self, *inputs: Tensor) -> Tensors:
-        # Some backward formulas inside of the program are differentiable only where grad mode is on.
+        # Some backward formulas inside of the program are differentiable only with grad mode on.
         with functorch.jvp_level() as level, torch.enable_grad():
             duals = wrappers.wrapped_for_grad(inputs[: self.arity], level)
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
@@ -237,7 +237,7 @@ class Jvp(Derived):
 
 
 def split_duals(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, ...]]:
-    """Primals, tangents, and the numbers of those that have one."""
+    """Primals, tangents, and the numbers of the tensors that have a tangent."""
     primals = [*tensors]
     tangents = {i: t for i, t in enumerate(map(wrappers.tangent_of, tensors)) if t is not None}
     for i in tangents:
@@ -261,14 +261,14 @@ class Functional(Derived):
 class Vjp(Derived):
     """(inputs, cotangents) -> gradients.
 
-    Differentiates with respect to the inputs `wrt`; the cotangents are those of the outputs
-    `of`. Gradients come for those of `wrt` on which the outputs depend: `connected` says
-    which, once the program has run, so that an unused input gets None and not zeros.
+    Differentiates with respect to the inputs `wrt`; the cotangents are those of the outputs `of`. Only inputs
+    on which the outputs depend have a gradient: `connected` says which, once the program has run. So an
+    unused input gets None, not zeros.
 
-    `at_level` says whether f was recorded at a functorch level: then it is recorded again at one, and
-    meets the same kernels, refusals and wrappers. Plain autograd takes more, and is faster.
+    `at_level`: f was recorded at a functorch level. Then it is recorded again at one, and meets the same
+    kernels, errors and wrappers. Plain autograd supports more, and is faster.
 
-    A batched one is under a vmap over the cotangents alone. That applies to the pullback and not to the
+    In a batched Vjp, only the cotangents are batched. The vmap applies to the pullback and not to the
     program, which therefore runs once for a whole Jacobian.
     """
 
@@ -279,13 +279,14 @@ class Vjp(Derived):
     of: tuple[int, ...]
     at_level: bool
     connected: Sequence[bool] = ()
-    # Of a batched one, what it was before, and the dimensions of cotangents, batch size and randomness.
+    # For a batched Vjp: the unbatched one; and the dims of the cotangents, batch size and randomness.
     unbatched: Vjp | None = None
     batch: tuple[functorch.Dims, int, str] = (), 0, ""
     out_dims: functorch.Dims = ()
 
     def __post_init__(self) -> None:
-        # A pullback records by itself. But f may look for a graph of what only an inner level differentiates.
+        # A pullback records by itself, so no Recording is needed. But f may look at a graph that only an
+        # inner level differentiates: then it stays.
         if isinstance(self.inner, Recording) and set(self.inner.differentiated) <= set(self.wrt):
             self.inner = self.inner.inner
         self.source = self.inner.source
@@ -305,7 +306,7 @@ class Vjp(Derived):
             with functorch.torch_function_as(source.torch_function):
                 return self.run(*inputs)
         primals, cotangents = [*inputs[: self.arity]], inputs[self.arity :]
-        # Grad mode on means that this program is itself being differentiated.
+        # If grad mode is on, this program is itself being differentiated.
         nested = torch.is_grad_enabled()
         is_plain = (
             not self.at_level and functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
@@ -315,8 +316,8 @@ class Vjp(Derived):
             outputs, leaves = self.record(primals, is_plain)
         if len(self.of) < len(outputs):
             outputs = [outputs[i] for i in self.of]
-        # A batched pullback takes the formulas that torch.func takes: some that autograd prefers where
-        # nobody looks have no right batching rule (lu_solve under two vmaps).
+        # A batched pullback uses the formulas of torch.func (create_graph=True). Without it, autograd prefers
+        # some that have a wrong batching rule (lu_solve under two vmaps).
         create_graph = nested or self.unbatched is not None
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
             create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
@@ -324,8 +325,8 @@ class Vjp(Derived):
         return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
 
     def record(self, primals: list[Tensor], is_plain: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of f on leaves, and these. Plain autograd takes what functorch refuses."""
-        if torch.is_inference_mode_enabled():  # where a backward may be called, and nothing be recorded
+        """Record f on leaves; gives outputs and leaves. Plain autograd supports more than functorch."""
+        if torch.is_inference_mode_enabled():  # a backward may be called in it, but nothing is recorded
             with torch.inference_mode(False), torch.no_grad():
                 return self.record(primals, is_plain)
         mode, level = torch.is_grad_enabled(), 0
@@ -333,7 +334,7 @@ class Vjp(Derived):
             if not mode and not self.source.captured:
                 if any(map(wrappers.require_grad, primals)):
                     primals = [wrappers.detached(x) if x.requires_grad else x for x in primals]
-                # Kernels ask for the grad mode below all levels (mkldnn's LSTM).
+                # Some kernels read the grad mode below all levels (mkldnn's LSTM).
                 functorch.set_grad_enabled(True)
             level = functorch._grad_increment_nesting()
         try:
@@ -343,7 +344,7 @@ class Vjp(Derived):
                 detach = wrappers.how_to_detach(primals)
                 for i in self.wrt:
                     x = primals[i]
-                    # A captured leaf f may differentiate itself. Hooks of a leaf are for the backward.
+                    # A captured leaf stays, since f may differentiate it; but its hooks are for the backward.
                     if i < given or not x.requires_grad or not x.is_leaf or x._backward_hooks:
                         is_nested = mode and x.requires_grad
                         primals[i] = x.view_as(x) if is_nested else detach(x).requires_grad_()
@@ -351,7 +352,7 @@ class Vjp(Derived):
             else:
                 primals = wrappers.wrapped_for_grad(primals, level)
                 leaves = wrappers.require_grad_at_this_level(primals, self.wrt)
-            # A module tracker puts hooks on what f is given, and must not on a leaf in a backward.
+            # A module tracker puts hooks on the arguments of f. In a backward, it must not get a leaf.
             if functorch.has_global_module_hook():
                 primals = [x.view_as(x) if x.requires_grad and x.is_leaf else x for x in primals]
             return [*self.inner.run(*primals)], leaves
@@ -368,7 +369,7 @@ class Vjp(Derived):
             results, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
             return results
         if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
-            # It raises in a backward, and not in `torch.autograd.grad`: its node leads to none of the leaves.
+            # The node of @once_differentiable leads to no leaf, so `torch.autograd.grad` would not reach it.
             if any([node.name() == "torch::autograd::Error" for node in autograd.nodes_of(outputs)]):
                 raise RuntimeError(
                     "trying to differentiate twice a function that was marked with @once_differentiable"
@@ -376,12 +377,12 @@ class Vjp(Derived):
         edges, used, owner = [], [], None
         for y, ct in zip(outputs, cotangents, strict=True):
             if y.requires_grad:
-                # A node of Python's is owned by the graph, of which there is the tensor alone (torch 2.11).
+                # In torch 2.11 only the tensor keeps a node alive that is written in Python.
                 owner = y if isinstance(y.grad_fn, FunctionCtx) else None
                 edges.append(y if y.grad_fn is None else GradientEdge(y.grad_fn, y.output_nr, owner))
                 used.append(ct)
         del y, owner
-        outputs.clear()  # no value of them is needed any more
+        outputs.clear()  # frees their values
         gradients: Sequence[Tensor | None] = (None,) * len(leaves)
         if edges:
             gradients = autograd.gradients(edges, leaves, used, create_graph)
@@ -391,7 +392,7 @@ class Vjp(Derived):
 
 
 def zeros_for_none(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Any]:
-    """Tangents as an autograd.Function has to give them: None only where there can be none."""
+    """Zeros in place of None, as an autograd.Function must return; None only for outputs without tangent."""
     zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
     pairs = zip(primals, tangents, strict=True)
     return [zeros(y) if t is None and is_differentiable(y) else t for y, t in pairs]

@@ -1,4 +1,4 @@
-"""What a call asks of tensors: levels, versions, marks; and buffers among them."""
+"""Questions about tensors: levels, versions, gradients; and which of them are buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of captured tensors that belong to a functorch level that is active, or are dual."""
+    """The ids of captured tensors that belong to an active functorch level, or are dual."""
     found, level, dual = set(), functorch.maybe_current_level() or 0, wrappers.has_dual_level()
     for x in tensors:
         if not wrappers.is_functorch_wrapped_tensor(x):
@@ -34,19 +34,19 @@ def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def requires_grad(x: Tensor) -> bool:
-    """Whether `x` does, or what is inside of it."""
+    """Whether `x`, or a tensor inside of it, requires grad."""
     return x.requires_grad or (
         wrappers.is_functorch_wrapped_tensor(x) and requires_grad(wrappers.get_unwrapped(x))
     )
 
 
 def version_of(x: Tensor) -> int | None:
-    """How often `x` was changed in place; inference tensors do not count."""
+    """How often `x` was changed in place; None for an inference tensor, which does not count."""
     return None if x.is_inference() else x._version
 
 
 def gradient_of(x: Tensor) -> Any:
-    """What tells whether the gradient of a leaf was assigned, or added to."""
+    """A key that changes when the gradient of a leaf is assigned or added to."""
     return None if x.grad is None else (id(x.grad), x.grad._version)
 
 
@@ -61,15 +61,15 @@ _version = operator.attrgetter("_version")
 
 
 def is_same(x: Tensor, before: Tensor) -> bool:
-    """Whether a buffer is what it was. Where it has no value yet, or to look would be to wait: no."""
+    """Whether a buffer has its old value. False without values, and on a device that would have to wait."""
     if functorch.is_tracing() or x.is_meta or x.device.type != "cpu":
         return False
-    with autograd.without_dispatch_modes():  # a selective checkpoint around it would count the operator
+    with autograd.without_dispatch_modes():  # a selective checkpoint would count the operator
         return torch.equal(wrappers.physical(x.detach())[0], before)
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
-    """Whether values agree, up to the rounding of their dtype; where there are values."""
+    """Whether values agree, up to the rounding of their dtype. True if there are no values."""
     if a.is_meta or b.is_meta:
         return True
     try:
@@ -80,7 +80,7 @@ def is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Callable[[int], str]) -> None:
-    """Raise if f, by a name in words, has accumulated the gradient of a leaf, which was another `before`."""
+    """Raise if f has accumulated the gradient of a leaf. `before` has `gradient_of` each leaf."""
     for x, gradient in before:
         if gradient_of(x) != gradient:
             raise MutationError(
@@ -90,7 +90,7 @@ def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Call
 
 
 class Refusing(world.Mode):
-    """Raises where an operator is given a tensor that was changed in place, and not for its shape."""
+    """Raises if an operator gets a tensor that was changed in place. To read its shape is allowed."""
 
     def __init__(self, changed: Iterable[Tensor], error: Callable[[Tensor], Exception]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Refusing(world.Mode):
         return out
 
 
-# -- buffers: what f may update without being told so ------------------------------------------------------
+# -- buffers: tensors that f may update --------------------------------------------------------------------
 #
 # Running statistics, a count of batches. They are read as of the call, and updated once: by the first run.
 
@@ -117,7 +117,7 @@ def may_be_buffer(x: Tensor) -> bool:
 
 
 def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
-    """What captured buffers are before the first run, by their ids."""
+    """By id: the values of captured buffers before the first run."""
     return {
         id(x): wrappers.physical(x.clone())[0]
         for x in buffers
@@ -126,23 +126,23 @@ def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 class GivenBuffers:
-    """Inputs that may be buffers, such as `functional_call` is given.
+    """Inputs that may be buffers, as `functional_call` gets them.
 
-    One of no level is updated by f itself. One of a level is updated through one more output, since f runs
-    below all levels.
+    f itself updates a buffer of no level. f runs below all levels, so a buffer of a level is updated through
+    one more output.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        # Until they are updated.
+        # By input number; the values become None once the buffers are updated.
         self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if may_be_buffer(x)}
-        # Those of levels; after the first run, those that it has updated.
+        # The numbers of buffers of levels; after the first run, only of those that it has updated.
         self._at_levels = [i for i, x in self._originals.items() if wrappers.is_functorch_wrapped_tensor(x)]
 
     def __contains__(self, i: int) -> bool:
         return i in self._originals
 
     def saved(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs as the graph saves them: with the buffers of the call."""
+        """The inputs that the graph saves: with copies of the buffers."""
         saved = [*inputs]
         for i, x in self._originals.items():
             with nullcontext() if i in self._at_levels else functorch.without_levels():
@@ -150,24 +150,24 @@ class GivenBuffers:
         return saved
 
     def given(self, inputs: Tensors) -> Tensors:
-        """The inputs as f is given them: in its first run it may update a buffer of no level itself."""
+        """The inputs that f gets: in the first run the original buffers of no level, otherwise copies."""
         given = [*inputs]
         for i, x in self._originals.items():
             given[i] = inputs[i].clone() if x is None or i in self._at_levels else x
         return (*given,)
 
     def note(self, inputs: Tensors, before: Tensors) -> None:
-        """See which buffers of levels the first run has updated."""
+        """Find the buffers of levels that the first run has updated."""
         for i in [*self._at_levels]:
             if not inputs[i]._version and is_same(inputs[i], wrappers.physical(before[i])[0]):
                 self._at_levels.remove(i)
 
     def outputs(self, inputs: Tensors) -> list[Tensor]:
-        """What is returned beside the outputs of f."""
+        """The updated buffers of levels, which are returned beside the outputs of f."""
         return [inputs[i] for i in self._at_levels]
 
     def settle(self, outputs: Tensors) -> Tensors:
-        """Update the buffers of levels, after the first run; the outputs of f alone."""
+        """After the first run: update the buffers of levels, and return the outputs of f alone."""
         count = len(outputs) - len(self._at_levels)
         with torch.no_grad():
             for i, updated in zip(self._at_levels, outputs[count:], strict=True):
