@@ -1,11 +1,10 @@
-"""The functions of the matrix.
+"""The functions of the matrix: what random programs (`programs.py`) do not draw, and some that they do.
 
 Each factory is given a `remat` (the real one, or one that does nothing) and returns `fn(x, w)`
 with x of shape (3,) and w of shape (3, 3); what fn does with `remat` inside is the case. What it
 returns is any pytree of tensors.
 """
 
-import functools
 from collections import namedtuple
 from typing import NamedTuple
 
@@ -37,22 +36,6 @@ def random(make):
 # The plain kinds
 
 
-@whole
-def mlp_loss(x, w):
-    return ((w @ torch.tanh(w @ x) - x) ** 2).mean()
-
-
-@whole
-def vector(x, w):
-    return torch.tanh(w @ x) * x
-
-
-@case
-def two_blocks(remat):
-    block = remat(lambda x, w: x + torch.sigmoid(w @ x))
-    return lambda x, w: block(block(x, w), w.t())
-
-
 @case
 def decorated(remat):
     @remat
@@ -64,16 +47,6 @@ def decorated(remat):
         return x * scale + shift.cos()
 
     return lambda x, w: g(f(x, w), shift=x)
-
-
-@case
-def static_arguments(remat):
-    @functools.partial(remat, static_argnums=(1,), static_argnames=("train",))
-    def f(x, power, w, train=False):
-        assert type(power) is int and type(train) is bool
-        return (w @ x) ** power if train else x
-
-    return lambda x, w: (f(x, 2, w, train=True), f(x, 3, w=w, train=False) * 2)
 
 
 # Pytrees
@@ -100,36 +73,7 @@ def trees(remat):
     return lambda x, w: f({"x": x, "w": w}, Pair(x.sin(), (w.sum(1), None)), x.cos(), k=w.diag())
 
 
-@case
-def leaves_that_are_no_tensors(remat):
-    @remat
-    def f(x, mode, n, nothing, w):
-        assert mode == "go" and nothing is None and n == 2
-        return {"y": (w @ x).sin() ** n, "nothing": None, "mode": mode, "n": n}
-
-    def fn(x, w):
-        out = f(x, "go", 2, None, w)
-        assert out["nothing"] is None and out["mode"] == "go" and out["n"] == 2
-        return out["y"]
-
-    return fn
-
-
-@case
-def single_element_containers(remat):
-    f = remat(lambda xs: [(xs[0].sin(),)])
-    return lambda x, w: f([w @ x])
-
-
 # Closures
-
-
-@case
-def closure(remat):
-    def fn(x, w):
-        return remat(lambda y: torch.tanh(w @ y))(x)
-
-    return fn
 
 
 @case
@@ -137,53 +81,6 @@ def closure_over_everything(remat):
     def fn(x, w):
         h = w @ x
         return remat(lambda: h.sin() * x + w.sum(0))()
-
-    return fn
-
-
-@case
-def closure_and_argument_are_one(remat):
-    def fn(x, w):
-        return remat(lambda y: (w @ y) * x.sin())(x)
-
-    return fn
-
-
-@case
-def closure_in_default_container_attribute_partial(remat):
-    class Holder:
-        pass
-
-    def fn(x, w):
-        holder = Holder()
-        holder.w = w.sin()
-        table = {"a": [x.cos(), (w[0],)]}
-
-        z = w.cos()
-
-        def f(scale, y, z=z):
-            return scale * (holder.w @ y) * table["a"][0] + z @ table["a"][1][0]
-
-        return remat(functools.partial(f, x * 0.5))(x)
-
-    return fn
-
-
-@case
-def closure_over_constant(remat):
-    c = torch.linspace(0.1, 1.0, 3)
-    f = remat(lambda x, w: (w @ x) * c)
-    return lambda x, w: f(x, w).cos()
-
-
-@case
-def closure_changed_after_the_call(remat):
-    def fn(x, w):
-        h = w @ x
-        f = remat(lambda y: y * h.sin())
-        a = f(x)
-        h = x.exp()
-        return a + f(x)
 
     return fn
 
@@ -213,18 +110,7 @@ def nested_three_deep_with_closures(remat):
     return fn
 
 
-@case
-def remat_of_remat(remat):
-    return remat(remat(lambda x, w: (w @ x).sin()))
-
-
 # Randomness
-
-
-@whole
-@random
-def dropout(x, w):
-    return F.dropout(torch.tanh(w @ x), 0.5) * x
 
 
 @case
@@ -239,13 +125,6 @@ def noise(remat):
 def noise_in_nested_remat(remat):
     inner = remat(lambda x: x * torch.rand_like(x) + torch.randn(3))
     return remat(lambda x, w: torch.tanh(inner(w @ x) + torch.bernoulli(torch.full((3,), 0.5)) * inner(x)))
-
-
-@case
-@random
-def noise_independent_of_the_inputs(remat):
-    f = remat(lambda x: x * torch.randn(3).exp())
-    return lambda x, w: f(x) + f(w @ x)
 
 
 # Modules
@@ -295,35 +174,6 @@ def module_functional_call_outside(remat):
 
 
 @case
-def module_forward_remat_by_method(remat):
-    class Model(Block):
-        def forward(self, x):
-            return remat(super().forward)(x) + remat(self.inner)(x)
-
-        def inner(self, x):
-            return self.linear(x).sin()
-
-    model = seeded(Model)
-    return lambda x, w: functional_call(model, {"linear.weight": w}, (x,))
-
-
-@case
-def module_tied_weights(remat):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(3, 3)
-            self.b = nn.Linear(3, 3)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.b(torch.tanh(self.a(x)))
-
-    model = Rematted(seeded(Tied), remat)
-    return lambda x, w: functional_call(model, {"module.a.weight": w}, (x,))
-
-
-@case
 def module_with_its_own_parameters(remat):
     block = seeded(Block).requires_grad_(False)
     f = remat(block)
@@ -333,27 +183,12 @@ def module_with_its_own_parameters(remat):
 # Transforms and autograd inside
 
 
-@case
-def func_grad_inside(remat):
-    potential = lambda x, w: (torch.cos(w @ x) * x).sum()
-    return remat(lambda x, w: torch.func.grad(potential)(x, w) * x)
-
-
 @whole
 def func_transforms_inside(x, w):
     rows = torch.func.vmap(lambda row: torch.sin(row * x))(w)
     jac = torch.func.jacrev(lambda y: torch.tanh(w @ y))(x)
     _, tangent = torch.func.jvp(lambda y: (w @ y).sin(), (x,), (x.cos(),))
     return rows.sum(0) + jac @ x + tangent
-
-
-@case
-def remat_inside_func_grad_inside_remat(remat):
-    def f(x, w):
-        inner = remat(lambda y: (torch.tanh(w @ y) * x).sum())
-        return torch.func.grad(inner)(x.sin())
-
-    return remat(f)
 
 
 @case
@@ -415,11 +250,6 @@ class HalfSine(torch.autograd.Function):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return torch.cos(x) / 2 * g
-
-
-@whole
-def custom_function_inside(x, w):
-    return Cube.apply(w @ x, x.sin())
 
 
 @case
@@ -501,11 +331,6 @@ def gather_and_scatter(x, w):
 
 
 @whole
-def where_and_clamp(x, w):
-    return torch.where(x > 0.5, (w @ x).sin(), x**2).clamp(-0.4, 0.4) + w.relu().sum(0)
-
-
-@whole
 def branch_on_a_value(x, w):
     if x.sum() > 0:
         return (w @ x).sin()
@@ -578,22 +403,10 @@ def output_is_a_closure(remat):
     return fn
 
 
-@whole
-def the_same_output_twice(x, w):
-    h = (w @ x).sin()
-    return h, h, h.view(3)
-
-
 @case
 def unused_inputs(remat):
     f = remat(lambda x, w, z: x.sin())
     return lambda x, w: f(x, w, x * 2)
-
-
-@case
-def unused_outputs(remat):
-    f = remat(lambda x, w: (w @ x, x.exp(), (x * 3).cos()))
-    return lambda x, w: f(x, w)[1]
 
 
 @case
@@ -622,16 +435,6 @@ def numbers_promoted(x, w):
 # Writing in place
 
 
-@whole
-def in_place_on_intermediates(x, w):
-    h = w @ x
-    h.mul_(x).add_(1)
-    out = torch.zeros(3) + h
-    out[0] = x[1] * 2
-    out[1:].sin_()
-    return out
-
-
 @case
 def in_place_on_outputs(remat):
     f = remat(lambda x, w: (w @ x, (x * 2).expand(3, 3).sum(0)))
@@ -656,30 +459,3 @@ def in_place_before_the_call(remat):
         return f(h, w)
 
     return fn
-
-
-# Loops
-
-
-@case
-def loop_of_blocks(remat):
-    step = remat(lambda h, w, i: torch.tanh(w @ h + i))
-
-    def fn(x, w):
-        h = x
-        for i in range(4):
-            h = step(h, w, i * 0.1)
-        return h
-
-    return fn
-
-
-@case
-def recursive_halving(remat):
-    def chain(n):
-        if n == 1:
-            return lambda h, w: torch.sin(w @ h)
-        first, second = chain(n // 2), remat(chain(n - n // 2))
-        return lambda h, w: second(first(h, w), w)
-
-    return chain(4)

@@ -24,9 +24,8 @@ SECOND = dict(
 )
 # Of the matrix: the plain kinds, captured tensors, nesting, outputs, and operators with formulas of their own.
 NAMES = (
-    "vector view_outputs trees closure closure_over_everything closure_in_default_container_attribute_partial "
-    "nested_three_deep_with_closures two_blocks inputs_as_outputs cumprod solve activations group_norm "
-    "func_grad_inside vmap_of_grad_inside integer_and_boolean_outputs unused_inputs"
+    "view_outputs trees closure_over_everything nested nested_three_deep_with_closures inputs_as_outputs "
+    "cumprod solve activations group_norm vmap_of_grad_inside integer_and_boolean_outputs unused_inputs"
 ).split()
 
 

@@ -18,8 +18,7 @@ from .stacks import stack
 from .test_matrix import inputs
 
 SOME = [
-    "trees", "closure_over_everything", "module_functional_call_outside", "module_tied_weights",
-    "cumprod", "solve", "loop_of_blocks", "vector", "mlp_loss",
+    "trees", "closure_over_everything", "module_functional_call_outside", "nested", "cumprod", "solve",
 ]  # fmt: skip
 REVERSE = [
     ("grad_both",), ("vjp_twice",), ("vjp_vmap",), ("jacrev_x",), ("vmap_x",), ("vmap_nested",), ("backward",),
