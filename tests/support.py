@@ -4,6 +4,7 @@ Every comparison is with the same function without remat, in float64, so the tol
 those of rounding in another order of the same operations, and no test may widen them.
 """
 
+import functools
 import queue
 import re
 import weakref
@@ -15,6 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from funcckpt import checkpoint, remat
+
 RTOL, ATOL = 1e-10, 1e-12
 
 
@@ -22,6 +25,19 @@ def seeds(few, count, start=0):
     """Numbers of random programs: some for the five minutes, and the rest for the run that is exhaustive."""
     rest = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(start + few, start + count)]
     return [*range(start, start + min(few, count)), *rest]
+
+
+def registered(table):
+    """A decorator that puts functions into a table, by their names."""
+
+    def put(f):
+        table[f.__name__] = f
+        return f
+
+    return put
+
+
+WRAPS = {"remat": remat, "checkpoint": lambda f: functools.partial(checkpoint, f, use_reentrant=False)}
 
 
 def no_remat(f=None, **options):

@@ -24,10 +24,11 @@ import pytest
 import torch
 from compositions.functions import Cube
 from oracles import CAPTURES, F64, assert_same, compare, plain, tensor, total
+from support import WRAPS, registered
 from torch import nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
-from funcckpt import CheckpointError, ClosureError, EscapeError, MutationError, remat
+from funcckpt import ClosureError, EscapeError, MutationError, remat
 
 GLOBAL = None
 HOLDER = SimpleNamespace()
@@ -139,48 +140,13 @@ def read_global(z):
 
 
 LIFTED = {}
-
-
-def lifted(f):
-    LIFTED[f.__name__] = f
-    return f
-
-
-@lifted
-def helper_chain(wrap, w, x):
-    one = lambda z: act(w, z)
-    two = lambda z: one(z) * 2
-    three = [two]
-    return wrap(lambda x: three[0](x))(x)
-
-
-@lifted
-def decorated_in_place(wrap, w, x):
-    @wrap
-    def f(x):
-        return act(w, x)
-
-    return f(x)
-
-
-@lifted
-def default_of_helper(wrap, w, x):
-    def helper(z, w=w):
-        return act(w, z)
-
-    return wrap(lambda x: helper(x))(x)
+lifted = registered(LIFTED)
 
 
 @lifted
 def global_of_helper(wrap, w, x):
     set_global(w)
     return wrap(lambda x: read_global(x))(x)
-
-
-@lifted
-def global_function_itself(wrap, w, x):
-    set_global(w)
-    return wrap(read_global)(x)
 
 
 @lifted
@@ -203,19 +169,6 @@ def captured_and_its_view(wrap, w, x):
     table = torch.stack([w, w * 2])
     row = table[1]
     return wrap(lambda x: act(row, x) + table.sum(0))(x)
-
-
-@lifted
-def captured_returned(wrap, w, x):
-    a, b = wrap(lambda x: (w, x.sin()))(x)
-    return a * b
-
-
-@lifted
-def in_dict_of_lists(wrap, w, x):
-    items = collections.defaultdict(list)
-    items["a"].append(w)
-    return wrap(lambda x: sum(act(v, x) for v in items["a"]))(x)
 
 
 @lifted
@@ -298,23 +251,11 @@ def functools_wraps(wrap, w, x):
 
 
 @lifted
-def nested_remat_inner_only(wrap, w, x):
-    inner = wrap(lambda z: act(w, z))
-    return wrap(lambda x: inner(x.sin()) * 2)(x)
-
-
-@lifted
 def module_attribute(wrap, w, x):
     layer = Layer()
     del layer.weight
     layer.weight = w
     return wrap(layer)(x)
-
-
-@lifted
-def module_submodule(wrap, w, x):
-    model = nn.Sequential(Layer(w), nn.Sequential(nn.Tanh(), Layer(w)))
-    return wrap(model)(x)
 
 
 @lifted
@@ -340,22 +281,6 @@ def rebound_slot(wrap, w, x):
     return out
 
 
-@lifted
-def emptied_dict(wrap, w, x):
-    items = {"w": w}
-    out = wrap(lambda x: act(items["w"], x))(x)
-    items.clear()
-    return out
-
-
-@lifted
-def changed_list_of_arguments(wrap, w, x):
-    items = [w, x]
-    out = wrap(lambda items: act(*items))(items)
-    items[0] = w * 7
-    return out
-
-
 def held_by(make, read):
     """A kind in which f reads w from an object that holds it."""
 
@@ -366,18 +291,13 @@ def held_by(make, read):
     return kind
 
 
-Pair = collections.namedtuple("Pair", "w n")
 LIFTED |= {
-    "tuple": held_by(lambda w: (1, (w, "x")), lambda o: o[1][0]),
+    "defaultdict": held_by(lambda w: collections.defaultdict(list, a=[w]), lambda o: o["a"][0]),
     "ordered_dict": held_by(lambda w: collections.OrderedDict(b=w * 2, a=w), lambda o: sum(o.values())),
     "deque": held_by(lambda w: collections.deque([w, w * 2], maxlen=2), lambda o: o[-1] + o[0]),
     "frozenset": held_by(lambda w: frozenset([w]), lambda o: next(iter(o))),
-    "namedtuple": held_by(lambda w: Pair(w, 2), lambda o: o.w * o.n),
     "chain_map": held_by(lambda w: collections.ChainMap({}, {"w": w}), lambda o: o["w"]),
     "user_dict": held_by(lambda w: collections.UserDict(w=w), lambda o: o["w"]),
-    "objects": held_by(
-        lambda w: Attributes([Attributes({"k": SimpleNamespace(w=w)})]), lambda o: o.w[0].w["k"].w
-    ),
     "property": held_by(Attributes, lambda o: o.doubled),
     "slots_of_a_base": held_by(SlotsBelow, lambda o: o.w),
     "frozen_dataclass": held_by(FrozenData, lambda o: o.w),
@@ -386,7 +306,6 @@ LIFTED |= {
     "captured_and_argument": lambda wrap, w, x: wrap(lambda v, x: act(w, x) * v)(w, x),
     "captured_is_the_only_argument": lambda wrap, w, x: wrap(lambda v: act(v, w))(w) * x,
     "argument_captured_too": lambda wrap, w, x: wrap(lambda z: act(w, z) * x)(x),
-    "no_argument": lambda wrap, w, x: wrap(lambda: act(w, x))(),
     "object_argument": lambda wrap, w, x: wrap(lambda holder, x: act(holder.w, x))(Attributes(w), x),
     "list_in_object_argument": lambda wrap, w, x: wrap(lambda x, o: act(o.w[0], x))(x, o=Slots([w])),
     "static_argument": lambda wrap, w, x: wrap(lambda o, x: act(o.w, x), static_argnums=0)(Attributes(w), x),
@@ -395,15 +314,6 @@ LIFTED |= {
         Attributes(w).method
     ),
     "bound_tensor_method": lambda wrap, w, x: wrap(w.mul)(x) + x,
-    "partial": lambda wrap, w, x: wrap(
-        functools.partial(functools.partial(lambda a, x, b: act(a, x) + b, w), b=w)
-    )(x),
-    "three_nested_remats": lambda wrap, w, x: wrap(
-        lambda x: wrap(lambda x: wrap(lambda x: act(w, x))(x) * w)(x) + w
-    )(x),
-    "inner_grad": lambda wrap, w, x: wrap(lambda x: grad(lambda v: act(v * w, x).sum())(w))(x),
-    "inner_vjp": lambda wrap, w, x: wrap(lambda x: vjp(lambda x: act(w, x), x)[1](w)[0])(x),
-    "custom_function": lambda wrap, w, x: wrap(lambda x: Cube.apply(w, x)[0].tanh())(x),
     "custom_function_only": lambda wrap, w, x: wrap(lambda: Cube.apply(w, x)[0])(),
     "module": lambda wrap, w, x: wrap(Layer(w))(x),
     "module_buffer": lambda wrap, w, x: wrap(Layer(torch.ones(3, dtype=F64), w.sin()))(x),
@@ -460,11 +370,7 @@ def rebound(place, what, wrap, w, x):
 # ---------------------------------------------------------------- what cannot be found by looking at f
 
 HIDDEN = {}
-
-
-def hidden(f):
-    HIDDEN[f.__name__] = f
-    return f
+hidden = registered(HIDDEN)
 
 
 @hidden
@@ -592,13 +498,14 @@ def test_captured_as_if_given(kind, transform):
     compare(lambda wrap: observe(LIFTED[kind], transform, wrap), remat)
 
 
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("transform", CAPTURES)
 @pytest.mark.parametrize("kind", HIDDEN)
-def test_hidden_is_right_or_named(kind, transform):
+def test_hidden_is_right_or_named(kind, transform, wrap):
     if kind == "from_a_frame" and sys.version_info >= (3, 13):
         kind = "by_name_in_globals"  # reading f_locals makes a new dictionary there
     allowed = (ClosureError, *PASSING.get(kind, ()))
-    error = compare(lambda wrap: observe(HIDDEN[kind], transform, wrap), remat, allowed=allowed)
+    error = compare(lambda wrap: observe(HIDDEN[kind], transform, wrap), WRAPS[wrap], allowed=allowed)
     if isinstance(error, ClosureError):
         text = str(error)
         assert "3" in text and "float64" in text, text  # shape and dtype of the tensor
@@ -611,11 +518,12 @@ def test_hidden_is_right_or_named(kind, transform):
 )
 @pytest.mark.parametrize("what", ["tracked", "constant", "number", "function"])
 @pytest.mark.parametrize("place", SHELVES)
-def test_rebound_is_right_or_refused(place, what, transform):
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_rebound_is_right_or_refused(wrap, place, what, transform):
     compare(
         lambda wrap: observe(functools.partial(rebound, place, what), transform, wrap),
-        remat,
-        allowed=(ClosureError, MutationError, CheckpointError),
+        WRAPS[wrap],
+        allowed=(MutationError,),
     )
 
 

@@ -6,7 +6,6 @@ the reference, under every transform.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib
@@ -19,15 +18,14 @@ import numpy
 import pytest
 import torch
 from compositions.stacks import stack
-from support import assert_same, no_remat, outcome
+from support import WRAPS, assert_same, no_remat, outcome, registered
 from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn import functional as F
 
-from funcckpt import ClosureError, MutationError, checkpoint, remat
+from funcckpt import MutationError
 
 PAGE = Path(__file__).parents[1] / "docs" / "contract.md"
-WRAPS = {"remat": remat, "checkpoint": lambda f: functools.partial(checkpoint, f, use_reentrant=False)}
 STACKS = [
     ("backward",),
     ("double_backward",),
@@ -72,11 +70,7 @@ def check(program, transforms, wrap, ends=lambda: ()):
 
 
 PLACES = {}
-
-
-def place(case):
-    PLACES[case.__name__] = case
-    return case
+place = registered(PLACES)
 
 
 GLOBAL = None
@@ -536,42 +530,6 @@ class Shelf:
     calls = 0
 
 
-MODULE = types.ModuleType("a_module")
-CONTEXT = contextvars.ContextVar("CONTEXT")
-
-
-@pytest.mark.parametrize("transforms", STACKS, ids=".".join)
-@pytest.mark.parametrize("kind", ["class", "python module", "set", "context variable"])
-def test_what_no_copy_can_stand_for(kind, transforms, wrap):
-    """Right, or an error."""
-
-    def program(wrap):
-        numbers = {2.0}
-        put = {
-            "class": lambda k: setattr(Shelf, "k", k),
-            "python module": lambda k: setattr(MODULE, "k", k),
-            "set": lambda k: (numbers.clear(), numbers.add(k)),
-            "context variable": CONTEXT.set,
-        }[kind]
-        read = {
-            "class": lambda: Shelf.k,
-            "python module": lambda: MODULE.k,
-            "set": lambda: min(numbers),
-            "context variable": CONTEXT.get,
-        }[kind]
-
-        def run(x, w):
-            put(2.0)
-            y = wrap(lambda x: (x @ w * read()).sin())(x)
-            put(5.0)
-            return y
-
-        return run
-
-    with contextlib.suppress(MutationError):
-        check(program, transforms, wrap)
-
-
 @pytest.mark.parametrize("transforms", STACKS, ids=".".join)
 def test_a_counter_that_is_only_reachable(transforms, wrap):
     """No error, for f refers to it and does not read it."""
@@ -644,22 +602,6 @@ def test_a_write_to_an_argument_under_grad_is_an_error(wrap):
 
 
 # ---------------------------------------------------------------- the rest
-
-
-class Opaque:
-    """Reads its tensor through a name that code computes."""
-
-    __slots__ = ("get",)
-
-    def __init__(self, w):
-        self.get = iter([w] * 9).__next__
-
-
-@pytest.mark.parametrize("transforms", STACKS, ids=".".join)
-def test_a_tensor_that_is_not_found_is_lifted_or_named(transforms, wrap):
-    """It stands in an iterator of C."""
-    with contextlib.suppress(ClosureError):
-        check(lambda wrap: lambda x, w: wrap(lambda x, o=Opaque(w): (x @ o.get()).sin())(x), transforms, wrap)
 
 
 def test_side_effects_happen_twice(wrap):

@@ -9,28 +9,20 @@ from collections import namedtuple
 from typing import NamedTuple
 
 import torch
+from support import registered
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 FUNCTIONS = {}
-RANDOM = set()
-
-
-def case(make):
-    FUNCTIONS[make.__name__] = make
-    return make
+RANDOM = {}
+case, random = registered(FUNCTIONS), registered(RANDOM)
 
 
 def whole(f):
     """A case that is one function in remat."""
     FUNCTIONS[f.__name__] = lambda remat: remat(f)
     return f
-
-
-def random(make):
-    RANDOM.add(make.__name__)
-    return make
 
 
 # The plain kinds

@@ -7,6 +7,7 @@ tracing): they can only be the last.
 """
 
 import torch
+from support import registered
 from torch.autograd import forward_ad
 from torch.func import (
     functionalize,
@@ -25,16 +26,7 @@ from torch.utils import _pytree as pytree
 
 INNER = {}
 OUTER = {}
-
-
-def inner(transform):
-    INNER[transform.__name__] = transform
-    return transform
-
-
-def outer(transform):
-    OUTER[transform.__name__] = transform
-    return transform
+inner, outer = registered(INNER), registered(OUTER)
 
 
 def stack(*names):
