@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import F64, assert_same, compare, plain, tensor, total
+from support import registered
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -52,15 +53,14 @@ TRANSFORMS = {
 LIB = types.ModuleType("lib")
 
 
+CASES = {}
+case = registered(CASES)
+
+
 # ---------------------------------------------------------------- what f changes
 
 
-def pops_a_captured_list(wrap, x):
-    skips = [x.sin(), x.cos()]
-    out = wrap(lambda x: x * skips.pop())(x)
-    return out * len(skips) + skips[0]
-
-
+@case
 def shares_a_variable(wrap, x):
     scale = 1.0
 
@@ -75,34 +75,22 @@ def shares_a_variable(wrap, x):
     return wrap(f)(x)
 
 
-def makes_a_table_once(wrap, x):
-    class Rotary(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = None
-
-        def forward(self, x):
-            if self.table is None:
-                self.table = torch.arange(3, dtype=F64).cos()
-            return (x * self.table).sin()
-
-    rotary = Rotary()
-    return wrap(rotary)(wrap(rotary)(x))
-
-
 # ---------------------------------------------------------------- by what f could tell a copy
 
 
+@case
 def the_same_tensor_twice(wrap, x):
     return wrap(lambda q, k: (q * 2 if q is k else q).sin())(x, x)
 
 
+@case
 def attributes_of_tensors(wrap, x):
     w = x * 2
     w.mult = 3.0
     return wrap(lambda x: (x * w.mult).sin() * w)(x)
 
 
+@case
 def parameters_are_parameters(wrap, x):
     w = nn.Parameter(tensor(3, seed=2))
     w.register_hook(lambda g: None)  # what has hooks is replaced in a recomputation
@@ -110,6 +98,7 @@ def parameters_are_parameters(wrap, x):
     return wrap(lambda x: by_kind(w, x))(x), wrap(by_kind)(w, x)
 
 
+@case
 def a_named_tuple_that_changes_what_it_is_given(wrap, x):
     class Doubled(collections.namedtuple("Doubled", "a")):
         def __new__(cls, a):
@@ -119,6 +108,7 @@ def a_named_tuple_that_changes_what_it_is_given(wrap, x):
     return wrap(lambda x: (x * pair.a).sin())(x)
 
 
+@case
 def a_cached_method(wrap, x):
     class Block:
         def __init__(self):
@@ -136,6 +126,7 @@ def a_cached_method(wrap, x):
     return out
 
 
+@case
 def a_wrapped_library_function(wrap, x):
     global SCALE
     SCALE = 2.0
@@ -147,6 +138,7 @@ def a_wrapped_library_function(wrap, x):
 # ---------------------------------------------------------------- what happens between
 
 
+@case
 def a_random_stream_put_back(wrap, x):
     def f(x):
         with torch.random.fork_rng(devices=[]):
@@ -158,6 +150,7 @@ def a_random_stream_put_back(wrap, x):
     return out
 
 
+@case
 def a_function_mode(wrap, x):
     class Cos(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -170,47 +163,34 @@ def a_function_mode(wrap, x):
 # ---------------------------------------------------------------- remat inside of remat
 
 
+@case
 def nested_with_a_tensor_of_a_module(wrap, x):
     LIB.w = x.cos()
     inner = wrap(lambda x: x.sin() * LIB.w)
     return wrap(lambda x: inner(x) * 2)(x)
 
 
+@case
 def nested_with_a_function_of_a_module(wrap, x):
     w = x.cos()
     LIB.scale = wrap(lambda x: x * w)
     return wrap(lambda x: LIB.scale(x.sin()))(x)
 
 
-CASES = [
-    pops_a_captured_list,
-    shares_a_variable, makes_a_table_once,
-    the_same_tensor_twice, attributes_of_tensors,
-    parameters_are_parameters, a_named_tuple_that_changes_what_it_is_given,
-    a_cached_method, a_wrapped_library_function,
-    a_random_stream_put_back,
-    a_function_mode, nested_with_a_tensor_of_a_module,
-    nested_with_a_function_of_a_module,
-]  # fmt: skip
+@case
+def a_partial_with_an_attribute(wrap, x):
+    w = x.cos()
+    f = functools.partial(lambda a, x: x * a * w, 2.0)
+    f.scale = 3.0
+    return wrap(lambda x: f(x) * f.scale)(x)
 
 
-# Without a batch: random numbers under vmap are the matter of test_world.
-UNBATCHED = {a_random_stream_put_back}
-
-
-@pytest.mark.parametrize(
-    ("case", "transform"),
-    [
-        (case, transform)
-        for case in CASES
-        for transform in TRANSFORMS
-        if case not in UNBATCHED or transform in ("backward", "grad")
-    ],
-)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("case", CASES)
 def test_like_the_function_itself(case, transform):
     def run(wrap):
         torch.manual_seed(1)
-        return TRANSFORMS[transform](functools.partial(case, wrap))
+        return TRANSFORMS[transform](functools.partial(CASES[case], wrap))
 
     compare(run, remat)
 
@@ -499,25 +479,21 @@ def test_a_cached_property_of_a_parameter():
 
 # ---------------------------------------------------------------- another thread, another time
 
-variable, local = contextvars.ContextVar("variable"), threading.local()
+variable = contextvars.ContextVar("variable")
 
 
-@pytest.mark.parametrize("kind", ["variable"])
-def test_backward_in_another_thread(kind):
+def test_backward_in_another_thread():
     """As the backward of each accelerator is."""
 
     def run(wrap):
         variable.set(2.0)
-        local.k = 2.0
-        k = {"variable": variable.get, "local": lambda: local.k}[kind]
         x = tensor(3, requires_grad=True)
-        loss = wrap(lambda x: (x * k()).sin())(x).sum()
+        loss = wrap(lambda x: (x * variable.get()).sin())(x).sum()
         variable.set(3.0)
-        local.k = 3.0
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join()
-        assert k() == 3.0
+        assert variable.get() == 3.0
         return x.grad
 
     assert_same(run(remat), run(plain))
@@ -588,10 +564,9 @@ class WithHooks(nn.Module):
 
 
 @pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
-@pytest.mark.parametrize("make", [WithHooks])
-def test_modules_that_would_notice_a_copy(make, transform):
+def test_a_module_that_would_notice_a_copy(transform):
     def run(wrap):
-        module = make()
+        module = WithHooks()
         f = lambda x: wrap(module)(wrap(module)(x))
         return TRANSFORMS[transform](f), TRANSFORMS[transform](f), [p.grad for p in module.parameters()]
 
@@ -645,31 +620,6 @@ class Methods:
 @pytest.mark.parametrize("method", [Methods.static, Methods().static, Methods.of_class, Methods().of_class])
 def test_static_methods_and_those_of_classes(method):
     assert_same(_backward(method), _backward(lambda x: (x * 2).sin()))
-
-
-def test_parameters_carry_no_marks():
-    module = nn.Linear(3, 3, dtype=F64)
-    module.bias.requires_grad_(False)
-    _backward(remat(module))
-    assert [vars(p) for p in module.parameters()] == [{}, {}]
-
-
-def a_partial_with_an_attribute(wrap, x):
-    w = x.cos()
-    f = functools.partial(lambda a, x: x * a * w, 2.0)
-    f.scale = 3.0
-    return wrap(lambda x: f(x) * f.scale)(x)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize(
-    "case",
-    [
-        a_partial_with_an_attribute,
-    ],
-)
-def test_like_the_function_in_detail(case, transform):
-    compare(lambda wrap: TRANSFORMS[transform](lambda x: case(wrap, x)), remat)
 
 
 # ---------------------------------------------------------------- tensors that only a mode can replace

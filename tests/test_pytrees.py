@@ -205,43 +205,6 @@ def test_argument_and_its_view():
     assert_same(run(remat), run(plain))
 
 
-INPLACE = {
-    "scale": lambda y: y.mul_(2),
-    "fill_row": lambda y: y[0].zero_(),
-    "add_self": lambda y: y.add_(y.detach() + 1),
-}
-
-
-@pytest.mark.parametrize("change", INPLACE)
-def test_output_changed_in_place_by_the_caller(change):
-    """An output belongs to the caller, who may write to it, also where it is one of several or was
-    batched.
-    """
-    change = INPLACE[change]
-
-    def run(wrap):
-        f = wrap(lambda x, c: (x.sin() + 0 * c, x.exp()))
-
-        def loss(x, c):
-            y, z = f(x, c)
-            change(y)
-            return (y * y).sum() + z.sum()
-
-        x, c = tensor(2, 3), tensor(2, 3, seed=1)
-        leaf = x.clone().requires_grad_()
-        loss(leaf, c).backward()
-        batch = torch.stack([x, x * 2])
-        return (
-            leaf.grad,
-            grad(loss)(x, c),
-            vmap(loss, (0, None))(batch, c),
-            vmap(grad(loss), (0, None))(batch, c),
-            jvp(lambda x: loss(x, c), (x,), (x,)),
-        )
-
-    assert_same(run(remat), run(plain))
-
-
 def test_output_that_only_one_argument_batches_may_be_written_to():
     """No expanded output where the plain function gives a real one."""
 
