@@ -91,6 +91,14 @@ def recomputations_fail_aloud(monkeypatch):
     monkeypatch.setattr(recompute, "_blame", blame)
 
 
+@pytest.fixture
+def small_sizes_matter(monkeypatch):
+    """What is too small to be worth it in practice is large enough to count."""
+    monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
+    # What other tests have compiled is none of these.
+    monkeypatch.setattr(recompute.functorch, "has_compiled", lambda: False)
+
+
 NOT_OURS = (
     "Cannot access data pointer",
     "is not supported for tensor subclasses",

@@ -2,19 +2,15 @@
 once: by the forward.
 """
 
-import functools
-
 import pytest
 import torch
 from oracles import F64, compare, tensor, total
-from support import assert_same, no_remat
+from support import WRAPS, assert_same, no_remat
 from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from funcckpt import MutationError, checkpoint, remat
-
-WRAPS = {"remat": remat, "checkpoint": lambda f: functools.partial(checkpoint, f, use_reentrant=False)}
+from funcckpt import MutationError, remat
 
 
 @pytest.fixture(params=WRAPS)

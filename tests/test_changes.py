@@ -12,7 +12,7 @@ import torch
 from oracles import assert_same
 from torch.func import functional_call, grad_and_value
 
-from funcckpt import CheckpointError, MutationError, checkpoint, remat
+from funcckpt import CheckpointError, MutationError, checkpoint, nn, remat
 
 # Where a copy cannot stand for it.
 REFUSED = {
@@ -47,6 +47,13 @@ def by_hooks(wrap, change):
     return changes.gradients(m, f, functools.partial(change, m))
 
 
+def in_modules(wrap, change):
+    m = model()
+    if wrap is remat:
+        nn.apply_remat(m, changes.Part)
+    return changes.gradients(m, m, functools.partial(change, m))
+
+
 def under_grad(wrap, change):
     m = model()
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
@@ -71,7 +78,7 @@ class Holder(torch.nn.Module):
         return self.wrap(self.m)(x)
 
 
-@pytest.mark.parametrize("run", [in_plain_eager, under_grad, by_hooks])
+@pytest.mark.parametrize("run", [in_plain_eager, in_modules, under_grad, by_hooks])
 @pytest.mark.parametrize("part", ["first", "second"])
 @pytest.mark.parametrize("change", changes.CHANGES)
 def test_changed_before_the_backward(change, part, run):

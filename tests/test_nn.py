@@ -395,16 +395,6 @@ def test_functional_call_before_a_plain_backward(pair, kind, train):
     same_outcome(run, *pair)
 
 
-def test_a_parameter_that_was_exchanged(pair):
-    def run(m):
-        before = m[1].log_scale
-        out = m(X).pow(3).sum()
-        m[1].log_scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        return torch.autograd.grad(out, before)
-
-    same_outcome(run, *pair)
-
-
 def test_a_parameter_that_was_changed_in_place():
     """Autograd would not notice: what is saved is the exponential."""
     module = Remat(Block().double())
@@ -445,56 +435,6 @@ def test_buffers_that_a_forward_updates(forwards):
     same_outcome(run, wrapped, plain)
 
 
-class Stateful(nn.Module):
-    """Its forward depends on attributes, and changes some of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.steps = 0
-        self.temperature = 1.0
-        self.mask = torch.ones(3, dtype=torch.float64)
-        self.table = None
-
-    def forward(self, x):
-        self.steps += 1
-        if self.table is None:
-            self.table = torch.linspace(0, 1, 3, dtype=torch.float64).exp()
-        x = torch.tanh(self.linear(x) * self.mask * self.temperature).exp()
-        return x * self.table if self.steps % 2 else x.sin()
-
-
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_attributes_are_those_of_the_forward(forwards):
-    torch.manual_seed(0)
-    plain = nn.Sequential(Stateful(), Stateful()).double()
-    wrapped = apply_remat(copy.deepcopy(plain), Stateful)
-
-    def run(m):
-        outs = []
-        for i in range(forwards):
-            outs.append(m(X).pow(3).sum())
-            for part in m:
-                part.temperature += 1
-                part.mask = torch.full((3,), float(i), dtype=torch.float64)
-        derivatives = [torch.autograd.grad(out, list(m.parameters()), retain_graph=True) for out in outs]
-        again = [torch.autograd.grad(out, list(m.parameters())) for out in outs]
-        return derivatives, again, [(part.steps, part.temperature, part.mask, part.table) for part in m]
-
-    same_outcome(run, wrapped, plain)
-
-
-def test_eval_between_forward_and_backward(pair):
-    def run(m):
-        out = m(X).pow(3).sum()
-        m.eval()
-        derivatives = torch.autograd.grad(out, list(m.parameters()))
-        assert not any(part.training for part in m.modules())
-        return derivatives, dict(m.named_buffers())
-
-    same_outcome(run, *pair)
-
-
 def test_nothing_is_kept_of_earlier_forwards():
     """A result that the module stores is not held by the next call."""
 
@@ -513,16 +453,6 @@ def test_nothing_is_kept_of_earlier_forwards():
     del outs[:2]
     gc.collect()
     assert len(dead) == 2
-
-
-def test_retain_graph(pair):
-    def run(m):
-        out = m(X).pow(3).sum()
-        out.backward(retain_graph=True)
-        out.backward()
-        return [p.grad for p in m.parameters()]
-
-    same_outcome(run, *pair)
 
 
 def test_a_transform_inside_of_the_module():
@@ -592,18 +522,6 @@ def test_nested():
     same_outcome(gradients, wrapped, plain)
 
 
-def test_recurrent_modules():
-    torch.manual_seed(0)
-    plain = nn.LSTM(3, 4, num_layers=2, dropout=0.3, batch_first=True)
-    wrapped = Remat(copy.deepcopy(plain)).double()
-    x = torch.randn(2, 6, 3, dtype=torch.float64)
-
-    def run(m):
-        return torch.autograd.grad(m(x)[0].pow(2).sum(), list(m.parameters()))
-
-    same_outcome(run, wrapped, plain.double())
-
-
 @pytest.mark.parametrize("first", ["Remat", "parametrization"])
 def test_parametrizations(first):
     def make(wrap):
@@ -628,18 +546,6 @@ def test_compile(backend):
     torch._dynamo.reset()
     compiled = torch.compile(wrapped, backend=backend, fullgraph=True)
     same_outcome(gradients, compiled, plain)
-
-
-def test_autocast():
-    plain = build(2).float().eval()
-    wrapped = apply_remat(copy.deepcopy(plain), Block)
-
-    def run(m):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = m(X.float())
-        return torch.autograd.grad(out.sum(), list(m.parameters()))
-
-    same_outcome(run, wrapped, plain)
 
 
 # -- errors -----------------------------------------------------------------------------------------

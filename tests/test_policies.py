@@ -23,7 +23,9 @@ from funcckpt import (
 from funcckpt.errors import FuncckptError, InputError, OptionError
 from funcckpt.meter import mark, measure
 from funcckpt.policies.policies import Chooser, chooser_of, current_name
-from funcckpt.tape import recompute, recording
+from funcckpt.tape import recording
+
+pytestmark = pytest.mark.usefixtures("small_sizes_matter")
 
 
 class Names(TorchDispatchMode):
@@ -187,14 +189,6 @@ def jacobian(block, wrap):
 
 
 RUNS = {"plain": plain, "grad": under_grad, "vmap_grad": per_sample, "jacrev": jacobian}
-
-
-@pytest.fixture(autouse=True)
-def small_sizes_matter(monkeypatch):
-    """What is too small to be worth it in practice is large enough to count."""
-    monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
-    # What other tests have compiled is none of these.
-    monkeypatch.setattr(recompute.functorch, "has_compiled", lambda: False)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -616,8 +610,6 @@ def test_a_policy_is_told_the_name_and_the_result():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: remat(torch.sin, policy=3), InputError, "not 3"),
-        (lambda: remat(torch.sin, policy=[torch.ops.aten.mm]), OptionError, "aten.mm.default"),
         (lambda: policies.budget(), OptionError, "needs one"),
         (lambda: policies.budget(bytes=1, fraction=0.5), OptionError, "either bytes"),
         (lambda: policies.budget(fraction=2), OptionError, "between 0 and 1"),

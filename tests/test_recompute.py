@@ -23,11 +23,7 @@ MATMUL = 2 * N * D * H
 
 
 @pytest.fixture(autouse=True)
-def small_sizes_matter(monkeypatch):
-    """What is too small to be worth it in practice is large enough to count."""
-    monkeypatch.setattr(recompute, "FLOPS_WORTH_A_CALL", 0)
-    # What other tests have compiled is none of these.
-    monkeypatch.setattr(recompute.functorch, "has_compiled", lambda: False)
+def nothing_known(small_sizes_matter):
     recompute._plans.clear()
 
 

@@ -76,36 +76,6 @@ def test_recurrent_cell_in_scan_with_a_policy():
     same(run, times=2)
 
 
-@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
-def test_recurrent_cell_with_a_policy_inside_of_another_remat(kind):
-    cell, x = made(kind, 3, 3), tensor(2, 3)
-
-    def run(remat):
-        def step(p, x):
-            return functional_call(cell, p, (x,))
-
-        inner = remat(step, policy=policies.dots_saveable)
-        f = remat(lambda p, x: inner(p, x))
-        return detached(grad(lambda p, x: sum(y.sin().sum() for y in f(p, x)))(parameters(cell), x))
-
-    same(run, times=2)
-
-
-@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell])
-def test_double_backward_of_a_recurrent_module_with_a_policy(kind):
-    module, x = made(kind, 3, 3), tensor(4, 3)
-
-    def run(remat):
-        inner = remat(module, policy=policies.dots_saveable)
-        out = remat(lambda x: inner(x))(x)
-        out = out if kind is nn.GRUCell else out[0]
-        first = torch.autograd.grad(out.sin().sum(), list(module.parameters()), create_graph=True)
-        second = torch.autograd.grad(sum(g.sin().sum() for g in first), list(module.parameters()))
-        return [g.detach() for g in first], second
-
-    same(run, times=2)
-
-
 PENALTY = """
 import torch
 from torch import nn
@@ -157,26 +127,6 @@ def test_gradient_penalty_through_unsafe_chunk():
 
 
 # -- a module that is called again -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", ["conv", "layer_norm", "block"])
-def test_second_call_of_a_module(make):
-    module = {
-        "conv": lambda: made(nn.Conv2d, 2, 2, 3),
-        "layer_norm": lambda: made(nn.LayerNorm, 5),
-        "block": lambda: nn.Sequential(
-            made(nn.Conv2d, 2, 2, 3), made(nn.BatchNorm2d, 2), nn.ReLU(), made(nn.Conv2d, 2, 2, 1)
-        ),
-    }[make]()
-    x = tensor(2, 2, 5, 5)
-
-    def run(remat):
-        module.zero_grad()
-        out = remat(module)(x)
-        out.sum().backward()
-        return out, [p.grad for p in module.parameters()]
-
-    same(run, times=3)
 
 
 # -- a captured tensor that f does not use is no input -------------------------------------------------
@@ -434,15 +384,6 @@ def test_captured_tensor_that_is_returned(wrap, requires_grad):
     c, w = tensor(3, requires_grad=requires_grad), tensor(3, requires_grad=True)
     returned, _ = wrap(lambda w: (c, w * c))(w)
     assert returned is c
-
-
-@pytest.mark.parametrize(
-    "policy", [policies.save_only_these_names, lambda *_, **__: "save"], ids=["uncalled", "string"]
-)
-def test_a_policy_that_gives_no_decision(policy):
-    x = tensor(3, requires_grad=True)
-    with pytest.raises(funcckpt.FuncckptError, match="polic"):
-        funcckpt.remat(lambda x: (x * x).sin() @ x, policy=policy)(x).backward()
 
 
 @pytest.mark.parametrize("transform", [lambda f: hessian(lambda x: f(x).sum()), jacrev])

@@ -17,6 +17,7 @@ from funcckpt import policies, remat
 from .programs import draw
 from .test_random_programs import complaint
 
+pytestmark = pytest.mark.usefixtures("small_sizes_matter")
 COUNT = int(os.environ.get("FUNCCKPT_RANDOM_POLICIES", "150"))
 START = int(os.environ.get("FUNCCKPT_RANDOM_START", "0"))
 
@@ -33,8 +34,8 @@ def at_random(seed):
 
 
 def policy_of(seed):
-    fixed = [policies.everything_saveable, policies.dots_saveable, policies.budget(fraction=0.5)]
-    return [at_random(seed), *fixed][seed % 4]
+    fixed = [policies.everything_saveable, policies.dots_saveable, policies.budget(fraction=0.5), None]
+    return [at_random(seed), *fixed][seed % 5]
 
 
 class Counting:
@@ -49,7 +50,7 @@ class Counting:
 
 
 def agree(seed, policy):
-    for _ in range(2):  # the second run keeps what was learned in the first
+    for _ in range(3):  # the second keeps and skips what was learned in the first; the third is not watched
         wrong, _ = complaint(draw(seed), functools.partial(remat, policy=policy))
         assert wrong is None, f"{wrong}\n{draw(seed)}"
 
@@ -59,8 +60,8 @@ def test_a_policy_that_counts(seed):
     agree(seed, Counting(seed))
 
 
-# A view of a number, which operators of meta tensors make; copies of buffers before f begins.
-ONCE_WRONG = [700298, 30141]
+# Copies of buffers before f begins.
+ONCE_WRONG = [30141]
 
 
 @pytest.mark.parametrize("seed", [*ONCE_WRONG, *seeds(100, COUNT, START)])
