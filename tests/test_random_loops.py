@@ -180,6 +180,9 @@ LINKS = {
     "dropout": lambda loops, step, x, n, o: times(
         loops, lambda x: torch.nn.functional.dropout(step(x), 0.2), x, n, o
     ),
+    "dropout in scan": lambda loops, step, x, n, o: loops.scan(
+        lambda c, _: (torch.nn.functional.dropout(step(c), 0.2), None), x, n, **o
+    ),
     "inner gradient": lambda loops, step, x, n, o: times(
         loops, lambda x: x - 0.1 * loops.grad(lambda h: (step(h) ** 2).sum())(x), x, n, o
     ),
@@ -223,9 +226,11 @@ def test_random_chain_of_loops(seed):
             x = LINKS[link](loops, step, x, n, options)
         return (x * x).sum()
 
-    transforms = {name: MORE[name] for name in ("grad", "grad of grad", "hessian", "jvp", "hvp", "eager")}
-    if any(link == "dropout" for link, _ in chain):
-        del transforms["hessian"]  # its vmap lets nobody draw random numbers
+    transforms = {**MORE}
+    if any("dropout" in link for link, _ in chain):  # which other vmaps let nobody draw
+        transforms = {name: MORE[name] for name in ("grad", "grad of grad", "jvp", "hvp", "vjp", "eager")}
+        transforms["jacrev"] = lambda f: jacrev(f, (0, 1, 2))(W, X, XS)
+        transforms["vmap of nothing"] = lambda f: vmap(lambda _: f(W, X, XS), randomness="different")(XS)
     for randomness in ("same", "different"):
         transforms[f"vmap of grad, {randomness}"] = lambda f, randomness=randomness: vmap(
             grad(f, (0, 1)), (None, 0, None), randomness=randomness

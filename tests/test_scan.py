@@ -121,13 +121,6 @@ def test_transforms(transform, options):
 
 # -- policies for the body -----------------------------------------------------------------------------
 
-KEEPS = {
-    "products": policies.dots_saveable,
-    "everything": policies.everything_saveable,
-    "names": policies.save_only_these_names("h"),
-    "operators": [torch.ops.aten.tanh.default, torch.ops.aten.bernoulli.p],
-}
-
 
 def named_rnn(loop, w, x, xs, **options):
     def step(h, x):
@@ -136,13 +129,6 @@ def named_rnn(loop, w, x, xs, **options):
 
     h, ys = loop(step, x, xs, **options)
     return h.exp().sum() + ys.square().sum()
-
-
-@pytest.mark.parametrize(("transform", "policy"), pairs(TRANSFORMS, KEEPS))
-def test_transforms_with_a_policy(transform, policy):
-    run = TRANSFORMS[transform]
-    checkpointed = run(lambda *args: named_rnn(scan, *args, checkpoints=3, policy=KEEPS[policy]))
-    assert_same(checkpointed, run(lambda *args: named_rnn(plain_scan, *args)))
 
 
 def per_sample(f):
@@ -381,31 +367,6 @@ def test_measuring_a_step_leaves_nothing_behind():
 # -- randomness -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
-def test_each_step_draws_its_numbers_again(options):
-    def f(loop, x):
-        return loop(
-            lambda x, _: (torch.nn.functional.dropout(torch.sin(x + 1), 0.3), x), x, length=N, **options
-        )
-
-    def total(loop):
-        return lambda x: f(loop, x)[0].sum() + (f(loop, x)[1] ** 2).sum()
-
-    x = tensor(20)
-    for run in (
-        lambda loop: grad(total(loop))(x),
-        lambda loop: vmap(grad(total(loop)), randomness="different")(torch.stack([x, x])),
-        lambda loop: vmap(grad(total(loop)), randomness="same")(torch.stack([x, x])),
-        lambda loop: jacrev(lambda x: f(loop, x)[0])(x),
-    ):
-        torch.manual_seed(3)
-        got, after = run(scan), torch.rand(1)
-        torch.manual_seed(3)
-        want, after_plain = run(plain_scan), torch.rand(1)
-        assert_same(got, want)
-        assert torch.equal(after, after_plain)
-
-
 # -- autocast ---------------------------------------------------------------------------------------
 
 
@@ -437,22 +398,6 @@ def test_under_autocast_a_loop_is_the_plain_one_that_casts_in_each_step(options)
 
 
 # -- fori_loop and while_loop -----------------------------------------------------------------------
-
-
-def test_fori_loop():
-    def run(w, loop):
-        if loop is None:
-            y = X
-            for i in range(2, 13):
-                y = torch.tanh(w @ y) * i
-        else:
-            y = loop(2, 13, lambda i, y: torch.tanh(w @ y) * i, X, checkpoints=3)
-        return y.sum()
-
-    assert_same(hessian(run)(W, fori_loop), hessian(run)(W, None))
-    assert_same(grad(run)(W, fori_loop), grad(run)(W, None))
-    x = torch.ones(2)
-    assert fori_loop(3, 3, lambda i, y: y + 1, x) is x and fori_loop(3, 1, lambda i, y: y + 1, x) is x
 
 
 WHILE = [
@@ -491,31 +436,6 @@ def test_while_loop(options):
         lambda f: torch.autograd.functional.hessian(f, a),
     ):
         assert_same(run(lambda a: newton(a, while_loop, **options)), run(lambda a: newton(a, None)))
-
-
-def until(loop, w, x, xs, **options):
-    """A recurrence that ends after a number of steps that its carry knows; of tuples, dicts and numbers."""
-
-    def step(carry):
-        h = torch.tanh(w @ carry["h"] + xs[carry["i"] % N])
-        h = h * torch.sin(h) if carry["i"] % 3 == 1 else h
-        return {"h": h, "i": carry["i"] + 1, "same": carry["same"], "sum": carry["sum"] + (h * h).sum()}
-
-    carry = {"h": x, "i": 0, "same": xs[0], "sum": torch.zeros((), dtype=F64)}
-    going_on = lambda carry: carry["i"] < 13
-    if loop is None:
-        while going_on(carry):
-            carry = step(carry)
-    else:
-        carry = loop(going_on, step, carry, **options)
-    return carry["h"].exp().sum() * carry["sum"] + carry["same"].sum()
-
-
-@pytest.mark.parametrize(("transform", "options"), pairs(TRANSFORMS, WHILE), ids=str)
-def test_while_loop_under_transforms(transform, options):
-    run = TRANSFORMS[transform]
-    checkpointed = run(lambda *args: until(while_loop, *args, **options))
-    assert_same(checkpointed, run(lambda *args: until(None, *args)))
 
 
 def sine_loop(x, n, **options):
@@ -591,36 +511,10 @@ def test_while_loop_whose_carry_becomes_batched():
         assert_same(run(lambda x: f(while_loop, x))(xs), run(lambda x: f(None, x))(xs))
 
 
-@pytest.mark.parametrize("options", WHILE, ids=str)
-def test_while_loop_draws_its_numbers_again_and_ends_where_the_plain_loop_does(options):
-    def f(loop, x):
-        body = lambda c: (c[0] + 1, torch.nn.functional.dropout(torch.sin(c[1] + 1), 0.3))
-        c = (0, x)
-        for _ in range(0 if loop else 9):
-            c = body(c)
-        return (while_loop(lambda c: c[0] < 9, body, c, **options) if loop else c)[1].sum()
-
-    x = tensor(20)
-    for run in (
-        lambda f: grad(f)(x),
-        lambda f: vmap(grad(f), randomness="different")(torch.stack([x, x])),
-        lambda f: vmap(grad(f), randomness="same")(torch.stack([x, x])),
-        lambda f: vmap(lambda _: f(x), randomness="different")(torch.zeros(3)),
-        lambda f: jvp(f, (x,), (x,)),
-        lambda f: jvp(grad(f), (x,), (x,)),
-        lambda f: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf),
-    ):
-        torch.manual_seed(3)
-        got, after = run(lambda x: f(True, x)), torch.rand(1)
-        torch.manual_seed(3)
-        want, after_plain = run(lambda x: f(False, x)), torch.rand(1)
-        assert_same(got, want)
-        assert torch.equal(after, after_plain)
-
-
 def test_while_loop_stops_at_max_steps_and_at_none():
     x = torch.ones(2)
     assert while_loop(lambda x: False, lambda x: x + 1, x) is x
+    assert fori_loop(3, 3, lambda i, y: y + 1, x) is x and fori_loop(3, 1, lambda i, y: y + 1, x) is x
     assert while_loop(lambda x: True, lambda x: x + 1, x, max_steps=4).tolist() == [5, 5]
     for n in (0, 1, 16):
         plain = lambda x, n=n: fori_loop(0, n, lambda i, x: x.sin(), x, checkpoint=None).sum()
@@ -646,20 +540,6 @@ def test_while_loop_refuses_what_would_not_be_the_same_again(options):
             grad(lambda x, body=body: while_loop(lambda x: x < 9, body, x, **options))(torch.tensor(1.0))
     with pytest.raises(InputError, match="cond_fun draws random numbers"):
         grad(lambda x: while_loop(lambda x: torch.rand(()) < 0.9, torch.sin, x, **options))(torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("options", WHILE, ids=str)
-def test_while_loop_updates_the_statistics_of_a_module_once(options):
-    def run(loop):
-        norm = torch.nn.BatchNorm1d(D).to(F64)
-        body = lambda c: (c[0] + 1, torch.sin(norm(c[1])))
-        x = XS.clone().requires_grad_()
-        go = lambda c: c[0] < 4
-        _, out = while_loop(go, body, (0, x), **options) if loop else body(body(body(body((0, x)))))
-        (out**3).sum().backward()
-        return x.grad, dict(norm.named_buffers()), [p.grad for p in norm.parameters()]
-
-    assert_same(run(True), run(False))
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
