@@ -1,7 +1,7 @@
-"""What f refers to: find it once for each call, and make f anew around other tensors.
+"""What f refers to: it is found once for each call, and f can be rebuilt around other tensors.
 
-Read in this order: `code` (what code names), `find` (places, and whether they hold what they held),
-`rebuild` (f around other tensors). `remat`, `checkpoint`, `scan` and `nn.Remat` all ask here.
+Read in this order: `code` (the names in code), `kinds` (kinds of objects), `find` (all that f refers to, and
+whether it has changed), `rebuild` (f around other tensors).
 """
 
 from .find import Found

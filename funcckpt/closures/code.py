@@ -1,4 +1,4 @@
-"""What code names, and whose code it is: that of libraries is not searched."""
+"""The names in code, and whether code belongs to a library: that is not searched."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-# Libraries whose globals and classes hold nothing of the user's. Their closures and objects are searched.
-# So is every installed package, but for a function that is itself given to remat.
+# Libraries whose globals and classes are not searched, since they hold no objects of the user. Closures and
+# instances are. All installed packages count as libraries, except for the function that is passed to remat.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
 
 
 @functools.lru_cache(maxsize=4096)
 def is_library(module: Any) -> bool:
-    """Whether a module, given by its name, is of torch, numpy, Python or an installed package."""
-    # Cython's types may have something else in the place of the name.
+    """Whether a module, given by its name, belongs to torch, numpy, Python or an installed package."""
+    # The __module__ of Cython's types may not be a string.
     return str(module).partition(".")[0] in _LIBRARIES or is_installed(module)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: Any) -> bool:
-    """Whether a module is of an installed package, other than torch and numpy."""
+    """Whether a module belongs to an installed package other than torch and numpy."""
     package = str(module).partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return package not in _LIBRARIES and ("site-packages" in file or "dist-packages" in file)
@@ -31,10 +31,10 @@ def is_installed(module: Any) -> bool:
 class About(NamedTuple):
     """What is known of a class."""
 
-    is_own: bool  # of the user, and of no library
-    is_of_installed: bool  # of an installed package, or a base of it is
-    own_classes: tuple[type, ...]  # it and its bases, without those of libraries
-    names: frozenset[str]  # what code that it has of libraries looks up
+    is_own: bool  # the user's, not a library's
+    is_of_installed: bool  # whether it or a base belongs to an installed package
+    own_classes: tuple[type, ...]  # it and its bases, except those of libraries
+    names: frozenset[str]  # the names in the code that it inherits from libraries
 
 
 @functools.lru_cache(maxsize=4096)
@@ -47,9 +47,9 @@ def about(kind: Any) -> About:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """What code looks up, in itself or in a function within it; of that, which globals; what it imports.
+    """The names that code looks up, those of them that are globals, and the modules that it imports.
 
-    What it looks up are all names, and its strings, which it may hand to `getattr`.
+    Functions inside of the code count, too. All names count, and strings, which may be passed to `getattr`.
     """
     looked_up = {*code.co_names}
     instructions = [*dis.get_instructions(code)]
@@ -63,7 +63,7 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
             looked_up |= inner[0]
             of_globals |= inner[1]
             imported |= inner[2]
-        elif isinstance(constant, tuple):  # of a loop over names, or of a class pattern
+        elif isinstance(constant, tuple):  # the names of a loop or a class pattern
             pending.extend(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             looked_up.add(constant)
@@ -71,14 +71,14 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
 
 
 def _names_in_bases(kind: Any) -> frozenset[str]:
-    """What code that a class has of libraries looks up, where an instance is called: nn.LayerNorm its eps."""
+    """The names in the library code that runs when an instance is called, such as `eps` in nn.LayerNorm."""
     looked_up: set[str] = set()
     pending = {"forward", "__call__"}
     while pending:
         name = pending.pop()
         for base in kind.__mro__:
             code = getattr(base.__dict__.get(name), "__code__", None)
-            # What nn.Module itself looks up is known.
+            # Not nn.Module itself: its names are known.
             of_library = is_library(base.__module__) and base.__module__ != "torch.nn.modules.module"
             if code is not None and of_library:
                 found = names_in(code)[0]
@@ -107,7 +107,7 @@ def is_plain_python(kind: Any) -> bool:
     return len(makers) == len(bases) and types.BuiltinFunctionType not in map(type, makers)
 
 
-# Objects of these packages stand for something outside of Python that a copy would not share.
+# Objects of these packages stand for things outside of Python, which a copy would not share.
 _OPAQUE = frozenset(
     "asyncio concurrent ctypes datetime enum io logging multiprocessing pathlib queue re socket subprocess "
     "threading weakref".split()

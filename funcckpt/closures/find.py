@@ -1,14 +1,14 @@
 """What a callable refers to, at the time of a call.
 
-`find` follows closure variables, defaults, the globals that code names, partials, bound objects, modules,
-containers and plain objects. Of each it remembers what it held: a `Node`. Two questions are asked
-afterwards: is everything as it was (`Found.changed`), and what would f be around other tensors, or as it
-was at the call (`closures.rebuild`).
+The search follows closure variables, defaults, the globals that code names, partials, bound objects, modules,
+containers and plain objects. For each object, a `Node` records its content at the call. It answers two
+questions later: has something changed since the call (`Found.changed`)? And what is f around other tensors,
+or in its state at the call (`closures.rebuild`)?
 
-Objects of the user's own classes may lead far, to a trainer and its data. Of these only the attributes count
-that some code of f names. Code of libraries is not read; what its modules and objects hold is.
+An object of a user's class may lead far, to a trainer and its data. So only the attributes count that some
+code of f names. The code of libraries is not read, but their modules and objects are searched.
 
-A search is one loop: it costs some microseconds for each module, and no call for each object.
+The search is a single loop: it takes some microseconds for each module, and makes no call for each object.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .code import about, is_installed, is_library, names_in
 from .kinds import Hole, Node
 
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
-# What a module or function has in any case, and need not be looked at while it is empty.
+# Attributes that each module or function has. They need no search while they are empty.
 _OFTEN_EMPTY = frozenset(
     {*kinds.PARTS, *_HOOKS, "_non_persistent_buffers_set", "__dict__", "__annotations__"}
 )
-# What torch's code looks up in modules and autograd functions, and Python's in any object.
+# Names that torch looks up in modules and autograd functions, and Python in any object.
 _ALWAYS_NAMED = frozenset(
     {*kinds.PARTS, *_HOOKS, "training", "forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
     | {f"__{side}{name.strip('_')}__" for name in dir(operator) for side in ("", "r")}
@@ -42,46 +42,46 @@ _ALWAYS_NAMED = frozenset(
 )
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
-# Functions that update the running statistics that they are given.
+# Functions that update running statistics which are passed to them.
 _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_norm" in name]
-_STATISTICS += ["_batch_norm_with_update"]  # of torch.ops.aten alone
-_DRAWING = ("random", "numpy.random")  # from whose streams code may draw by any name
+_STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
+_DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
 
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes
     ----------
     nodes : dict of int to Node
-        By the id of the object, in the order in which they were met.
+        By id of the object, in the order in which they were found.
     tensors, places, marks : dict
-        Tensors by their ids, and where each was found: the id of what holds it, and by which name. `seal`
-        takes away those that the graph owns, and leaves their attributes.
+        By id of the tensor: the tensor, and where it was found (the id of its holder, and the name there).
+        `seal` removes tensors that the graph owns, and puts their attributes into `marks`.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
     gone : set of int
-        The ids of objects that have to be made anew, since what they hold was let go.
+        The ids of objects that must be rebuilt, since `seal` removed something that they refer to.
     moves_streams, calls_backward, updates_statistics, draws_elsewhere : bool
-        Whether code may put random streams back; names `backward`; may update running statistics, of which no
-        version counter tells; may draw from the streams of Python's and numpy's modules.
+        Whether code may set random streams; names `backward`; may update running statistics, which no version
+        counter records; may draw from the global streams of Python and numpy.
     """
 
     def __init__(self, root: Any, everything: bool = False) -> None:
-        """With `everything`, also attributes that no code names."""
+        """With `everything`, attributes that no code names are searched, too."""
         self.root = root
         self.nodes: dict[int, Node] = {}
         self.tensors: dict[int, Tensor] = {}
         self.marks: dict[int, dict[str, Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
-        self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules that are training
-        self._empty: list[tuple[Any, int, str]] = []  # in which there was nothing to follow
+        self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
+        self._empty: list[tuple[Any, int, str]] = []  # empty at the call
         self.streams: list[Any] = []
         self.draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
-        # Objects of which only attributes count that are named, and how much was named when they were read.
+        # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
         read_with: Any = None
         functions = 0
@@ -111,14 +111,14 @@ class Found:
                     draws = draws or is_installed(module) or module in _DRAWING
                 self.draws_elsewhere |= draws
                 if kind is kinds.CLASS and not is_own:
-                    continue  # it holds nothing of the user's
+                    continue  # it holds no objects of the user
                 counted = names if is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS) else None
                 content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
                     content = dict(value if kind is kinds.DICT else value.__dict__)
                 elif counted is None or kind is kinds.CLASS:
                     content = kinds.read(kind, value, counted)
-                # Else what it holds is read below: its class may name more.
+                # Otherwise its content is read below: its class may add names.
                 refers = {*map(id, content.values())}
                 node = nodes[number] = Node(kind, cls, value, content, refers, parent, key, counted)
                 if counted is not None:
@@ -143,14 +143,14 @@ class Found:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
                         functions += 1
-                        if nodes[id(space)].kind is kinds.GLOBALS:  # and no dict that f holds
+                        if nodes[id(space)].kind is kinds.GLOBALS:  # not a dict that f refers to
                             nodes[id(space)].names.update(of_globals)
                         self.calls_backward |= "backward" in looked_up
                         for name in imported:
-                            self.draws_elsewhere |= name not in sys.modules  # for all that is known
+                            self.draws_elsewhere |= name not in sys.modules  # an unknown module may draw
                             pending.append((sys.modules.get(name), number, "__class__"))
             now = len(names), len(named), functions
-            if read_with != now:  # more may be named
+            if read_with != now:  # there may be new names
                 read_with = now
                 for node in named:
                     if node.kind in kinds.OBJECTS and (everything or not names.isdisjoint(_LOOK_UP_ANYTHING)):
@@ -167,18 +167,18 @@ class Found:
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
 
     def codes(self) -> Iterator[Any]:
-        """Of all that was met the code of a function, or the class."""
+        """The code of each function that was found, and the class of each other object."""
         for node in self.nodes.values():
             yield node.value.__code__ if node.kind is kinds.FUNCTION else node.cls
 
     def buffers_in_training(self) -> list[Tensor]:
-        """The buffers of the modules that are training."""
+        """The buffers of modules in training."""
         return [x for buffers in self._training for x in buffers.values() if isinstance(x, Tensor)]
 
-    # -- as it was ----------------------------------------------------------------------------------
+    # -- changes since the call -----------------------------------------------------------------------
 
     def changed(self) -> set[int]:
-        """The ids of the objects that refer to something else than at the call."""
+        """The ids of the objects that refer to other things than at the call."""
         changed = set()
         for number, node in self.nodes.items():
             value, content, kind, names = node.value, node.content, node.kind, node.names
@@ -209,17 +209,17 @@ class Found:
         return changed
 
     def leading_to(self, reached: set[int]) -> set[int]:
-        """The objects with some ids, and those that refer to them by a way that can be rebuilt."""
+        """Adds to `reached`, a set of ids, all objects that refer to one of them and can be rebuilt."""
         size = -1
         while size < len(reached):
             size = len(reached)
-            for number, node in reversed(self.nodes.items()):  # most of what an object holds was met after it
+            for number, node in reversed(self.nodes.items()):  # most objects come before what they hold
                 if node.kind not in kinds.FIXED and not reached.isdisjoint(node.refers):
                     reached.add(number)
         return reached
 
     def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:
-        """Hold tensors no longer, but for what refers to them now, nor objects with some ids."""
+        """Refer to `tensors` only weakly from now on, and no longer to the objects with the ids `own`."""
         holes = {number: Hole(number) for number in own}
         for x in tensors:
             holes[id(x)] = Hole(id(x), weakref.ref(x))
@@ -232,9 +232,9 @@ class Found:
                     node.content[name] = holes.get(id(item), item)
 
     def seal(self, tensors: Collection[Tensor]) -> None:
-        """Let go of tensors that the graph owns from now on, and of all that would hold them."""
+        """Let go of tensors that the graph owns from now on, and of objects that would keep them alive."""
         self.gone = self.leading_to({*map(id, tensors)}) & self.nodes.keys()
-        # A module and globals are everybody's: they hold what they hold now, whoever refers to them.
+        # Modules and globals are shared: they keep their content alive anyway.
         own = [n for n in self.gone if self.nodes[n].kind not in (kinds.MODULE, kinds.GLOBALS)]
         self.weaken(tensors, own)
         for node in map(self.nodes.__getitem__, own):
@@ -244,14 +244,14 @@ class Found:
                 node.like = weakref.ref(node.value)
             node.value = None
 
-    # -- in words -----------------------------------------------------------------------------------
+    # -- names for messages ---------------------------------------------------------------------------
 
     def where(self, number: int) -> str:
-        """How f refers to the tensor with an id, in words."""
+        """How f refers to the tensor with this id, in words."""
         return self.path(*self.places[number]) if number in self.places else "a captured tensor"
 
     def path(self, number: int, key: Any) -> str:
-        """An item of an object, and how f refers to that, in words."""
+        """How f refers to an item of the object with this id, in words."""
         words = []
         while number in self.nodes:
             node = self.nodes[number]

@@ -1,4 +1,4 @@
-"""The kinds of objects that refer to others: how each is read, and made anew."""
+"""The kinds of objects that refer to others, and how each is read."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from torch import nn
 
 from .code import is_library, is_plain_python, slots_of
 
-# Values that hold no tensor, told by their type alone.
+# Types whose values hold no tensor.
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.CodeType}
 )
 
 
 class Kind:
-    """How an object refers to others: by which attributes, if these are always the same.
+    """How an object refers to others. `parts` are its attributes, if they are always the same.
 
-    `label` is an item of it, in messages.
+    `label` names one of its items in messages.
     """
 
     def __init__(self, *parts: str, label: str = "") -> None:
         self.parts, self.label = parts, label
 
 
-# And by its cells, under the names of the closure variables.
+# Also its cells, under the names of the closure variables.
 FUNCTION = Kind(
     *("__code__", "__globals__", "__name__", "__defaults__", "__kwdefaults__", "__dict__", "__qualname__"),
     *("__doc__", "__annotations__" if sys.version_info < (3, 14) else "__annotate__"),
     label="closure variable {!r}",
 )
 METHOD = Kind("__func__", "__self__")
-BUILTIN = Kind("__self__", "__name__")  # a bound method of C
+BUILTIN = Kind("__self__", "__name__")  # a bound method that is written in C
 PARTIAL = Kind("func", "args", "keywords", "__dict__")
 MEMBER = Kind("__func__")  # a staticmethod or classmethod
 PROPERTY = Kind("fget", "fset", "fdel")
@@ -57,22 +57,22 @@ VARIABLE = Kind()  # a context variable
 
 OBJECTS = frozenset({MODULE, OBJECT, SLOTTED})
 MAPPINGS = frozenset({DICT, GLOBALS})
-# What refers to others by its `__dict__` alone.
+# Kinds that refer to others only by their `__dict__`.
 SPACES = frozenset({MODULE, OBJECT, CLASS})
-# What does not change.
+# Kinds that do not change.
 CONSTANT = frozenset({METHOD, BUILTIN, PARTIAL, MEMBER, PROPERTY, COMPILED, TUPLE})
-# What no copy can stand for.
+# Kinds that no copy can replace.
 FIXED = frozenset({CLASS, VARIABLE})
 PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(slots=True)
 class Node:
-    """An object that was reached, and what it held then.
+    """An object that was found, and its content at the call.
 
-    `refers` has the ids of what it held. `names` are those that count, if not all do. `parent` and `key` say
-    where it was found first. Once a tensor that the graph owns could be reached from it, `value` is None, and
-    `like` is an empty container of its type, or a weak reference to the object.
+    `refers` has the ids of the content. `names` are the names that count; None if all do. `parent` and `key`
+    say where the object was found first. If it leads to a tensor that the graph owns, `seal` sets `value` to
+    None; then `like` is an empty container of its type, or a weak reference to the object.
     """
 
     kind: Kind
@@ -87,7 +87,7 @@ class Node:
 
 
 class Hole(NamedTuple):
-    """Stands for something that was let go, by its id. `ref` leads to a tensor while it lives."""
+    """Stands for an object that was let go, with this id. `ref` refers to it weakly, if it is a tensor."""
 
     number: int
     ref: Any = None
@@ -95,9 +95,9 @@ class Hole(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def kind_of(cls: Any) -> Kind | None:
-    """How instances of a class are followed, but for tensors and random streams."""
+    """The kind of the instances of a class; None if they are not searched."""
     if any([str(base.__module__).startswith("torch.distributed.") for base in cls.__mro__]):
-        return None  # `fully_shard` exchanges the parameters of a module for the time of each run
+        return None  # `fully_shard` exchanges the parameters of a module during each run
     if cls in _BUILT_IN:
         return _BUILT_IN[cls]
     if cls.__name__ == "OptimizedModule":
@@ -135,7 +135,7 @@ _WITH_SUBCLASSES: dict[type, Kind | None] = {
 
 
 def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
-    """What an object of a kind refers to; of those with names, under which names that count."""
+    """The content of an object: what it refers to, by name. With `names`, only these."""
     if kind in MAPPINGS or kind in SPACES or kind is SLOTTED:
         there = value if kind in MAPPINGS else getattr(value, "__dict__", {})
         if kind is SLOTTED:
@@ -159,7 +159,7 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
 
 
 def emptied(value: Any) -> Any:
-    """A container like another one, with its options and attributes, and nothing in it."""
+    """An empty container of the same type, with the same options and attributes."""
     cls: Any = type(value)
     if cls in _BUILT_IN:
         new = value.copy()

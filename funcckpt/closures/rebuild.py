@@ -1,10 +1,10 @@
-"""f around other tensors, and as it was at the call.
+"""f around other tensors, and in its state at the call.
 
-A rebuilding copies what leads to something that is replaced, or that is not what it was: functions with new
-cells and globals, containers, shallow copies of modules and objects. All else is shared with the original.
+To rebuild f, each object that leads to a replaced or changed object is copied: functions with new cells and
+globals, containers, shallow copies of modules and objects. All other objects are shared with the original.
 Copies need no lock and no undo, and threads may share f.
 
-A class and a context variable cannot be copied. What has changed in them is put back for the time of a run.
+A class or a context variable cannot be copied. Its old content is put back during a run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WRITABLE = frozenset({kinds.CELL, kinds.LIST, *kinds.MAPPINGS, *kinds.OBJECTS})
 
 
 class Rebuilt:
-    """One rebuilding, to be used around one run; `callable` is what stands for the root of the search.
+    """A context manager around one run of the rebuilt f, which is its attribute `callable`.
 
     Shared and cyclic references stay shared and cyclic.
     """
@@ -34,7 +34,7 @@ class Rebuilt:
     def __init__(self, found: Found, mapped: dict[int, Tensor], changed: Iterable[int] = ()) -> None:
         self._nodes = found.nodes
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
-        # What stands for something, by the id of that; and for what it stands, by the id of the other.
+        # The replacement of each object, by id of the original; `_originals` is the inverse.
         self._built: dict[int, Any] = {**mapped}
         for number, x in mapped.items():
             original = found.tensors.get(number)
@@ -43,9 +43,9 @@ class Rebuilt:
             if nn.Parameter in type(original).__mro__:
                 x._is_param = True  # type: ignore[attr-defined]
         self._originals = {id(x): found.tensors.get(number) for number, x in mapped.items()}
-        # What was put into the copies that f may write to.
+        # The initial content of copies to which f may write.
         self._placed: dict[int, dict[Any, Any]] = {}
-        # What classes and context variables held, and hold for the time of the run.
+        # Classes and context variables, with their content now and during the run.
         self._put_back: list[tuple[Node, dict[Any, Any], dict[Any, Any]]] = []
         self.callable = found.root
 
@@ -60,7 +60,7 @@ class Rebuilt:
         return self.callable
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
-        if kind is None:  # what was appended to copies of lists is appended to the originals
+        if kind is None:  # items appended to copies of lists are appended to the originals
             for number, placed in self._placed.items():
                 there = self._nodes[number].value
                 if isinstance(there, list):
@@ -69,7 +69,7 @@ class Rebuilt:
             _put(node.kind, node.value, then, now)
 
     def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
-        """What stands for the things that an original refers to."""
+        """The content of an object, with replacements."""
         built, dirty = self._built, self._dirty
         items = {}
         for name, x in content.items():
@@ -84,7 +84,7 @@ class Rebuilt:
         return items
 
     def _make(self, number: int) -> Any:
-        """A copy of an object around other things."""
+        """A copy of an object, with replacements in its content."""
         node = self._nodes[number]
         kind, value, cls = node.kind, node.value, node.cls
         if kind in kinds.FIXED:
@@ -97,10 +97,10 @@ class Rebuilt:
                 new = base.__new__(cls)
             else:
                 new = {} if cls is dict else kinds.emptied(node.like if value is None else value)
-            self._built[number] = new  # it is known before what refers to it is made
+            self._built[number] = new  # before its content is made, which may refer to it
             items = self._placed[number] = self._items(node.content)
             original = node.like and node.like() if value is None else value
-            if original is not None and node.names is not None:  # what does not count is as it is now
+            if original is not None and node.names is not None:  # other attributes are as they are now
                 now = kinds.read(kind, original)
                 items = {name: x for name, x in now.items() if name not in node.names} | items
             if cls is dict or kind in kinds.SPACES:
@@ -122,10 +122,10 @@ class Rebuilt:
                 new = cls.__new__(cls, items["func"])
                 new.__setstate__((*parts,))
             elif kind is kinds.TUPLE:
-                # A named tuple may have a __new__ of its own, which was called when the original was made.
+                # Not by the __new__ of a named tuple, which may be the user's.
                 new = frozenset(parts) if cls is frozenset else tuple.__new__(cls, parts)
             elif kind is kinds.COMPILED:
-                (new,) = parts  # recomputed as it was written
+                (new,) = parts  # recomputed without compilation
             else:
                 new = cls(*parts)
             self._built[number] = new
@@ -133,7 +133,7 @@ class Rebuilt:
         return new
 
     def write_back(self) -> None:
-        """Repeat on the originals what f has assigned on copies in its first run."""
+        """Repeat on the originals what f assigned to copies in its first run."""
         get, assigned, self._placed = self._originals.get, self._placed, {}
         for number, placed in assigned.items():
             node = self._nodes[number]
@@ -148,7 +148,7 @@ class Rebuilt:
 
 
 def _put(kind: kinds.Kind, there: Any, before: dict[Any, Any], after: dict[Any, Any]) -> None:
-    """Have an object refer to some things, where it refers to others."""
+    """Change the content of an object from `before` to `after`."""
     if kind is kinds.LIST:
         there.clear()
         there.update(after.values()) if isinstance(there, set) else there.extend(after.values())
@@ -171,14 +171,14 @@ def _put(kind: kinds.Kind, there: Any, before: dict[Any, Any], after: dict[Any, 
 
 def _made_anew(node: Node) -> set[str]:
     """The attributes that hooks compute before each forward, as `torch.nn.utils.spectral_norm` does."""
-    # Without a hook it is f that stores them, and others may read them.
+    # Without a hook, f itself stores such attributes, and others may read them.
     if node.kind is not kinds.MODULE or not node.value._forward_pre_hooks:
         return set()
     return {name.rpartition("_")[0] for name in node.value._parameters}
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that f has stored in what has changed in its first run, and where."""
+    """The tensors that f stored in `changed` objects in its first run, and where."""
     for number in changed:
         node = found.nodes[number]
         of_library = node.kind is kinds.MODULE and is_library(node.cls.__module__)

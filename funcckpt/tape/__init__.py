@@ -1,8 +1,8 @@
-"""The tape: what a first run did, and what of it is not done again.
+"""The tape: the operators of a first run, and which of them need not run again.
 
-* `operators`: what an operator reads, writes, returns and costs, as a dispatch mode meets it.
-* `tape`: a run, call by call, with the calls that have made what is in memory; and the mode that writes it.
+* `operators`: what an operator reads, writes, returns and costs, as a dispatch mode sees it.
+* `tape`: the calls of operators in a run, and which of them made which storage; the mode that records them.
 * `recording`: the first run of a function with a policy, and what it keeps.
-* `recompute`: how a recomputation hands out what was kept, and skips what nobody reads.
-* `drawing`: the random numbers of a run whose streams do not move, since it is traced.
+* `recompute`: a recomputation hands out what was kept, and skips what nobody reads.
+* `drawing`: random numbers in a traced run, whose streams do not move.
 """

@@ -1,7 +1,7 @@
-"""Random numbers where no stream moves: in a graph that is being recorded.
+"""Random numbers while a graph is traced, when no random stream moves.
 
-What is traced by `make_fx` or `torch.compile` draws when the graph runs. As a graph cannot say that two
-operators draw the same, what the first run has drawn is kept as a value, and given to the recomputation.
+A graph that `make_fx` or `torch.compile` traces draws its numbers when it runs. It cannot say that two of its
+operators draw the same numbers. So the numbers of the first run are kept, and given to the recomputation.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _Result = tuple[Any, list[Tensor], Any]
 
 
 class Drawn(TorchDispatchMode):
-    """What the random operators of a run have written and returned, in their order."""
+    """The results of the random operators of a run, in their order."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        # What has drawn, what it has written, and what it has returned if that is something else.
+        # For each: the operator, the values that it wrote to arguments, and its other results.
         self.results: list[_Result] = []
         self._again: Iterator[_Result] | None = None
 
     def replayed(self) -> Drawn:
-        """The mode in which random operators give the same again."""
+        """The mode in which random operators give these results again."""
         self._again = iter(self.results)
         return self
 
@@ -43,15 +43,15 @@ class Drawn(TorchDispatchMode):
         if self._again is None:
             out = func(*args, **kwargs)
             other = None if any([out is x for x in targets]) else out
-            # By their values: the tensors may be written to.
+            # Their values, since the tensors may be written to.
             values = pytree.tree_map_only(Tensor, dynamo.traced_value, (targets, other))
             self.results.append((func, *values))
             return out
         known, values, other = next(self._again, (None, [], None))
         if known is not func:
             raise CheckpointError(
-                f"remat({self._name}): the recomputation draws random numbers by {func}, and the forward did "
-                f"by {known}. Draw them outside of the function, and pass them as arguments."
+                f"remat({self._name}): the recomputation draws random numbers by {func}, but the forward by "
+                f"{known}. Draw them outside of the function, and pass them as arguments."
             )
         for x, value in zip(targets, values, strict=True):
             x.copy_(dynamo.of_traced_value(value))

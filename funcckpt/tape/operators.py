@@ -1,4 +1,4 @@
-"""Operators, as a dispatch mode meets them: what they read, write and return."""
+"""Operators, as a dispatch mode sees them: what they read, write, return and cost."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .._torch import functorch
 
 aten = torch.ops.aten
 
-# They look at tensors or at their memory in another shape, and their schemas do not say so.
+# Views and questions about shapes, which their schemas do not mark as such.
 _VIEWS = frozenset(("_unsafe_view", "is_same_size", "_has_same_storage_numel"))
-# They write to running statistics, and their schemas do not say so.
+# They write to running statistics, which their schemas do not mark.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
 _STATISTICS = frozenset(("running_mean", "running_var"))
 # The kinds of operators that read no values.
@@ -42,7 +42,7 @@ def kind_of(func: Any) -> str:
     if name.startswith(("empty", "new_")) or (name.endswith("_like") and not random):
         return "like"
     if func._schema.is_mutable:
-        # Some change what a tensor looks like, and not what is in its memory.
+        # Some in-place operators change the shape of a tensor, and not its memory.
         reshapes = torch.Tag.inplace_view in func.tags and name not in ("resize_", "resize_as_", "set_")
         return "view" if reshapes else "writes"
     returned = func._schema.returns
@@ -76,16 +76,16 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What an operator writes to."""
+    """The tensors that an operator writes to."""
     places = _written_places(func)
     return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in places], {})
 
 
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a dispatch mode calls to run an operator that it was handed.
+    """Run an operator inside of a dispatch mode.
 
-    A tensor that is known to be zero has no memory, and is told by a key above that of modes. Some operators
-    (`aten.mul.Scalar`) pass that key by, and count on it in what they call: without it they crash.
+    A zero tensor of autograd has no memory. The dispatch key that handles it is above that of modes. Some
+    operators (`aten.mul.Scalar`) need it in the operators that they call, and would crash without it.
     """
     for x in args:
         if isinstance(x, Tensor) and x._is_zerotensor():
@@ -104,12 +104,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Those that an operator is given."""
+    """The tensors among the arguments of an operator."""
     return [x for a in (*args, *kwargs.values()) for x in results(a) if isinstance(x, Tensor)]
 
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What decides how the results of an operator look: no values of tensors, and no numbers of a formula."""
+    """What decides shapes and dtypes of the results of an operator: no values of tensors or factors."""
     return func, *map(look, args), *map(look, kwargs.items())
 
 
@@ -121,12 +121,12 @@ def look(a: Any) -> Any:
     return float if isinstance(a, float) else (type(a), a)
 
 
-# What acts on no operator before a mode does.
+# Types that do not handle an operator before a mode does.
 PLAIN: set[type] = {Tensor, functorch.FakeTensor}
 
 
 def is_subclass_first(types: Iterable[Any]) -> bool:
-    """Whether a subclass among `types` acts on an operator itself, and its inner tensors come by later."""
+    """Whether a subclass among `types` handles an operator itself. A mode then sees its inner tensors."""
     return any([t not in PLAIN and t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types])
 
 
@@ -134,7 +134,7 @@ def is_subclass_first(types: Iterable[Any]) -> bool:
 
 
 class TensorMeta(NamedTuple):
-    """What a strided tensor looks like."""
+    """Shape, strides, offset, dtype and device of a strided tensor."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
@@ -152,7 +152,7 @@ class TensorMeta(NamedTuple):
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether its memory says all about `x`. A tensor that is known to be zero has none."""
+    """Whether `x` is a plain strided tensor with memory."""
     return x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
 
 
@@ -161,7 +161,7 @@ def is_plain(x: Tensor) -> bool:
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """The floating-point operations of one call of an operator."""
-    # It imports triton, where there is one: nobody waits for that who counts nothing.
+    # Imported late, since this imports triton, if there is one.
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(func, "overloadpacket", func)

@@ -1,14 +1,15 @@
-"""Recomputation: what it does not run, because nobody reads it or because a policy has kept it.
+"""Recomputation: it skips operators whose results nobody reads, or that a policy has kept.
 
-The pullback of a checkpoint records f again and then goes backward. Some results of the recording are
-never read: the last matrix product of a block, the sum that it goes into. The first recomputation of a
-function runs in full under `Replay`, with a tape that shows which those are: no operator that has to run
-has read them, the pullback did not, and their memory is gone at the end. The next recomputations skip
-them. A skipped operator returns a `Placeholder`, which has a shape, a dtype and a device, and no memory.
-Whoever reads it has the recomputation run again, in full: what was learned may be wrong, and no gradient is.
+The pullback of a checkpoint records f again and then runs backward. Some results of the recording are never
+read, such as the last matrix product of a block, and the sum of which it is a term. The first recomputation
+of a function runs in full under `Replay`, with a tape that finds these results: no operator that must run has
+read them, the pullback has not, and their memory is free at the end. Later recomputations skip the operators
+that make them. A skipped operator returns a `Placeholder`, which has a shape, a dtype and a device, but no
+memory. If it is read, the recomputation runs again, in full. So what was learned may be wrong, but no
+gradient is.
 
-Where a policy has seen the forward (`recording`), that has shown what nobody reads, and what was kept is
-handed out: up to the first operator that is not the one of the forward.
+With a policy, the tape of the forward (`recording`) has shown what nobody reads. Kept values are handed out
+up to the first operator that differs from the forward.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ Tensors = tuple[Tensor, ...]
 
 
 class Redo(Exception):
-    """The recomputation has to be run again, in full."""
+    """The recomputation must run again, in full."""
 
     def __init__(self, replay: Replay) -> None:
-        super().__init__("something was read that the recomputation has skipped")
+        super().__init__("a result was read that the recomputation had skipped")
         self.replay = replay
         replay.was_read = True
 
 
 class Placeholder(Tensor):
-    """The result of a skipped operator. It has no memory: to read it raises `Redo`."""
+    """The result of a skipped operator. It has no memory; reading it raises `Redo`."""
 
     meta: Tensor
     replay: Replay
@@ -66,7 +67,7 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Views, and operators that read no values, need none."""
+        """Views, and operators that read no values, need no memory."""
         kwargs = kwargs or {}
         kind, x = kind_of(func), args[0] if args else None
         if not isinstance(x, Placeholder) or kind not in READ_NO_VALUES or func._schema.is_mutable:
@@ -85,15 +86,15 @@ PLAIN.add(Placeholder)
 
 
 class Replay(Watch):
-    """Hands out what is known of an earlier run; or learns, from a tape, what to skip the next time."""
+    """Hands out the results of an earlier run; or learns, from a tape, what to skip the next time."""
 
-    # By which what is learned will be found, and what is kept; how many known calls were met.
+    # The key for what is learned; the kept values; how many known calls ran so far.
     key: Any = None
     coming: Sequence[Returning] = ()
     met = 0
-    # Whether a placeholder was read, maybe by somebody who has caught the error.
+    # Whether a placeholder was read, even if the error was caught.
     was_read = False
-    # What leaves the mode, and how many programs are being recorded, one inside of the other.
+    # Closing it leaves the mode; and how many nested programs are being recorded.
     active: ExitStack
     _recordings = 0
 
@@ -109,7 +110,7 @@ class Replay(Watch):
             return None
         before, after = call.streams
         if after and not world.moved(before):
-            world.set_streams(after)  # as it would have left them for those that are run again
+            world.set_streams(after)  # as if the operator had drawn again
         found = []
         for i in range(1 if call.count is None else call.count):
             slot = call.outputs.get(i)
@@ -119,7 +120,7 @@ class Replay(Watch):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While a program is recorded, to be pulled back. The pullback of the outermost reads."""
+        """Around the recording of a program. After the outermost recording, its pullback begins to read."""
         self._recordings += 1
         try:
             yield
@@ -129,21 +130,21 @@ class Replay(Watch):
             return
         self.in_f = False
         if self.tape is None and functorch.dispatch_modes()[-1:] == [self]:
-            self.active.close()  # a placeholder says itself that it is read
+            self.active.close()  # a placeholder reports itself that it is read
 
     def learned(self) -> Mapping[int, Call] | None:
-        """What to skip the next time; None if that is to be learned anew."""
+        """What to skip the next time; None if that must be learned again."""
         if self.tape is None:
             return self.known if self.met == len(self.known) else None
         unread = self.tape.unread()
-        # An operator that passes by costs some microseconds.
+        # To watch an operator costs some microseconds.
         worth_it = sum([call.flops for call in unread]) > FLOPS_WORTH_A_CALL * len(self.tape.calls)
         return {call.number: call for call in unread} if worth_it else {}
 
 
-# What a core computes in the time that it takes to watch an operator, measured: 7 microseconds.
+# The FLOPs of one core in the time that it takes to watch an operator: 7 microseconds, measured.
 FLOPS_WORTH_A_CALL = 500_000
-# What recomputations skip, by their number. Nothing, if something was read that had seemed not to be.
+# What recomputations skip: calls by their numbers. Empty after a skipped result was read.
 _plans = Plans()
 
 
@@ -151,7 +152,7 @@ _plans = Plans()
 
 
 class _Current(threading.local):
-    # Of the node whose backward is running: its function, what a policy has kept, and the tensors.
+    # Of the graph node whose backward runs: its function, what a policy has kept, and the kept tensors.
     given: tuple[Any, Kept | None, Sequence[Tensor]] = (None, None, ())
 
 
@@ -160,7 +161,7 @@ _current = _Current()
 
 @contextmanager
 def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What the recomputations of a program below may use."""
+    """Let recomputations inside of the block use what a policy has kept."""
     before, _current.given = _current.given, (source, kept, [*map(wrappers.below_wrappers, tensors)])
     try:
         yield
@@ -169,7 +170,7 @@ def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> It
 
 
 def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
-    """What a node for a program has to keep."""
+    """What a policy has kept that the graph node of a program must save, and the tensors."""
     source, kept, tensors = _current.given
     if not program.is_pullback:
         kept = program.source.kept
@@ -184,7 +185,7 @@ def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
 
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    """Run a program whose function has run before."""
+    """Run a program after the first run of its function."""
     if program.source.is_compiled:
         inputs = program.source.received(inputs)
     replay = _replay_of(program, inputs)
@@ -200,10 +201,10 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             _plans[replay.key] = replay.learned()
         return outputs
     except Exception as raised:
-        # Ours to blame, or f's: without us it will show.
+        # The error is ours or that of f: a run without the mode will show.
         if not replay.met or (isinstance(raised, Redo) and raised.replay is not replay):
             raise
-        error = raised.with_traceback(None)  # whose frames hold what was computed
+        error = raised.with_traceback(None)  # its frames would keep tensors alive
     if replay.key is not None:
         _plans[replay.key] = {}
     outputs = program.run(*inputs)
@@ -213,8 +214,8 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 
 def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
-    """What a recomputation is run under, if there is anything to hand out, to skip or to learn."""
-    # What nobody reads is eliminated from a graph that is traced.
+    """The mode for a recomputation, if there is anything to hand out, to skip or to learn."""
+    # A compiler removes unused operators from a traced graph.
     if not program.is_pullback or program.source.is_compiled or functorch.is_tracing():
         return None
     source, kept, tensors = _current.given
@@ -223,11 +224,11 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
         replay = Replay(source, kept.calls)
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
         return replay
-    # No product of some of the inputs takes more FLOPs than half of them times the other half.
+    # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
     if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
         return None
-    # Below any dispatch mode torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
+    # Under a dispatch mode, torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
     if any(map(Tensor.is_complex, inputs)):
         return None
     # The function, what is computed of it, and what its inputs look like.
@@ -241,4 +242,4 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
 
 
 def _blame(error: Exception) -> None:
-    """Is told why a recomputation has run again, in full, and without an error. For tests, which raise it."""
+    """Called with the error of a recomputation that then ran in full without one. Tests make it raise."""

@@ -1,10 +1,11 @@
-"""The first run of a function with a policy: what is kept of it.
+"""The first run of a function with a policy, and what it keeps.
 
-`Record` writes a tape of the forward, and holds the values that the policy says to save. At the end the graph
-shows what the backward reads; of what is held, that is kept which is read, or needed to compute what is read.
+`Record` writes a tape of the forward, and holds the values that the policy saves. At the end the graph shows
+what the backward reads. A value is kept if it is read, or needed to compute a value that is read.
 
-That is learned once for a function, a policy and inputs that look alike: the next run writes no tape, and
-keeps what has the same numbers. Where it turns out to have gone another way, it keeps nothing.
+This is learned once for each function, policy, and shapes and dtypes of inputs. The next run writes no tape,
+and keeps the values of the same calls. If the run took other operators or shapes, it keeps nothing, and the
+policy is asked again in each run from then on.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from .tape import Call, Plans, Tape, Watch, recomputed, steps_of
 
 
 class Kept:
-    """What a policy keeps of one run of f: the tensors belong to the graph, this says which is which."""
+    """What a policy keeps of one run of f: which call made which tensor. The graph owns the tensors."""
 
     def __init__(self) -> None:
-        # The calls that are not run again, by their numbers.
+        # By number: the calls that need not run again.
         self.calls: dict[int, Call] = {}
         self.tensors: list[Tensor] = []
-        # For each of them where it was, if it was moved elsewhere.
+        # For each tensor: how to bring it back, if it was offloaded.
         self.places: list[Offloaded | None] = []
 
     def keep(self, call: Call, values: Mapping[int, Tensor]) -> None:
-        """Keep results of a call, which is not run again."""
+        """Keep results of a call, which need not run again."""
         self.calls[call.number] = call
         for i, x in values.items():
             away = Offloaded(x) if call.offloads and is_far(x) else None
@@ -46,21 +47,21 @@ class Kept:
             self.places.append(away)
 
 
-# What was kept of earlier runs: the calls that are not run again, and the number at the end. None where runs
-# that look alike have gone different ways.
+# What was kept of earlier runs: the calls that need not run again, and the number at the end. None if runs
+# with the same key took different ways.
 _plans = Plans()
 
 
 class Record(Watch):
-    """Holds what the policy says to keep: by a tape of the forward, or as was learned from one."""
+    """Holds the values that the policy keeps: by a tape of the forward, or as an earlier run has shown."""
 
-    # The number at the end of the run from which was learned.
+    # The number at the end of that earlier run.
     _last: int | None = None
 
     def __init__(self, program: Any, chooser: Chooser) -> None:
         super().__init__(program.source, Tape())
         self._chooser, self._kept = chooser, Kept()
-        # Of what is held without a tape: numbers do not tell which tensors an operator has written to.
+        # The storages of values held without a tape: numbers do not show to which tensor an operator writes.
         self._storages: set[int] = set()
         self._key: Any = (chooser.known, program.source.codes, *steps_of(program))
 
@@ -72,7 +73,7 @@ class Record(Watch):
             self.tape, (self.known, self._last) = None, plan
 
     def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator that is known, and hold what is to be kept of it."""
+        """Run an operator of a known call, and hold those of its results that are kept."""
         call = self.known[self.number]
         if call.signature != signature(func, args, kwargs):
             return None
@@ -99,7 +100,7 @@ class Record(Watch):
     def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         written = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
         if not self._storages.isdisjoint([x.untyped_storage()._cdata for x in written]):
-            self._last = None  # another way than was learned
+            self._last = None  # the run takes another way than the earlier one
 
     def _hold(self, call: Call, out: Any) -> None:
         for i in call.outputs:
@@ -108,7 +109,7 @@ class Record(Watch):
                 call.values[i] = autograd.alias(x)
             except RuntimeError:
                 if x.dim() > 0:
-                    raise  # not a number that only looks like a tensor
+                    raise  # but not for a wrapped number, which has no alias
 
     def _name_given(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         decision = self._chooser.decides(func, args, kwargs, out)
@@ -123,7 +124,7 @@ class Record(Watch):
                 call.offloads = decision.offload
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
-        """See which values the graph of the outputs has saved."""
+        """Find the values that the graph of the outputs has saved."""
         if self.tape is None:
             return
         with functorch.no_dispatch():
@@ -131,7 +132,7 @@ class Record(Watch):
                 self.tape.read |= self.tape.made(wrappers.everything_below(x))
 
     def finish(self) -> Kept | None:
-        """What is kept of the run: of what was chosen, that which the backward reads or computes from."""
+        """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
         kept, key = self._kept, self._key
         if self.tape is None:
             if kept.calls.keys() != self.known.keys() or self.number != self._last:
@@ -148,7 +149,7 @@ class Record(Watch):
             if self._chooser.known is not None and key not in _plans:
                 _plans[key] = kept.calls, self.number
         for away in filter(None, kept.places):
-            away.is_about_to_be_written()  # by the caller, if it is an output
+            away.is_about_to_be_written()  # the caller may write to it, if it is an output
         return kept if kept.tensors else None
 
 

@@ -1,4 +1,4 @@
-"""A run, call by call: what each operator reads, and which of them has made what is in memory."""
+"""A run, call by call: what each operator reads, and which call made which storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._torch import functorch
 from . import operators
 from .operators import TensorMeta, kind_of, results, tensors_of
 
-# A result of a call: (call index, output index). What a call has written to has numbers below 0.
+# A result of a call: (call index, output index). Tensors that a call has written to have negative indices.
 Place = tuple[int, int]
 
 
@@ -24,49 +24,49 @@ class Call:
     """A call of an operator."""
 
     func: Any
-    # The results that it reads, and how many it returns; None for one tensor alone.
+    # The results that it reads; and how many it returns, or None for a single tensor.
     needs: Set[Place] = frozenset()
     count: int | None = None
-    # Of its results those in memory of its own: a `TensorMeta`; of what is kept after the run, its index.
+    # By output index, for results in new memory: a `TensorMeta`; for a kept result, its index among the kept.
     outputs: dict[int, Any] = field(default_factory=dict)
-    # Whether it does nothing but to make its results, and nobody shares their memory unseen.
+    # Whether it may be skipped: it has no side effects, and no hidden alias shares memory with its results.
     may_skip: bool = False
-    # What was called before it, as a hash; what decides what its results look like; what it costs.
+    # A hash of all calls up to it; what decides shapes and dtypes of its results; its cost.
     number: int = 0
     signature: tuple[Any, ...] = ()
     flops: int = 0
-    # For a policy: the results that it may keep, and whether in the memory of the host; the random streams
-    # from which it draws, before and after it.
+    # For a policy: the results to keep; whether they are offloaded; and the random streams from which it
+    # draws, before and after it.
     values: dict[int, Any] = field(default_factory=dict)
     offloads: bool = False
     streams: tuple[world.States, world.States] = ([], [])
 
 
 class Tape:
-    """The operators of a run, and which of them have made what is in memory."""
+    """The calls of a run, and which of them made which storage."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        # What is known to be read, beside what other calls read.
+        # Results that are read by something other than the calls.
         self.read: set[Place] = set()
-        # Which result is in which memory.
+        # The result in each storage.
         self.makers: WeakKeyDictionary[torch.UntypedStorage, Place] = WeakKeyDictionary()
 
     def made(self, tensors: Iterable[Tensor]) -> set[Place]:
-        """The results that are in the memory of some tensors."""
+        """The results that share memory with these tensors."""
         storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
         return {self.makers[storage] for storage in storages if storage in self.makers}
 
     def note_read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Something reads that is none of the calls."""
+        """Record that an operator reads that is not one of the calls."""
         if kind_of(func) not in operators.READ_NO_VALUES:
             self.read |= self.made(tensors_of(args, kwargs))
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
-        """Run an operator, and note it: no call if what it returns is the memory that it was given."""
+        """Run an operator, and record the call; None if it returns memory of its arguments."""
         if kind_of(func) != "view":
             for index, _ in self.made(operators.written(func, args, kwargs)):
-                self.calls[index].values.clear()  # to be run again, and written to again
+                self.calls[index].values.clear()  # it must run again, since it is written to
         before = world.states_drawn_from(func, args, kwargs)
         out = operators.run_operator(func, args, kwargs)
         call = self._note(func, args, kwargs, out)
@@ -95,7 +95,7 @@ class Tape:
             if not isinstance(y, Tensor) or not operators.is_plain(y):
                 call.may_skip = False
             elif y.untyped_storage()._cdata in storages or y.untyped_storage() in self.makers:
-                # Shared memory, of which the schema does not say a word (`aten.unsafe_split`).
+                # Shared memory that the schema does not mention (`aten.unsafe_split`).
                 call.may_skip, shares = False, True
                 self._must_run(y)
             else:
@@ -108,7 +108,7 @@ class Tape:
             self.calls[index].may_skip = False
 
     def unread(self) -> list[Call]:
-        """The calls of which nobody has read a result, and whose results are gone."""
+        """The calls whose results nobody has read, and whose results are freed."""
         read = self.read.union(self.makers.values(), *[c.needs for c in self.calls if not c.may_skip])
         _, again = recomputed(self.calls, read)
         return [call for i, call in enumerate(self.calls) if call.may_skip and i not in again]
@@ -117,7 +117,7 @@ class Tape:
 def recomputed(
     calls: Sequence[Call], read: Set[Place], kept: Set[Place] = frozenset()
 ) -> tuple[set[Place], set[int]]:
-    """Which of the kept values are of use to a backward that reads `read`, and which calls it runs again."""
+    """For a backward that reads `read`: which of the kept values it uses, and which calls it runs again."""
     used: set[Place] = set()
     again: set[int] = set()
     pending = list(read)
@@ -132,7 +132,7 @@ def recomputed(
 
 
 class Plans(dict[Any, Any]):
-    """What was learned of earlier runs, by what tells them apart; forgotten where it becomes too much."""
+    """What was learned from earlier runs, by a key for each. Cleared when it becomes too large."""
 
     def __setitem__(self, key: Any, plan: Any) -> None:
         if len(self) >= 4096:
@@ -141,7 +141,7 @@ class Plans(dict[Any, Any]):
 
 
 def steps_of(program: Any) -> list[Any]:
-    """The code of the function at the root of a program, and what decides what is computed of it."""
+    """A key for what a program computes: the code of the user's function, and each program made from it."""
     steps, source = [program.source.code], program.source
     while program is not source:
         steps += (type(program), *[getattr(program, name, None) for name in _SHAPES])
@@ -153,19 +153,19 @@ _SHAPES = ("wrt", "of", "along", "in_dims", "at_level", "differentiated")
 
 
 class Watch(functorch.UnguardedMode):
-    """A mode that watches one function, in its first run or in another, and whatever it calls.
+    """A mode that watches a run of one function, and all operators in it.
 
-    `number` stands for all operators since f began. Where it is that of an earlier run, both have gone the
-    same way.
+    `number` is a hash of all operators since f began. If an earlier run had the same number, both have run
+    the same operators on the same shapes.
     """
 
     supports_higher_order_operators = True
     sees_names = True
 
-    # Whether it is f that runs, and not what is done before it, nor the pullback of what was recorded of it.
+    # Whether f runs now: not the code before it, and not its pullback.
     in_f = False
     number = 0
-    # Calls of an earlier run, by their numbers.
+    # By number: calls of an earlier run.
     known: Mapping[int, Call] = {}
 
     def __init__(self, source: Any, tape: Tape | None) -> None:
@@ -174,14 +174,14 @@ class Watch(functorch.UnguardedMode):
         self.tape = tape
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
-        """f begins."""
+        """Called when f begins."""
         self.in_f = True
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
-        """The outputs of f, where they are recorded."""
+        """Called with the outputs of f, if autograd has recorded them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Each operator of a recomputation comes by: this one frame is all that it costs, if it is run.
+        # Runs for each operator of a recomputation. If the operator just runs, this is the only frame.
         kwargs = kwargs or {}
         if types and operators.is_subclass_first(types):
             return NotImplemented
@@ -207,13 +207,13 @@ class Watch(functorch.UnguardedMode):
         return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
 
     def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """An operator of f is about to run that may write."""
+        """Called before an operator of f that may write."""
 
     def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results of an operator of f that is known by its number, if they are at hand."""
+        """The results of a known call of f; None if it must run."""
 
     def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
-        """Run an operator of f, and note it."""
+        """Run an operator of f, and record the call."""
         out, call = tape.run(func, args, kwargs)
         if call is not None:
             call.number, call.signature = self.number, operators.signature(func, args, kwargs)
@@ -222,7 +222,7 @@ class Watch(functorch.UnguardedMode):
 
 
 def watch_of(source: Any) -> Watch | None:
-    """The mode that watches a function, if any."""
+    """The active mode that watches a function, if any."""
     watch = None
     for mode in functorch.dispatch_modes():
         watch = mode if isinstance(mode, Watch) else watch
