@@ -4,6 +4,7 @@ Every comparison is with the same function without remat, in float64, so the tol
 those of rounding in another order of the same operations, and no test may widen them.
 """
 
+import contextlib
 import functools
 import queue
 import re
@@ -25,6 +26,16 @@ def seeds(few, count, start=0):
     """Numbers of random programs: some for the five minutes, and the rest for the run that is exhaustive."""
     rest = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(start + few, start + count)]
     return [*range(start, start + min(few, count)), *rest]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def registered(table):

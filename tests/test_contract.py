@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 from compositions.stacks import stack
-from support import WRAPS, assert_same, no_remat, outcome, registered
+from support import WRAPS, assert_same, default_dtype, no_remat, outcome, registered
 from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn import functional as F
@@ -38,9 +38,8 @@ STACKS = [
 
 @pytest.fixture(autouse=True)
 def in_float64(state_intact):
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with default_dtype(torch.float64):
+        yield
 
 
 @pytest.fixture(params=WRAPS)
@@ -497,16 +496,6 @@ def test_defaults_of_the_call(what, wrap):
     assert_same(found[1], found[0])
     if what != "device":
         check(program, ("grad_both",), wrap)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # ---------------------------------------------------------------- what no copy can stand for
