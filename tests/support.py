@@ -6,6 +6,7 @@ those of rounding in another order of the same operations, and no test may widen
 
 import contextlib
 import functools
+import itertools
 import queue
 import re
 import weakref
@@ -153,6 +154,17 @@ def assert_same_outcome(actual, expected):
         raise actual.error
     assert_same(actual.value, expected.value)
     assert torch.equal(actual.rng, expected.rng), "the random stream ends elsewhere than without remat"
+
+
+class Changing:
+    """Gives its outputs in turn: one a call."""
+
+    def __init__(self, *bodies):
+        # An iterator is not put back for a recomputation, as a number would be.
+        self.bodies, self.calls = bodies, itertools.count()
+
+    def __call__(self, *args):
+        return self.bodies[min(next(self.calls), len(self.bodies) - 1)](*args)
 
 
 class Counter:

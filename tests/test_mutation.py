@@ -2,11 +2,10 @@
 gradient.
 """
 
-import itertools
-
 import pytest
 import torch
 from oracles import F64, assert_same, compare, plain, tensor, total, weight
+from support import Changing
 from torch import nn
 from torch.func import grad, hessian, jvp, vjp, vmap
 
@@ -264,17 +263,6 @@ def test_random_inputs_survive_a_clone():
 
 
 # ---------------------------------------------------------------- determinism
-
-
-class Changing:
-    """Gives its outputs in turn: one a call."""
-
-    def __init__(self, *bodies):
-        # An iterator is not put back for a recomputation, as a number would be.
-        self.bodies, self.calls = bodies, itertools.count()
-
-    def __call__(self, x):
-        return self.bodies[min(next(self.calls), len(self.bodies) - 1)](x)
 
 
 DIFFERENCES = {

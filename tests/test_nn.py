@@ -104,62 +104,8 @@ def test_the_module_is_the_same():
     assert block.note == "a block" and block.linear.in_features == 3
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda m: list(m.state_dict()),
-        lambda m: [name for name, _ in m.named_parameters()],
-        lambda m: [name for name, _ in m.named_buffers()],
-        lambda m: [name for name, _ in m.named_modules()],
-        lambda m: [name for name, _ in m.named_children()],
-    ],
-    ids=["state_dict", "parameters", "buffers", "modules", "children"],
-)
-def test_names_are_unchanged(pair, look):
-    wrapped, plain = pair
-    assert look(wrapped) == look(plain)
-
-
 def test_repr_tells():
     assert repr(Remat(nn.Linear(2, 3))) == "RematLinear(in_features=2, out_features=3, bias=True)"
-
-
-def test_state_dict_goes_both_ways(pair):
-    wrapped, plain = pair
-    other = build()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(1)
-    other[1].note = "another"
-    wrapped.load_state_dict(other.state_dict(), strict=True)
-    assert wrapped[1].note == "another"
-    plain.load_state_dict(wrapped.state_dict(), strict=True)
-    assert_same(dict(plain.state_dict()), dict(other.state_dict()))
-
-
-def test_train_eval_to_half_zero_grad(pair):
-    wrapped, plain = pair
-    for m in pair:
-        assert m.eval() is m
-        assert not any(part.training for part in m.modules())
-        m.train()
-        assert all(part.training for part in m.modules())
-        m.half()
-        assert {p.dtype for p in m.parameters()} == {torch.half}
-        m.to(torch.float64)
-    same_outcome(gradients, wrapped, plain)
-    wrapped(X).sum().backward()
-    wrapped.zero_grad()
-    assert all(p.grad is None for p in wrapped.parameters())
-    wrapped.requires_grad_(False)
-    assert not wrapped(X).requires_grad
-
-
-def test_apply_sees_the_class():
-    model = nn.Sequential(Remat(nn.Linear(2, 2)))
-    seen = []
-    model.apply(lambda m: seen.append(m) if isinstance(m, nn.Linear) else None)
-    assert seen == [model[0]]
 
 
 def save_and_load(model):

@@ -234,12 +234,6 @@ def as_where_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(functorch, "has_compiled", lambda: False)
 
 
-def test_an_operator_that_saves_other_tensors_of_what_remat_puts_off():
-    steps = [("scope", [("cell", None)]), ("without_grad", None)]
-    program = [("remat", [("matmul", None), ("debug", steps)])]
-    assert_same(run(program, 4, False, "once"), run(program, 4, True, "once"))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("seed", range(8))

@@ -12,7 +12,7 @@ from support import Storages, assert_same
 from torch.utils.checkpoint import CheckpointPolicy
 
 import funcckpt
-from funcckpt import checkpoint, checkpoint_scope
+from funcckpt import checkpoint
 from funcckpt.eager import selective
 from funcckpt.errors import CheckpointError, MutationError, OptionError
 
@@ -251,19 +251,6 @@ def test_offload_on_a_gpu():
     assert sizes["save"] - sizes["offload"] == 2 * x.nbytes
 
 
-def test_some_random_operators_are_saved_and_others_recomputed():
-    def f(x, w):
-        return (torch.rand_like(x) * x).sin() * F.dropout(w.exp(), 0.5).sin() * torch.rand_like(x).sin()
-
-    def seeded(call, **options):
-        torch.manual_seed(5)
-        x = torch.ones(8, 8, dtype=D)
-        return run(call, x, x, f=f, **options)[0]
-
-    context_fn = ours([torch.ops.aten.rand_like.default])
-    assert_same(seeded(checkpoint, context_fn=context_fn), seeded(None))
-
-
 def test_random_streams_that_are_not_preserved_are_left_alone():
     x = leaf(3, 3)
     context_fn = ours([torch.ops.aten.rand_like.default])
@@ -273,71 +260,6 @@ def test_random_streams_that_are_not_preserved_are_left_alone():
     before = torch.get_rng_state()
     y.sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("call", [checkpoint, torch_checkpoint])
-def test_a_scope_inside(call):
-    def f(x, w):
-        with checkpoint_scope():
-            y = x.sin() @ w
-        return y.exp()
-
-    x, w = leaf(3, 3), leaf(3, 3)
-    for policy in (always(True), [mm], [sin]):
-        assert_same(run(call, x, w, f=f, context_fn=ours(policy))[0], run(None, x, w, f=f)[0])
-
-
-@pytest.mark.parametrize("scope", [nullcontext, checkpoint_scope])
-@pytest.mark.parametrize("options", [{}, {"context_fn": ours([sin])}, {"debug": True}])
-def test_batch_norm(scope, options):
-    m, reference = [torch.nn.BatchNorm1d(3, dtype=D) for _ in range(2)]
-
-    def f(m, x, w):
-        with scope():
-            y = m(x)
-        return (y @ w).sin()
-
-    x, w = leaf(4, 3), leaf(3, 3)
-    actual = run(checkpoint, x, w, f=functools.partial(f, m), **options)[0]
-    assert_same(actual, run(None, x, w, f=functools.partial(f, reference))[0])
-    assert_same(dict(m.named_buffers()), dict(reference.named_buffers()))
-
-
-# -- operators that share memory ------------------------------------------------------------------------
-
-
-def always(answer):
-    return lambda ctx, op, *args, **kwargs: answer
-
-
-def stretches(x, w):
-    y = x.clone()
-    y[1:].mul_(3)
-    return y * y * w
-
-
-@pytest.mark.parametrize("saved", [[torch.ops.aten.slice.Tensor], [torch.ops.aten.mul_.Tensor]])
-def test_views_and_in_place_operators_are_run_again(saved):
-    x, w = leaf(3, 3), leaf(3, 3)
-    assert_same(
-        run(checkpoint, x, w, f=stretches, context_fn=ours(saved))[0], run(None, x, w, f=stretches)[0]
-    )
-
-
-@pytest.mark.parametrize(
-    "f",
-    [
-        stretches,
-        lambda x, w: x.sin().mul_(2).cos() * w,
-        lambda x, w: (x.sum(0, keepdim=True).expand(3, 3) * x).sin() * w,
-        lambda x, w: x.sin().t().mul_(w).exp(),
-    ],
-)
-def test_offload_and_in_place_operators(monkeypatch, f):
-    monkeypatch.setattr(selective, "is_far", lambda x: True)
-    x, w = leaf(3, 3), leaf(3, 3)
-    policy = always(CheckpointPolicy.MUST_CPU_OFFLOAD)
-    assert_same(run(checkpoint, x, w, f=f, context_fn=ours(policy))[0], run(None, x, w, f=f)[0])
 
 
 def test_mutation_under_another_version_counter():

@@ -1,6 +1,5 @@
 """checkpoint under transforms, around them, and in forward mode: the functional path."""
 
-import itertools
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -8,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Counter, assert_same
+from support import Changing, Counter, assert_same
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.utils.checkpoint import CheckpointError
@@ -97,14 +96,11 @@ def test_other_errors_of_f_are_its_own():
 # -- options mean the same --------------------------------------------------------------------------
 
 
-def changing():
-    calls = itertools.count()  # which is not put back
-    return lambda x: x.sin() if next(calls) == 0 else x.sin()[:1]
-
-
 def test_determinism_check():
     with pytest.raises(CheckpointError, match=r"float64\[1\]|\[1\]"):
-        grad(lambda x: checkpoint(changing(), x).sum())(torch.ones(3, dtype=D))
+        grad(lambda x: checkpoint(Changing(torch.sin, lambda x: x.sin()[:1]), x).sum())(
+            torch.ones(3, dtype=D)
+        )
     with pytest.raises(ValueError, match="determinism_check should be one of"):
         grad(lambda x: checkpoint(torch.sin, x, determinism_check="all"))(torch.ones(()))
 
