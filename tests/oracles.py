@@ -13,16 +13,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support import no_remat as plain
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 F64 = torch.float64
-
-
-def plain(f=None, **options):
-    """Stands where `remat` stands, and does nothing."""
-    return f if f is not None else lambda f: f
 
 
 def tensor(*shape, seed=0, dtype=F64, requires_grad=False):

@@ -79,10 +79,6 @@ def decorated(wrap):
         def of_class(cls, x, y):
             return f(x, y) * cls.scale
 
-        @wrap(preserve_rng_state=False)
-        def options(self, x, y):
-            return f(x, y) * self.scale
-
     return Decorated()
 
 

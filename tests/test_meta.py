@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from support import assert_same
-from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
 from funcckpt import inner_grad, scan, while_loop
@@ -248,31 +248,3 @@ def test_memory_does_not_grow_with_the_inner_steps():
     assert peak(grad, None, 64) > 3.5 * peak(grad, None, 16)
     assert peak(inner_grad, {"checkpoints": 6}, 64) < 1.1 * peak(inner_grad, {"checkpoints": 6}, 16)
     assert peak(inner_grad, {"checkpoints": 6}, 64) < 0.1 * peak(grad, None, 64)
-
-
-@pytest.mark.exhaustive
-def test_jacobians_through_a_sampler():
-    """Langevin steps down a learned energy: noise is drawn in each, and the Jacobian is of all of them."""
-    w = torch.randn(3, 3, generator=torch.Generator().manual_seed(7), dtype=F64)
-    x = torch.ones(3, dtype=F64)
-    steps = 200
-
-    def sample(loop, x, w):
-        energy = lambda x: torch.log(torch.cosh(w @ x)).sum() + (x**2).sum() / 2
-        step = lambda x: x - 0.05 * grad(energy)(x) + 0.1 * torch.randn(3, dtype=F64)
-        if loop is None:
-            for _ in range(steps):
-                x = step(x)
-            return x
-        return loop(lambda x, _: (step(x), None), x, length=steps, checkpoints=8)[0]
-
-    for jacobian in (
-        lambda f: jacrev(f)(x, w),
-        lambda f: jacrev(f, 1)(x, w),
-        lambda f: jacfwd(f, randomness="same")(x, w),
-        lambda f: jvp(grad(lambda x: f(x, w).sum()), (x,), (x,)),
-    ):
-        torch.manual_seed(11)
-        got = jacobian(lambda x, w: sample(scan, x, w))
-        torch.manual_seed(11)
-        assert_same(got, jacobian(lambda x, w: sample(None, x, w)))

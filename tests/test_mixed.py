@@ -110,15 +110,6 @@ def test_transforms(transform, wrap):
     assert_same(got, run(lambda *args: step(grad, *args)))
 
 
-def test_weights_that_samples_share_and_gradients_that_lie_apart_in_memory():
-    def f(gradient, w, x):
-        gradients = [gradient(lambda w: (x @ w).sin().sum())(w) for _ in range(2)]
-        return torch.stack(gradients).sin().sum() ** 2
-
-    run = lambda gradient: grad(lambda w: vmap(lambda w, x: f(gradient, w, x), (None, 0))(w, XS).sum())(W)
-    assert_same(run(inner_grad), run(grad))
-
-
 def test_eager_backward_of_three_orders():
     def run(gradient):
         leaves = [t.clone().requires_grad_() for t in (W, X, ETA)]
@@ -233,28 +224,6 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
 def test_wrong_input(call, says):
     with pytest.raises(InputError, match=says):
         call()
-
-
-class Hidden:
-    """Holds a tensor where no search of Python objects finds it."""
-
-    def __init__(self, x):
-        self.get = iter(lambda: x, None).__next__
-
-
-def test_a_tensor_that_cannot_be_found_is_an_error_and_no_wrong_gradient():
-    def f(x):
-        hidden = Hidden(x)
-        return inner_grad(lambda w: (w * w * hidden.get()).sum())(W[:, 0]).sum()
-
-    want = 2 * W[:, 0]
-    for run in (lambda: grad(f)(X), lambda: torch.autograd.grad(f(x := X.clone().requires_grad_()), x)[0]):
-        try:
-            got = run()
-        except ClosureError as error:
-            assert "Pass it as an argument" in str(error)
-        else:
-            assert_same(got, want)
 
 
 def bilevel(gradient, wrap, steps, layers=8, width=16, batch=128):

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 import torch
 from support import assert_same
-from test_scan import SCHEDULES, TRANSFORMS, plain_scan, rnn, tensor
+from test_scan import tensor
 from torch.func import functionalize, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,10 +19,8 @@ from funcckpt import (
     InputError,
     checkpoint,
     create_selective_checkpoint_contexts,
-    fori_loop,
     remat,
     scan,
-    while_loop,
 )
 from funcckpt.eager import selective
 from funcckpt.policies import offload
@@ -30,33 +28,6 @@ from funcckpt.policies.offload import fetch, store
 from funcckpt.tape import recording
 
 F64 = torch.float64
-
-
-@pytest.mark.parametrize("place", ["host", "disk"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms(transform, place):
-    run = TRANSFORMS[transform]
-    got = run(lambda *args: rnn(scan, *args, checkpoints=3, offload=place))
-    assert_same(got, run(lambda *args: rnn(plain_scan, *args)))
-
-
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
-def test_eager_backward(options):
-    def run(loop, **more):
-        leaves = [tensor(3, 3).requires_grad_(), tensor(3).requires_grad_(), tensor(11, 3).requires_grad_()]
-        rnn(loop, *leaves, **options, **more).backward()
-        return [leaf.grad for leaf in leaves]
-
-    assert_same(run(scan, offload="disk"), run(plain_scan))
-
-
-def test_other_loops():
-    x = tensor(3)
-    want = grad(lambda x: x.sin().sin().sin().sum())(x)
-    assert_same(grad(lambda x: fori_loop(0, 3, lambda i, x: x.sin(), x, offload="disk").sum())(x), want)
-    body = lambda c: (c[0] + 1, c[1].sin())
-    run = lambda x: while_loop(lambda c: c[0] < 3, body, (0, x), offload="disk")[1].sum()
-    assert_same(grad(run)(x), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float64])

@@ -207,6 +207,7 @@ LINK_OPTIONS = [
     {"checkpoint": "sqrt"},
     {"bytes": 10**5},
     {"checkpoints": 2, "offload": "host"},
+    {"checkpoints": 2, "offload": "disk"},
     {"checkpoints": 2, "policy": policies.dots_saveable},
     {"checkpoint": "sqrt", "policy": policies.everything_saveable},
     {"policy": [torch.ops.aten.tanh.default, torch.ops.aten.bernoulli.p]},

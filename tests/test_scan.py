@@ -202,22 +202,8 @@ def test_gradients_of_parameters_of_a_module():
 # -- counts -----------------------------------------------------------------------------------------
 
 
-class Count(TorchDispatchMode):
-    """How often an operator ran, seen from below all transforms."""
-
-    def __init__(self, op):
-        super().__init__()
-        self.op, self.count = op, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is self.op
-        return func(*args, **(kwargs or {}))
-
-
 def sines(loop):
-    with Count(torch.ops.aten.sin.default) as count:
-        loop()
-    return count.count
+    return measure(loop).ops["aten.sin.default"]
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 40])
