@@ -12,8 +12,8 @@ import torch
 from torch.func import grad, vmap
 
 from funcckpt import remat
+from funcckpt.__main__ import own_sources
 from funcckpt.demo.language_model import Block, Shape, init, loss_with, sample
-from funcckpt.demo.per_sample_gradients import own_sources
 from funcckpt.meter import Measurement, measure
 
 DEPTHS = [2, 4, 8, 12, 16, 24, 32]

@@ -11,9 +11,8 @@ from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from funcckpt.__main__ import main
+from funcckpt.__main__ import Report, compare, main, own_sources
 from funcckpt.demo.language_model import BYTES, Shape, init, loss_with, sample
-from funcckpt.demo.per_sample_gradients import Report, compare, own_sources
 from funcckpt.remat import remat
 
 TINY = Shape(layers=6, width=16, heads=2, context=24)

@@ -151,19 +151,21 @@ def fit(
         name = getattr(policy, "__name__", repr(policy))
         taken = name in ("keep", "recompute", *choices)
         choices[f"{name} {len(choices) + 1}" if taken else name] = policy
-    found: list[Plan | int] = []
+    plans: dict[tuple[float, int], Plan] = {}  # by the bytes above those that there are, and FLOPs
     for size in _chunk_sizes(step, batch):
         run = partial(_run, model, step, batch, torch.device(measure_on), size)
-        found.append(_search(run, names, choices, bytes, size))
-        if isinstance(found[-1], Plan) and not found[-1].recomputed_flops:
+        plan = _search(run, names, choices, bytes, size)
+        plans.setdefault((max(0, plan.peak_bytes - bytes), plan.recomputed_flops), plan)
+        if (0, 0) in plans:
             break
-    if plans := [plan for plan in found if isinstance(plan, Plan)]:
-        return min(plans, key=lambda plan: plan.recomputed_flops)
-    least = min([peak for peak in found if isinstance(peak, int)])
-    raise OptionError(
-        f"fit: bytes={bytes:,} is too little. The lowest peak that was found is {least:,} bytes "
-        f"({in_units(least, BYTES)}). Make the batch smaller, or select smaller blocks."
-    )
+    above, _ = best = min(plans)
+    if above:
+        least = plans[best].peak_bytes
+        raise OptionError(
+            f"fit: bytes={bytes:,} is too little. The lowest peak that was found is {least:,} bytes "
+            f"({in_units(least, BYTES)}). Make the batch smaller, or select smaller blocks."
+        )
+    return plans[best]
 
 
 def _blocks(model: nn.Module, select: Any) -> list[str]:
@@ -298,8 +300,8 @@ def _run(
 
 def _search(
     run: Callable[..., _Cost], names: list[str], given: Mapping[str, Any], bytes: int, chunk_size: int | None
-) -> Plan | int:
-    """The plan with the fewest FLOPs that fits; if none fits, the lowest peak."""
+) -> Plan:
+    """The plan with the fewest FLOPs that fits; if none fits, the one with the lowest peak."""
     policies = {**given, "recompute": None}
     run = partial(run, policies=policies)
     before = run(dict.fromkeys(names, "keep"))
@@ -343,9 +345,10 @@ def _search(
         while not fits(lowest):
             lower = min([plan for _, plan in near(lowest)], key=peak_of)
             if peak_of(lower) >= peak_of(lowest):
-                return peak_of(lowest)
+                break
             lowest = lower
-        best = min(filter(fits, [*costs]), key=lambda plan: (costs[plan].flops, -plan.count("keep")))
+        fitting = [*filter(fits, [*costs])] or [lowest]
+        best = min(fitting, key=lambda plan: (costs[plan].flops, -plan.count("keep")))
         while better := next((plan for more, plan in near(best) if more < 0 and fits(plan)), None):
             best = better
     cost = costs[best]
