@@ -1,153 +1,87 @@
-"""``python -m funcckpt``: per-sample gradients of a language model, with remat and without."""
+"""``python -m funcckpt``: per-sample gradients of a language model, with remat of its blocks and without."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.func import grad, vmap
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
-from .demo.language_model import Block, Shape, init, loss_with, sample
-from .meter import measure
-from .remat import remat
+from .meter import mark, measure
+from .nn import Remat
 
-
-class Cost(NamedTuple):
-    """What one run of the job takes, after a first one."""
-
-    peak_bytes: int  # the most that is alive at a time, the gradients included
-    saved_bytes: int  # alive between the forward and the backward
-    flops: int
-    seconds: float  # the fastest of the repetitions, without the meter
+SIZES = {"layers": 12, "width": 64, "heads": 4, "context": 128, "batch": 8}
 
 
-class Report(NamedTuple):
-    """Both runs, how far their gradients differ, and what torch's own checkpoint does."""
+class Block(nn.Module):
+    """A transformer block: ``(context, width)`` to the same."""
 
-    parameters: int
-    loss: float
-    plain: Cost
-    remat: Cost
-    gradient_bytes: int
-    max_gradient: float
-    max_difference: float
-    torch_checkpoint: Cost | str  # the error that it raises, if it does
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-
-def own_sources() -> bytes:
-    """The sources of this package: a text that every installation has."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return b"\n".join(file.read_bytes() for file in files)
-
-
-def compare(
-    text: bytes,
-    shape: Shape,
-    *,
-    batch: int,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    repeat: int = 3,
-) -> Report:
-    """Take the gradient of every sequence's loss, with each block remat'd and without."""
-    generator = torch.Generator().manual_seed(0)
-    parameters = init(shape, generator=generator, dtype=dtype, device=device)
-    windows = sample(text, batch=batch, context=shape.context, generator=generator)
-    inputs, targets = (x.to(device) for x in windows)
-
-    def run(wrap: Callable[[Block], Block]) -> Any:
-        return vmap(grad(loss_with(wrap)), (None, 0, 0))(parameters, inputs, targets)
-
-    def cost(wrap: Callable[[Block], Block]) -> tuple[Cost, list[Tensor]]:
-        run(wrap)  # In a first call remat learns which operators a backward can do without.
-        m = measure(run, wrap)
-        seconds = min(_seconds(partial(run, wrap), device) for _ in range(repeat))
-        return Cost(m.peak_bytes, m.marks["saved"], m.flops, seconds), pytree.tree_leaves(m.result)
-
-    plain, expected = cost(lambda block: block)
-    rematted, found = cost(remat)
-    try:
-        theirs: Cost | str = cost(partial(partial, checkpoint, use_reentrant=False))[0]
-    except RuntimeError as error:
-        theirs = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return Report(
-        parameters=sum(p.numel() for p in pytree.tree_leaves(parameters)),
-        loss=vmap(loss_with(lambda block: block), (None, 0, 0))(parameters, inputs, targets).mean().item(),
-        plain=plain,
-        remat=rematted,
-        gradient_bytes=sum(g.nbytes for g in found),
-        max_gradient=max(g.abs().max().item() for g in expected),
-        max_difference=max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)),
-        torch_checkpoint=theirs,
-    )
+    def forward(self, x: Tensor) -> Tensor:
+        # Spelled out: vmap has no rule for the fused attention of a CPU.
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).movedim(0, 2)
+        future = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf)
+        x = x + self.merge((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-def _seconds(run: Callable[[], Any], device: str) -> float:
-    wait = torch.accelerator.synchronize if torch.device(device).type != "cpu" else lambda device: None
-    wait(device)
-    start = time.perf_counter()
-    run()
-    wait(device)
-    return time.perf_counter() - start
+def job(
+    layers: int, width: int, heads: int, context: int, batch: int, *, remat: bool, device: str = "cpu"
+) -> Callable[[], dict[str, Tensor]]:
+    """A function that computes the gradient of each of `batch` sequences: `context` bytes of our sources."""
+    torch.manual_seed(0)
+    blocks = [Block(width, heads) for _ in range(layers)]
+    ends = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
+    model = nn.Sequential(nn.Embedding(256, width), *(map(Remat, blocks) if remat else blocks), *ends)
+    text = b"".join([file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))])
+    starts = torch.randint(len(text) - context, (batch, 1))
+    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[starts + torch.arange(context + 1)]
+    sequences = windows.long().to(device)
+    parameters = {name: p.detach() for name, p in model.to(device).named_parameters()}
 
+    def loss(parameters: dict[str, Tensor], sequence: Tensor) -> Tensor:
+        value = F.cross_entropy(functional_call(model, parameters, (sequence[:-1],)), sequence[1:])
+        mark("saved")
+        return value
 
-_SIZES = {
-    "layers": (12, "transformer blocks"),
-    "width": (64, "features of a position"),
-    "heads": (4, "attention heads of a block"),
-    "context": (128, "bytes of a sequence"),
-    "batch": (8, "sequences"),
-}
+    return lambda: vmap(grad(loss), (None, 0))(parameters, sequences)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m funcckpt",
-        description="Per-sample gradients of a byte-level transformer language model, with the "
-        "blocks recomputed by funcckpt.remat and without: bytes, FLOPs and time of both.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for name, (size, meaning) in _SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=meaning)
-    parser.add_argument("--device", default="cpu", help="where to run: cpu, cuda, ...")
-    options = parser.parse_args(arguments)
-    if options.width % options.heads:
-        parser.error(f"--width {options.width} is not divisible by --heads {options.heads}")
-    text = own_sources()
-    shape = Shape(options.layers, options.width, options.heads, options.context)
-    report = compare(text, shape, batch=options.batch, device=options.device)
-    theirs = report.torch_checkpoint
-    if isinstance(theirs, Cost):
-        theirs = f"peak {theirs.peak_bytes / 2**20:.1f} MiB"
+    parser = argparse.ArgumentParser(prog="python -m funcckpt", description=__doc__)
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
+    parser.add_argument("--device", default="cpu", help="such as cuda; default: cpu")
+    options = vars(parser.parse_args(arguments))
+    found, gradients = [], []
+    for remat in (False, True):
+        run = job(**options, remat=remat)
+        run()  # In a first call remat learns which operators a backward can do without.
+        m = measure(run)
+        found.append((m.peak_bytes / 2**20, m.marks["saved"] / 2**20, m.flops / 1e9))
+        gradients.append([*m.result.values()])
     print(
-        f"vmap(grad(loss)): {shape.layers} layers of width {shape.width}, {options.batch} sequences "
-        f"of {shape.context} bytes from {len(text):,} bytes of text\n"
-        f"{report.parameters:,} parameters, loss {report.loss:.3f} nats a byte; torch "
-        f"{torch.__version__}, {options.device}, {torch.get_num_threads()} threads\n\n"
-        f"{'second call':16}{'plain':>14}{'remat':>14}{'ratio':>9}"
+        "vmap(grad(loss)): {layers} layers of width {width}, {batch} sequences of {context} bytes; {device}, "
+        "torch {torch}\n".format(**options, torch=torch.__version__)
     )
-    rows = {
-        "peak live bytes": ("{:.1f} MiB", 2**20),
-        "saved bytes": ("{:.1f} MiB", 2**20),
-        "FLOPs": ("{:.2f} G", 1e9),
-        "time": ("{:.3f} s", 1),
-    }
-    for (name, (words, unit)), a, b in zip(rows.items(), report.plain, report.remat, strict=True):
-        print(f"{name:16}{words.format(a / unit):>14}{words.format(b / unit):>14}{b / a:>9.2f}")
-    print(
-        f"\nof the peak, the gradients themselves: {report.gradient_bytes / 2**20:.1f} MiB\n"
-        f"largest difference between the gradients: {report.max_difference:.1e} "
-        f"(largest gradient: {report.max_gradient:.1e})\n"
-        f"torch.utils.checkpoint on the same job:\n    {theirs}"
-    )
+    print(f"{'second call':22}{'plain':>10}{'remat':>10}{'ratio':>9}")
+    names = ("peak live bytes, MiB", "saved bytes, MiB", "FLOPs, G")
+    for name, a, b in zip(names, *found, strict=True):
+        print(f"{name:22}{a:>10.3g}{b:>10.3g}{b / a:>9.2f}")
+    mebibytes = sum([g.nbytes for g in gradients[1]]) / 2**20
+    apart = max([(a - b).abs().max().item() for a, b in zip(*gradients, strict=True)])
+    print(f"\nof the peak, the gradients themselves: {mebibytes:.1f} MiB; largest difference: {apart:.1e}")
 
 
 if __name__ == "__main__":

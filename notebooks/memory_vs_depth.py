@@ -4,36 +4,24 @@
 itself (``pip install ".[plot]"``). The model is the one of ``python -m funcckpt``.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import torch
-from torch.func import grad, vmap
 
-from funcckpt import remat
-from funcckpt.__main__ import own_sources
-from funcckpt.demo.language_model import Block, Shape, init, loss_with, sample
-from funcckpt.meter import Measurement, measure
+from funcckpt.__main__ import SIZES, job
+from funcckpt.meter import measure
 
 DEPTHS = [2, 4, 8, 12, 16, 24, 32]
-BATCH, WIDTH, HEADS, CONTEXT = 8, 64, 4, 128
 INK, MUTED, BLUE, ORANGE = "#1f2328", "#656d76", "#0969da", "#bc4c00"
-
-
-def per_sample_gradients(depth: int, wrap: Callable[[Block], Block]) -> Measurement:
-    generator = torch.Generator().manual_seed(0)
-    parameters = init(Shape(depth, WIDTH, HEADS, CONTEXT), generator=generator)
-    inputs, targets = sample(own_sources(), batch=BATCH, context=CONTEXT, generator=generator)
-    return measure(vmap(grad(loss_with(wrap)), (None, 0, 0)), parameters, inputs, targets)
 
 
 def main() -> None:
     plain, rematted, gradients = [], [], []
     print(f"{'layers':>8}{'plain':>12}{'remat':>12}{'gradients':>12}   MiB")
     for depth in DEPTHS:
-        plain.append(per_sample_gradients(depth, lambda block: block).peak_bytes / 2**20)
-        m = per_sample_gradients(depth, remat)
+        sizes = {**SIZES, "layers": depth}
+        plain.append(measure(job(**sizes, remat=False)).peak_bytes / 2**20)
+        m = measure(job(**sizes, remat=True))
         rematted.append(m.peak_bytes / 2**20)
         gradients.append(m.end_bytes / 2**20)
         print(f"{depth:>8}{plain[-1]:>12.1f}{rematted[-1]:>12.1f}{gradients[-1]:>12.1f}")

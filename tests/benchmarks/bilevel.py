@@ -13,11 +13,11 @@ import itertools
 
 import torch
 from common import Methods, main, none, of_torch
+from language_model import Shape, init, loss_with
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 
 from funcckpt import inner_grad, remat, scan
-from funcckpt.demo.language_model import Shape, init, loss_with
 
 STEPS = 8
 GRADIENTS = {"": grad, "inner_grad": inner_grad}

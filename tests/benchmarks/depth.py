@@ -13,10 +13,10 @@ import math
 
 import torch
 from common import Methods, exponent, main, none, of_torch, torch_checkpoint
+from language_model import Shape, block, init
 from torch.func import grad, vmap
 
 from funcckpt import remat
-from funcckpt.demo.language_model import Shape, block, init
 
 DEPTHS = [4, 8, 16, 32, 64, 96]
 

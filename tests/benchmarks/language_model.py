@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..meter import mark
+from funcckpt.meter import mark
 
 BYTES = 256
 
@@ -91,11 +91,3 @@ def loss_with(wrap: Callable[[Block], Block]) -> Callable[[Parameters, Tensor, T
         return value
 
     return loss
-
-
-def sample(text: bytes, *, batch: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each ``(batch, context)`` of int64, from random places of the text."""
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    starts = torch.randint(len(data) - context, (batch, 1), generator=generator)
-    windows = data[starts + torch.arange(context + 1)]
-    return windows[:, :-1], windows[:, 1:]

@@ -1,1 +1,0 @@
-"""Per-sample gradients of a small language model: the job that ``python -m funcckpt`` runs."""
