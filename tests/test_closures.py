@@ -675,125 +675,118 @@ def test_batch_norm_where_no_copy_can_be_put(place):
 # of captured tensors
 
 
-def test_captured_integers_and_masks_under_vmap():
-    def run(wrap):
-        def f(index, mask, x):
-            return wrap(lambda x: torch.where(mask, x.sin(), x)[index])(x)
-
-        index, mask = (
-            torch.tensor([[0, 1], [2, 2]]),
-            torch.tensor([[True, False, True], [False, False, True]]),
-        )
-        x = tensor(3)
-        loss = lambda index, mask, x: f(index, mask, x).sum()
-        return (
-            vmap(f, (0, 0, None))(index, mask, x),
-            vmap(grad(loss, argnums=2), (0, 0, None))(index, mask, x),
-            vmap(grad(loss, argnums=2), (None, 0, None))(index[0], mask, x),
-            grad(lambda x: vmap(loss, (0, 0, None))(index, mask, x).sum())(x),
-        )
-
-    assert_same(run(remat), run(plain))
+PROGRAMS = {}
+program = registered(PROGRAMS)
 
 
-def test_captured_detached_inside():
-    def run(wrap):
-        w, x = tensor(3, requires_grad=True), tensor(3, seed=1, requires_grad=True)
-        wrap(lambda x: act(w.detach(), x))(x).sum().backward()
-        first = w.grad, x.grad
-        inner = grad(lambda w: wrap(lambda x: (w.detach() * x).sum() + w.sum())(x.detach()))(w.detach())
-        return first, inner
+@program
+def captured_integers_and_masks_under_vmap(wrap):
+    def f(index, mask, x):
+        return wrap(lambda x: torch.where(mask, x.sin(), x)[index])(x)
 
-    assert_same(run(remat), run(plain))
+    index, mask = (
+        torch.tensor([[0, 1], [2, 2]]),
+        torch.tensor([[True, False, True], [False, False, True]]),
+    )
+    x = tensor(3)
+    loss = lambda index, mask, x: f(index, mask, x).sum()
+    return (
+        vmap(f, (0, 0, None))(index, mask, x),
+        vmap(grad(loss, argnums=2), (0, 0, None))(index, mask, x),
+        vmap(grad(loss, argnums=2), (None, 0, None))(index[0], mask, x),
+        grad(lambda x: vmap(loss, (0, 0, None))(index, mask, x).sum())(x),
+    )
 
 
-def test_levels_of_their_own_for_each_captured():
+@program
+def captured_detached_inside(wrap):
+    w, x = tensor(3, requires_grad=True), tensor(3, seed=1, requires_grad=True)
+    wrap(lambda x: act(w.detach(), x))(x).sum().backward()
+    first = w.grad, x.grad
+    inner = grad(lambda w: wrap(lambda x: (w.detach() * x).sum() + w.sum())(x.detach()))(w.detach())
+    return first, inner
+
+
+@program
+def levels_of_their_own_for_each_captured(wrap):
     """One tensor of each level: plain autograd, outer grad, inner grad, vmap, jvp."""
+    a, x = tensor(3, seed=1, requires_grad=True), tensor(3, seed=6)
 
-    def run(wrap):
-        a, x = tensor(3, seed=1, requires_grad=True), tensor(3, seed=6)
+    def level1(b):
+        def level2(c):
+            def level3(d):
+                def level4(e):
+                    return wrap(lambda x: total(act(a, x) * act(b, c) + act(d, e) * x))(x)
 
-        def level1(b):
-            def level2(c):
-                def level3(d):
-                    def level4(e):
-                        return wrap(lambda x: total(act(a, x) * act(b, c) + act(d, e) * x))(x)
+                return jvp(level4, (d,), (c,))[1]
 
-                    return jvp(level4, (d,), (c,))[1]
+            return vmap(level3)(torch.stack([c, c * 2])).sum()
 
-                return vmap(level3)(torch.stack([c, c * 2])).sum()
+        return total(grad(level2)(b * 2))
 
-            return total(grad(level2)(b * 2))
-
-        g = grad(level1)(tensor(3, seed=2))
-        total(g).backward()
-        return g.detach(), a.grad
-
-    assert_same(run(remat), run(plain))
+    g = grad(level1)(tensor(3, seed=2))
+    total(g).backward()
+    return g.detach(), a.grad
 
 
-def test_one_remat_object_at_many_levels():
+@program
+def one_remat_object_at_many_levels(wrap):
     """The remat object is made once; each call captures what the cell holds at its time."""
+    box = {}
+    f = wrap(lambda x: act(box["w"], x))
 
-    def run(wrap):
-        box = {}
-        f = wrap(lambda x: act(box["w"], x))
+    def call(w, x):
+        box["w"] = w
+        return total(f(x))
 
-        def call(w, x):
-            box["w"] = w
-            return total(f(x))
-
-        w, x = tensor(3), tensor(3, seed=1)
-        leaf = w.clone().requires_grad_()
-        call(leaf, x).backward()
-        batch = torch.stack([w, w * 2])
-        return (
-            leaf.grad,
-            grad(call)(w, x),
-            vmap(grad(call), (0, None))(batch, x),
-            jvp(call, (w, x), (x, w)),
-            grad(lambda w: total(grad(call)(w, x)))(w),
-            call(w, x),
-        )
-
-    assert_same(run(remat), run(plain))
+    w, x = tensor(3), tensor(3, seed=1)
+    leaf = w.clone().requires_grad_()
+    call(leaf, x).backward()
+    batch = torch.stack([w, w * 2])
+    return (
+        leaf.grad,
+        grad(call)(w, x),
+        vmap(grad(call), (0, None))(batch, x),
+        jvp(call, (w, x), (x, w)),
+        grad(lambda w: total(grad(call)(w, x)))(w),
+        call(w, x),
+    )
 
 
-def test_dead_wrapper_captured():
+@program
+def dead_wrapper_captured(wrap):
     """A tensor that outlived its grad level is, as without remat, an ordinary one."""
+    kept = []
 
-    def run(wrap):
-        kept = []
+    def f(w):
+        kept.append(w * 2)
+        return w.sum()
 
-        def f(w):
-            kept.append(w * 2)
-            return w.sum()
-
-        grad(f)(tensor(3))
-        return grad(lambda x: wrap(lambda x: act(kept[0], x))(x).sum())(tensor(3, seed=1))
-
-    assert_same(run(remat), run(plain))
+    grad(f)(tensor(3))
+    return grad(lambda x: wrap(lambda x: act(kept[0], x))(x).sum())(tensor(3, seed=1))
 
 
-def test_leaf_hooks_run_once_per_backward():
-    def run(wrap):
-        calls = []
-        w, x = tensor(3, requires_grad=True), tensor(3, seed=1)
-        w.register_hook(lambda g: calls.append(g.clone()))
-        wrap(lambda x: act(w, x))(x).sum().backward()
-        return calls
-
-    assert_same(run(remat), run(plain))
+@program
+def leaf_hooks_run_once_per_backward(wrap):
+    calls = []
+    w, x = tensor(3, requires_grad=True), tensor(3, seed=1)
+    w.register_hook(lambda g: calls.append(g.clone()))
+    wrap(lambda x: act(w, x))(x).sum().backward()
+    return calls
 
 
-def test_an_object_that_holds_the_globals_of_its_function():
-    def run(wrap):
-        space = {"k": 2.0}
-        exec("def f(x):\n    return (x * k).sin()", space)
-        holder = types.SimpleNamespace(f=space["f"], space=space)
-        x = tensor(3, requires_grad=True)
-        y = wrap(lambda x: holder.f(x) * holder.space["k"])(x).sum()
-        space["k"] = 3.0
-        return torch.autograd.grad(y, x)
+@program
+def an_object_that_holds_the_globals_of_its_function(wrap):
+    space = {"k": 2.0}
+    exec("def f(x):\n    return (x * k).sin()", space)
+    holder = types.SimpleNamespace(f=space["f"], space=space)
+    x = tensor(3, requires_grad=True)
+    y = wrap(lambda x: holder.f(x) * holder.space["k"])(x).sum()
+    space["k"] = 3.0
+    return torch.autograd.grad(y, x)
 
-    assert_same(run(remat), run(plain))
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_without_a_checkpoint(name, wrap):
+    assert_same(PROGRAMS[name](WRAPS[wrap]), PROGRAMS[name](plain))

@@ -10,6 +10,7 @@ from enum import Enum
 import pytest
 import torch
 from oracles import OBSERVATIONS, assert_same, observe, plain, tensor
+from support import WRAPS, registered
 from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
@@ -158,18 +159,20 @@ def test_outputs_are_of_the_same_kind_and_place(case):
 # ---------------------------------------------------------------- gradients that are None
 
 
-def test_unused_output_under_transforms():
-    def run(wrap):
-        f = wrap(lambda x, y: (x.sin() * y, x.exp(), y.long()))
-        loss = lambda x, y: f(x, y)[1].sum()
-        x, y = tensor(3), tensor(3, seed=1)
-        return (
-            grad(loss, argnums=(0, 1))(x, y),
-            vmap(grad(loss, argnums=(0, 1)))(x[:, None], y[:, None]),
-            jvp(loss, (x, y), (x, y)),
-        )
+PROGRAMS = {}
+program = registered(PROGRAMS)
 
-    assert_same(run(remat), run(plain))
+
+@program
+def unused_output_under_transforms(wrap):
+    f = wrap(lambda x, y: (x.sin() * y, x.exp(), y.long()))
+    loss = lambda x, y: f(x, y)[1].sum()
+    x, y = tensor(3), tensor(3, seed=1)
+    return (
+        grad(loss, argnums=(0, 1))(x, y),
+        vmap(grad(loss, argnums=(0, 1)))(x[:, None], y[:, None]),
+        jvp(loss, (x, y), (x, y)),
+    )
 
 
 def test_no_gradient_wanted_no_graph():
@@ -196,28 +199,23 @@ def test_one_tensor_as_two_arguments(wrap):
     )
 
 
-def test_argument_and_its_view():
-    def run(wrap):
-        x = tensor(2, 3, requires_grad=True)
-        wrap(lambda x, row, flat: (x * row).sum() + flat.sin().sum())(x, x[0], x.view(-1)).backward()
-        return x.grad
-
-    assert_same(run(remat), run(plain))
+@program
+def argument_and_its_view(wrap):
+    x = tensor(2, 3, requires_grad=True)
+    wrap(lambda x, row, flat: (x * row).sum() + flat.sin().sum())(x, x[0], x.view(-1)).backward()
+    return x.grad
 
 
-def test_output_that_only_one_argument_batches_may_be_written_to():
+@program
+def output_that_only_one_argument_batches_may_be_written_to(wrap):
     """No expanded output where the plain function gives a real one."""
+    f = wrap(lambda x, c: (x.sin(), x + 0 * c))
 
-    def run(wrap):
-        f = wrap(lambda x, c: (x.sin(), x + 0 * c))
+    def g(x, c):
+        y, z = f(x, c)
+        return y + 1, z.add_(c)
 
-        def g(x, c):
-            y, z = f(x, c)
-            return y + 1, z.add_(c)
-
-        return vmap(g, (None, 0))(tensor(3), tensor(2, 3, seed=1))
-
-    assert_same(run(remat), run(plain))
+    return vmap(g, (None, 0))(tensor(3), tensor(2, 3, seed=1))
 
 
 # ---------------------------------------------------------------- pytrees through vmap's and
@@ -370,3 +368,9 @@ def test_wrong_arguments_raise_what_f_raises():
         with pytest.raises(TypeError) as got:
             remat(positional)(*arguments)
         assert str(want.value) in str(got.value)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_without_a_checkpoint(name, wrap):
+    assert_same(PROGRAMS[name](WRAPS[wrap]), PROGRAMS[name](plain))

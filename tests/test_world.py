@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 from oracles import F64, assert_same, compare, plain, tensor, total, weight, world
-from support import default_dtype
+from support import WRAPS, default_dtype, registered
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout, scaled_dot_product_attention
@@ -280,16 +280,18 @@ def test_generator_under_vmap(place, transform, mode):
     compare(run, remat)
 
 
-def test_generator_reseeded_between_forward_and_backward():
-    def run(wrap):
-        gen = torch.Generator().manual_seed(11)
-        x = tensor(3, requires_grad=True)
-        y = wrap(with_generator)(x, gen)
-        gen.manual_seed(99)
-        y.sum().backward()
-        return x.grad, torch.randn(3, generator=gen)
+PROGRAMS = {}
+program = registered(PROGRAMS)
 
-    assert_same(run(remat), run(plain))
+
+@program
+def generator_reseeded_between_forward_and_backward(wrap):
+    gen = torch.Generator().manual_seed(11)
+    x = tensor(3, requires_grad=True)
+    y = wrap(with_generator)(x, gen)
+    gen.manual_seed(99)
+    y.sum().backward()
+    return x.grad, torch.randn(3, generator=gen)
 
 
 def test_seeded_inside():
@@ -534,29 +536,25 @@ def test_called_under_no_grad(f):
     assert_same(run(remat), run(plain))
 
 
-def test_backward_under_no_grad():
-    def run(wrap):
-        x = tensor(3, requires_grad=True)
-        y = wrap(partly_without_grad)(x).sum()
-        with torch.no_grad():
-            y.backward()
-        return x.grad, x.grad.requires_grad
-
-    assert_same(run(remat), run(plain))
+@program
+def backward_under_no_grad(wrap):
+    x = tensor(3, requires_grad=True)
+    y = wrap(partly_without_grad)(x).sum()
+    with torch.no_grad():
+        y.backward()
+    return x.grad, x.grad.requires_grad
 
 
 # ---------------------------------------------------------------- inference mode
 
 
-def test_called_in_inference_mode():
-    def run(wrap):
-        x = tensor(3, requires_grad=True)
-        with torch.inference_mode():
-            y = wrap(lambda x: x.sin() * x)(x)
-            z = wrap(lambda x: x.sin() * x)(tensor(3))
-        return y, y.is_inference(), y.requires_grad, z, z.is_inference()
-
-    assert_same(run(remat), run(plain))
+@program
+def called_in_inference_mode(wrap):
+    x = tensor(3, requires_grad=True)
+    with torch.inference_mode():
+        y = wrap(lambda x: x.sin() * x)(x)
+        z = wrap(lambda x: x.sin() * x)(tensor(3))
+    return y, y.is_inference(), y.requires_grad, z, z.is_inference()
 
 
 def test_inference_tensor_as_argument():
@@ -673,3 +671,9 @@ def test_backward_in_inference_mode(name, captured):
         return BACKWARD_IN_INFERENCE_MODE[name](f, tensor(3))
 
     assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_without_a_checkpoint(name, wrap):
+    assert_same(PROGRAMS[name](WRAPS[wrap]), PROGRAMS[name](plain))

@@ -11,11 +11,11 @@ import sys
 
 import pytest
 import torch
-from support import assert_same_outcome, message, no_remat, outcome, seeds
+from support import WRAPS, assert_same_outcome, message, no_remat, outcome, seeds
 
 from funcckpt import remat
 
-from .programs import draw, shrink
+from .programs import EAGER, draw, shrink
 from .stacks import is_differentiable
 
 COUNT = int(os.environ.get("FUNCCKPT_RANDOM_PROGRAMS", "500"))
@@ -113,15 +113,24 @@ def numbers(tree):
     return [t.detach() for t in leaves if is_differentiable(t) and t.numel()]
 
 
-@pytest.mark.parametrize("seed", seeds(200, COUNT, START))
-def test_same_as_without_remat(seed):
-    program = draw(seed)
-    text, kind = complaint(program)
+def agree(program, remat):
+    text, kind = complaint(program, remat)
     if text is None:
         return
     # Of the same kind: not another failure that lies below this one.
-    small = shrink(program, lambda smaller: bool(smaller.stack) and complaint(smaller)[1] == kind)
-    pytest.fail(f"{complaint(small)[0]}\n\nshrunk:\n{small}\n\nas drawn:\n{program}", pytrace=False)
+    small = shrink(program, lambda smaller: bool(smaller.stack) and complaint(smaller, remat)[1] == kind)
+    pytest.fail(f"{complaint(small, remat)[0]}\n\nshrunk:\n{small}\n\nas drawn:\n{program}", pytrace=False)
+
+
+@pytest.mark.parametrize("seed", seeds(200, COUNT, START))
+def test_same_as_without_remat(seed):
+    agree(draw(seed), remat)
+
+
+@pytest.mark.parametrize("seed", seeds(100, COUNT // 2, START))
+def test_checkpoint_in_plain_eager_code(seed):
+    """By hooks, and anew by remat where a program uses transforms."""
+    agree(dataclasses.replace(draw(seed), stack=(EAGER[seed % len(EAGER)],)), WRAPS["checkpoint"])
 
 
 def test_programs_are_worth_running():

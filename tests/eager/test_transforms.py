@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import Changing, Counter, assert_same
-from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.utils.checkpoint import CheckpointError
 
@@ -30,17 +29,6 @@ def test_recomputes_under_transforms():
     f = Counter(torch.sin)
     grad(lambda x: checkpoint(f, x).sum())(torch.ones(3))
     assert f.calls == 2
-
-
-def test_plain_forward_mode():
-    x, w = torch.randn(4, 3, dtype=D), torch.randn(3, 3, dtype=D)
-
-    def run(call):
-        with forward_ad.dual_level():
-            y = call(chain, forward_ad.make_dual(x, x.cos()), w)
-            return list(forward_ad.unpack_dual(y))
-
-    assert_same(run(checkpoint), run(lambda f, *xs: f(*xs)))
 
 
 # -- f that uses transforms itself, in plain eager code ---------------------------------------
@@ -71,13 +59,6 @@ def test_random_streams_when_started_anew():
         return y.detach(), x.grad, after, torch.rand(2)
 
     assert_same(run(checkpoint), run(lambda f, x: f(x)))
-
-
-def test_transform_inside_a_nested_checkpoint():
-    x, w = leaf(4, 3), leaf(3, 3)
-    outer = lambda x, w: checkpoint(inner_gradient, torch.sin(x), w).exp()
-    plain = lambda x, w: inner_gradient(torch.sin(x), w).exp()
-    assert_same(gradients(outer, x, w, checkpoint=checkpoint), gradients(plain, x, w))
 
 
 def test_transform_inside_under_hooks_of_the_caller():
