@@ -39,7 +39,7 @@ class Block(nn.Module):
 def job(
     layers: int, width: int, heads: int, context: int, batch: int, *, remat: bool, device: str = "cpu"
 ) -> Callable[[], dict[str, Tensor]]:
-    """A function that computes the gradient of each of `batch` sequences: `context` bytes of our sources."""
+    """The job as a function: the gradient for each of `batch` sequences of `context` bytes of our sources."""
     torch.manual_seed(0)
     blocks = [Block(width, heads) for _ in range(layers)]
     ends = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found, gradients = [], []
     for remat in (False, True):
         run = job(**options, remat=remat)
-        run()  # In a first call remat learns which operators a backward can do without.
+        run()  # In its first call, remat learns which operators it can skip.
         m = measure(run)
         found.append((m.peak_bytes / 2**20, m.marks["saved"] / 2**20, m.flops / 1e9))
         gradients.append([*m.result.values()])
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name:22}{a:>10.3g}{b:>10.3g}{b / a:>9.2f}")
     mebibytes = sum([g.nbytes for g in gradients[1]]) / 2**20
     apart = max([(a - b).abs().max().item() for a, b in zip(*gradients, strict=True)])
-    print(f"\nof the peak, the gradients themselves: {mebibytes:.1f} MiB; largest difference: {apart:.1e}")
+    print(f"\nof the peak, the gradients take {mebibytes:.1f} MiB; largest difference: {apart:.1e}")
 
 
 if __name__ == "__main__":

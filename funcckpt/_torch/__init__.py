@@ -1,15 +1,15 @@
-"""Every private name of torch that funcckpt touches, and why: `functorch`, `wrappers`, `autograd`, `dynamo`.
+"""All private names of torch that funcckpt uses, and why: `functorch`, `wrappers`, `autograd`, `dynamo`.
 
-All are needed to dispatch without building a class for each call, to see what a function captured, and to be
-lean in a backward that nobody can differentiate. `tests/test_private_torch.py` fails loudly when a release of
-torch moves one of them, and `core.primitive` is there without them.
+They serve to dispatch without building a class for each call, to find what a function has captured, and to
+save memory in a backward that nobody can differentiate. `tests/test_private_torch.py` fails if a release of
+torch moves one of them. `core.primitive` works without them.
 """
 
 import torch
 
 
 def unknown(error: ImportError) -> ImportError:
-    """What to raise where a private name is missing."""
+    """The error for a private name that is missing."""
     return ImportError(
         f"funcckpt does not know torch {torch.__version__}: {error}. Install a newer funcckpt, or a torch "
         "from 2.11 to 2.15."

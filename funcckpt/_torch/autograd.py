@@ -26,15 +26,15 @@ from .functorch import (
 
 try:
     from torch._C import (  # type: ignore[attr-defined]
-        DisableTorchFunction as plain,  # no `__torch_function__`, of modes or subclasses, is asked inside
-        DisableTorchFunctionSubclass as subclasses_asleep,  # none of a subclass
+        DisableTorchFunction as plain,  # no `__torch_function__` of modes or subclasses inside
+        DisableTorchFunctionSubclass as subclasses_asleep,  # no `__torch_function__` of subclasses
         _current_graph_task_id as graph_task,  # the number of the backward of this thread, or -1
         _DisableAutocast as without_autocast,  # no operator inside is cast
         _dispatch_tls_is_dispatch_key_excluded,
         _get_graph_exec_group,
     )
 
-    # What a graph node holds for a tensor that is saved, and hooks, which public torch can push, and not see.
+    # What a graph node holds for a saved tensor; and the active hooks, which public torch does not show.
     from torch._C._autograd import (  # type: ignore[attr-defined]
         SavedTensor,
         _pop_saved_tensors_default_hooks,
@@ -47,13 +47,13 @@ try:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._functorch.eager_transforms import _autograd_grad, grad_and_value_impl
 
-    # What a list of operators may hold: aten's, and those that take functions.
+    # The members of a list of operators: those of aten, and higher-order ones.
     from torch._ops import HigherOrderOperator, OpOverload
 
-    # What is written to a tensor inside of the context does not count as a change.
+    # A write to the tensor inside of this context does not count as a change.
     from torch.autograd import _unsafe_preserve_version_counter as version_kept  # type: ignore[attr-defined]
 
-    # `torch.autograd.grad` without checks of its arguments, which take as long as a small backward.
+    # `torch.autograd.grad` without its checks of arguments, which take as long as a small backward.
     from torch.autograd.graph import _engine_run_backward
     from torch.utils._python_dispatch import _disable_current_modes
 except ImportError as error:
@@ -61,20 +61,20 @@ except ImportError as error:
 
 
 OPERATORS = OpOverload, HigherOrderOperator
-# Part of what autograd says when something is written to a leaf or to a view of one, and functorch
-# when it is written to what comes from outside of a level.
+# Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
+# tensor from outside of a level.
 WRITES_TO_INPUT = (
     "leaf Variable that requires grad is being used in an in-place operation",
     "that would mutate a captured Tensor",
 )
-# What torch.func says when it is entered while a saved-tensor hook is active.
+# Part of the error of torch.func if a saved-tensor hook is active.
 REFUSES_HOOKS = "support saved tensor hooks"
 
 
 def gradients(
     outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
 ) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad` of what is known to fit; None where an input is not used."""
+    """`torch.autograd.grad` without checks; None for an input that is not used."""
     retain_graph, allow_unused = create_graph, True
     arguments = (*outputs,), (*cotangents,), retain_graph, create_graph, (*inputs,), allow_unused
     return _engine_run_backward(*arguments, accumulate_grad=False)
@@ -92,7 +92,7 @@ def nodes_of(tensors: Sequence[Tensor], first_node: int = 0) -> Iterator[Any]:
             yield node
 
 
-# A place in the graph: a node and the number of one of its outputs, or the id of a leaf and LEAF.
+# An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).
 Edge = tuple[Any, int]
 LEAF = -1
 
@@ -100,7 +100,7 @@ LEAF = -1
 def entering(
     outputs: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0
 ) -> dict[Edge, Tensor | None]:
-    """The edges at which a graph begins: own ones, leaves (with the tensor), and results of older nodes."""
+    """The edges at which a graph begins: those in `own`, leaves (with the tensor), results of older nodes."""
     found: dict[Edge, Tensor | None] = {}
     pending: list[Edge] = []
     for y in outputs:
@@ -127,7 +127,7 @@ def entering(
 
 @functools.cache
 def references_of_private_leaf() -> int:
-    """How many there are to a leaf that only the graph holds, in a loop over the items of `entering`."""
+    """The reference count of a leaf that only the graph holds, in a loop over the items of `entering`."""
     with torch.enable_grad():
         outputs = [torch.zeros((), requires_grad=True).sin()]  # which hold the graph
     return next(sys.getrefcount(leaf) for edge, leaf in entering(outputs).items() if edge)
@@ -135,20 +135,20 @@ def references_of_private_leaf() -> int:
 
 _ENGINE = _engine_run_backward.__code__
 _AUTOGRAD_GRAD, _GRAD_TRANSFORM = _autograd_grad.__code__, inspect.unwrap(grad_and_value_impl).__code__
-# Between them and the engine. A mode of somebody else might differentiate what it is handed; those of torch
-# (a default device, for one) and of ours do not.
+# Frames that may be between `grad` and the engine. Modes of torch (a default device) and of this package are
+# fine; another mode might differentiate what it is given.
 _PASSED, _OURS = ("grad", "handle_torch_function", "__torch_function__"), ("torch.", "funcckpt.")
 
 
 def is_final_backward(level: int, thread: int) -> bool:
-    """Whether the backward that is running is the last that level `level` will ever see.
+    """Whether the running backward is the last one of level `level`.
 
-    `thread` is the one in which the forward ran. The engine works off what is on a device in threads of
-    its own, below which there is no caller: that one waits there.
+    `torch.func.grad` runs one backward and leaves its level, so a recording of it at that level is dead
+    weight (pytorch#134612). A pullback of `torch.func.vjp`, or a `torch.autograd.grad` inside of the
+    function, may still be differentiated. Only the frames of the caller show which of them is running.
 
-    `torch.func.grad` runs one backward and leaves its level: what is recorded at that level while it runs is
-    dead weight (pytorch#134612). A pullback of `torch.func.vjp`, or a `torch.autograd.grad` inside of the
-    function, may still be differentiated. Which of them is running shows only in the frames of the caller.
+    `thread` is the thread of the forward. On an accelerator the engine runs the backward in its own threads,
+    and the caller waits in that one.
     """
     engine = _call_of_engine(sys._getframe(1))
     frame = engine or _call_of_engine(sys._current_frames().get(thread))
@@ -158,7 +158,7 @@ def is_final_backward(level: int, thread: int) -> bool:
     if frame is None or frame.f_code is not _AUTOGRAD_GRAD or frame.f_back is None:
         return False
     caller = frame.f_back
-    # In this thread the level is the one that is active.
+    # In the caller's thread, the active level is the one in question.
     return caller.f_code is _GRAD_TRANSFORM and (engine is not None or caller.f_locals.get("level") == level)
 
 
@@ -169,10 +169,10 @@ def _call_of_engine(frame: FrameType | None) -> FrameType | None:
 
 
 def parametrizations_anew() -> AbstractContextManager[None] | None:
-    """Parametrized weights are computed in the block, and not found in a cache, if there is one.
+    """A context without the cache of parametrized weights, if that is active: they are computed in the block.
 
-    One that was cached belongs to the inside or to the outside of a checkpoint, like a cast; and it is known
-    by the id of its module, of which a recomputation makes copies. The cache is that of the process.
+    A cached weight belongs either to the inside or to the outside of a checkpoint, like a cast. And its key
+    is the id of its module, which a recomputation copies. There is one cache for the process.
     """
     return _without_cached_parametrizations() if parametrize._cache_enabled else None
 
@@ -191,7 +191,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def alias(x: Tensor) -> Tensor:
-    """`x.detach()`, with the version counter of `x` also where operators arrive below autograd."""
+    """`x.detach()` that shares the version counter of `x`, even below autograd."""
     if type(x) in _PLAIN and not (_dispatch_tls_is_dispatch_key_excluded(_VERSIONS) or has_function_modes()):
         return x.detach()
     with _SetExcludeDispatchKeyGuard(_VERSIONS, False), plain():
@@ -199,7 +199,7 @@ def alias(x: Tensor) -> Tensor:
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """What is done in the block, the modes that are active do not see."""
+    """A block of code that the active dispatch modes do not see."""
     return _disable_current_modes() if number_of_dispatch_modes() else nullcontext()
 
 
@@ -213,7 +213,7 @@ top_saved_tensors_hooks = functools.partial(_top_saved_tensors_default_hooks, Fa
 
 
 def saved_tensors_hooks() -> list[Hooks]:
-    """All that are active, innermost first: taken off and put back."""
+    """All active hooks, innermost first. To see them, they are popped and pushed again."""
     found: list[Hooks] = []
     while (top := top_saved_tensors_hooks()) is not None:
         _pop_saved_tensors_default_hooks()
@@ -224,14 +224,14 @@ def saved_tensors_hooks() -> list[Hooks]:
 
 
 def hooks_asleep() -> AbstractContextManager[Any]:
-    """What is saved inside stays where it is, whatever hooks are active."""
+    """A block in which tensors are saved without the active hooks."""
     if top_saved_tensors_hooks() is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
 
 
 def may_push_hooks() -> bool:
-    """Whether saved-tensor hooks are allowed here; a transform forbids them."""
+    """Whether saved-tensor hooks are allowed here: a transform forbids them."""
     return maybe_current_level() is None and _saved_tensors_hooks_is_enabled()
 
 
@@ -248,7 +248,7 @@ class _Saving(torch.autograd.Function):
 
 
 class Saved:
-    """A tensor saved as if by an operator: seen by the hooks that are active, its version checked."""
+    """A tensor that is saved as by an operator: through the active hooks, with a check of its version."""
 
     def __init__(self, x: Tensor) -> None:
         with torch.enable_grad():
@@ -266,28 +266,28 @@ if (_make := getattr(torch._C._autograd, "_make_saved_tensor", None)) is not Non
 
 
 def backward_id() -> Any:
-    """What tells one backward from another: the group it belongs to, its number, or something unique."""
+    """A key for the running backward: its group, its number, or a unique object outside of a backward."""
     number = graph_task()
     return _get_graph_exec_group() or (object() if number == -1 else number)
 
 
-# Has a function called when the backward that runs in this thread is over.
+# Takes a function to call at the end of the backward that runs in this thread.
 at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 
 def without_dynamo(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, hidden from Dynamo if that watches the frames of this thread."""
+    """f, hidden from Dynamo, if Dynamo watches the frames of this thread."""
     return f if get_eval_frame_callback() is None else torch.compiler.disable(f)
 
 
 def checkpoint_settings() -> tuple[bool | None, bool | None]:
-    """What `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` have set."""
+    """The settings of `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled`."""
     module = torch.utils.checkpoint
     return module._enable_checkpoint_early_stop, module._checkpoint_debug_enabled
 
 
-# `torch.utils.checkpoint.checkpoint` is made by `torch._disable_dynamo`, which keeps what it calls in an
-# attribute of the function that it wraps, and makes it in the first call.
+# `torch._disable_dynamo` wraps `torch.utils.checkpoint.checkpoint`. The wrapper makes the function that it
+# calls in the first call, and keeps it in this attribute of the wrapped function.
 _REDIRECTED = "__dynamo_disable"
 _CHECKPOINT: Any = torch.utils.checkpoint.checkpoint
 _checkpoint_before: Any = None

@@ -1,4 +1,4 @@
-"""Graphs that torch.compile traces. Its parts take seconds to import, and are there when they are needed."""
+"""Graphs that torch.compile traces. The compiler takes seconds to import, so it is imported when needed."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from .functorch import T, current_level, dispatch_modes, get_proxy_mode
 
 
 def known_to_dynamo(f: T) -> T:
-    """`torch.compiler.assume_constant_result`, which imports the compiler."""
+    """`torch.compiler.assume_constant_result`, without importing the compiler."""
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return f
 
 
 def call_with_graph(how: Callable[..., Any], f: Callable[[], Any]) -> Any:
-    """`how(f)()`. Dynamo makes a graph of f, and `how` is given that when AOTAutograd traces it."""
+    """`how(f)()`. Dynamo makes a graph of f, and `how` gets this graph when AOTAutograd traces it."""
     from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 
     return dynamo_bypassing_wrapper(how, f)
 
 
 def torch_checkpoint_of_graph(graph: torch.fx.GraphModule, args: Sequence[Any]) -> Any:
-    """What torch.compile makes of a checkpoint: nodes with tags for the partitioner."""
+    """Torch's own checkpoint of a graph: nodes with tags for the partitioner."""
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
     return tag_activation_checkpoint(graph, *args, use_reentrant=False)
 
 
 def is_traced_by_aot_autograd() -> bool:
-    """Whether `torch.compile` traces what is done, below Dynamo; the eager backend does not."""
+    """Whether AOTAutograd traces now, below Dynamo. (The eager backend has no AOTAutograd.)"""
     return any([type(mode).__name__ == "FunctionalTensorMode" for mode in dispatch_modes()])
 
 
 def traced_value(x: Any) -> Any:
-    """What a graph that is being recorded knows as the value of `x` now, whatever is written to `x` later."""
+    """The value of `x` now in the graph that is being traced, independent of later writes to `x`."""
     return x.from_functional() if hasattr(x, "from_functional") else x.clone()
 
 
 def of_traced_value(x: Tensor) -> Any:
-    """A new tensor with a value that was known before."""
+    """A new tensor with a value from `traced_value`."""
     if not is_traced_by_aot_autograd():
         return x.clone()
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -53,19 +53,19 @@ def of_traced_value(x: Tensor) -> Any:
 
 
 def number_of_traced() -> int:
-    """How many operators have been recorded, which tells one place in a graph from all others."""
+    """How many operators have been traced: a number for this place in the graph."""
     mode = get_proxy_mode()
     return 0 if mode is None else len(mode.tracer.graph.nodes)
 
 
 def tagged(tags: dict[str, Any]) -> AbstractContextManager[Any]:
-    """What is traced inside is annotated, where annotations are kept; there is no public way to say so."""
+    """Annotate the nodes that are traced in the block. There is no public way."""
     node = torch.fx.Graph().placeholder("funcckpt")
     node.meta = tags
     return fx_traceback.set_current_meta(node)
 
 
-# Which argument of what Dynamo records for a transform is the number of a level.
+# The functions that Dynamo records for transforms, and which of their arguments is the level.
 _LEVEL_AT = {"_add_batch_dim": 2, "_remove_batch_dim": 1, "_unwrap_for_grad": 1, "_wrap_for_grad": 1}
 
 
@@ -80,7 +80,7 @@ def has_transforms(graph: torch.fx.GraphModule) -> bool:
 
 
 class _Interpreter(torch.fx.Interpreter):
-    """Runs a graph of Dynamo at another level than that which was active when the graph was made."""
+    """Runs a graph of Dynamo at another level than the one at which it was made."""
 
     def __init__(self, graph: torch.fx.GraphModule, level: int, tags: dict[str, Any]) -> None:
         super().__init__(graph)
@@ -100,6 +100,6 @@ class _Interpreter(torch.fx.Interpreter):
 
 
 def interpret(graph: torch.fx.GraphModule, level: int, *args: Any, **tags: Any) -> Any:
-    """Run a graph that was made at a level, and annotate its nodes as they are traced."""
+    """Run a graph that was made at `level`, and annotate its nodes as they are traced."""
     with fx_traceback.preserve_node_meta():
         return _Interpreter(graph, level, tags).run(*args)

@@ -1,6 +1,6 @@
-"""The stack of functorch's levels: which are active, how one is left, entered and put back.
+"""The stack of functorch's levels: which are active, and how one is left, entered and put back.
 
-Public torch has no way to ask which transforms are active, or to apply a rule to the innermost of them.
+Public torch does not tell which transforms are active, and cannot apply a rule to the innermost of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ try:
     from torch._C import (  # type: ignore[attr-defined]
         DispatchKey,
         DispatchKeySet,
-        _disabled_torch_function_impl as no_torch_function,  # operators that only `__torch_dispatch__` sees
-        _DisableTorchDispatch as no_dispatch,  # operators run as they are: no mode or subclass sees them
+        _disabled_torch_function_impl as no_torch_function,  # only `__torch_dispatch__` sees the operators
+        _DisableTorchDispatch as no_dispatch,  # no mode or subclass sees the operators
         _dispatch_key_parse,
         _dispatch_tls_is_dispatch_key_included,
         _ExcludeDispatchKeyGuard,
@@ -56,17 +56,17 @@ try:
         set_single_level_autograd_function_allowed,
     )
 
-    # torch.func's own bookkeeping, with which ours has to agree: how many jvp levels are open (only
-    # the outermost opens a dual level), and which Python frames belong to `torch.func.grad`.
+    # torch.func's own bookkeeping: how many jvp levels are open (only the outermost opens a dual level), and
+    # the code of `torch.func.grad`, to recognize its frames.
     from torch._functorch import eager_transforms
     from torch._functorch.eager_transforms import jvp_increment_nesting
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_levels
 
-    # Tensors without values, and the mode under which operators take no others.
+    # Tensors without values, and the mode for them.
     from torch._subclasses import FakeTensor
 
-    # Graph nodes are numbered in the order of their making: this tells those that were made inside
-    # a call from those that it found.
+    # Graph nodes are numbered in the order in which they are made: this separates nodes that were made inside
+    # of a call from older ones.
     from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
@@ -74,10 +74,10 @@ try:
     from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    # Hooks on all modules, by which a module tracker (that of FlopCounterMode, say) holds their inputs.
+    # Hooks on all modules, with which a module tracker (as in FlopCounterMode) changes their inputs.
     from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
 
-    # The function modes under which f runs, and the one of them that stands for the default device.
+    # The active function modes, and the one of them that is the default device.
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
@@ -89,17 +89,17 @@ T = TypeVar("T")
 Interpreter = Any  # torch._C._functorch.CInterpreter
 Dims = tuple[int | None, ...]
 
-# By their numbers: to compare the values themselves takes as long as a small operator.
+# As numbers: to compare the enum members takes as long as a small operator.
 GRAD, VMAP = TransformType.Grad.value, TransformType.Vmap.value
 JVP, FUNCTIONALIZE = TransformType.Jvp.value, TransformType.Functionalize.value
 _NAMES = {GRAD: "grad", VMAP: "vmap", JVP: "jvp", FUNCTIONALIZE: "functionalize"}
-# Set while any vmap is active; random operators look for it and refuse. A recomputation whose
-# randomness was settled by the forward is not theirs to refuse.
+# Set while any vmap is active: then random operators may raise. In a recomputation they must not, since the
+# forward has decided about randomness.
 _VMAP_MODE = DispatchKeySet(_dispatch_key_parse("VmapMode"))
 
 
 class Layer(NamedTuple):
-    """One level of functorch's stack, kept so that it can be put back as a shadow."""
+    """One level of functorch's stack, in a form that can be put back as a shadow."""
 
     dynamic: Any
     kind: str
@@ -125,7 +125,7 @@ def options_of_vmap(interpreter: Interpreter) -> tuple[int, str]:
 def vmapped(
     run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], in_dims: Dims, size: int, randomness: str
 ) -> tuple[tuple[Tensor, ...], Dims]:
-    """A function of flat tensors at a vmap level; its outputs, and the dimensions that are batched."""
+    """Run a function of flat tensors at a new vmap level: its outputs, and their batch dimensions."""
     level = _vmap_increment_nesting(size, randomness)
     try:
         return unbatched(run(*batched(inputs, in_dims, level)), level)
@@ -134,7 +134,7 @@ def vmapped(
 
 
 def batched(tensors: Sequence[Tensor], dims: Dims, level: int) -> tuple[Tensor, ...]:
-    """Tensors batched at a level, along some dimensions; where that is None, as they are."""
+    """Tensors batched at a level, along the given dimensions; unchanged where that is None."""
     found = [*tensors]
     for i, dim in enumerate(dims):
         if dim is not None:
@@ -143,14 +143,14 @@ def batched(tensors: Sequence[Tensor], dims: Dims, level: int) -> tuple[Tensor, 
 
 
 def unbatched(tensors: Sequence[Tensor], level: int) -> tuple[tuple[Tensor, ...], Dims]:
-    """Tensors without what wraps them at a vmap level, and the dimensions that were batched there."""
+    """Tensors without their wrappers of a vmap level, and their batch dimensions there."""
     pairs = [*map(_unwrap_batched, tensors, repeat(level))]
     found, dims = zip(*pairs, strict=True) if pairs else ((), ())
     return found, dims
 
 
 def without_memory(cls: Any, size: Any, strides: Any, offset: int, dtype: Any, device: Any) -> Any:
-    """A tensor of a subclass that has a look and no memory. Who asks for its address is told."""
+    """A tensor of a subclass that has a shape and no memory. To ask for its address is an error."""
     x = Tensor._make_wrapper_subclass(cls, size, strides, offset, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(x)
     return x
@@ -168,20 +168,20 @@ class UnguardedMode(TorchDispatchMode):
 
 
 def zero_tensors_told() -> Any:
-    """Below the key of modes, operators tell tensors that are known to be zero."""
+    """A block in which operators, called below modes, still handle zero tensors of autograd."""
     return _SetExcludeDispatchKeyGuard(DispatchKey.ZeroTensor, False)
 
 
 def has_compiled() -> bool:
-    """Whether anything was compiled in this process. It refuses to run as such under a dispatch mode."""
+    """Whether anything was compiled in this process: compiled code does not run under a dispatch mode."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and len(eval_frame.cached_backends) > 1
 
 
 def below(interpreter: Interpreter, run: Callable[..., T], *args: Any) -> T:
-    """Call `run` with the innermost level left, as functorch does when it redispatches.
+    """Call `run` outside of the innermost level, as functorch does when it redispatches.
 
-    A level that was entered under `no_grad` must not let anything below it record: this mirrors
+    Below a level that was entered under `no_grad`, nothing may be recorded. This mirrors
     `GradInterpreter.lower` and `JvpInterpreter.lower`, without the cost of a generator.
     """
     kind, restore = interpreter.key().value, None
@@ -218,11 +218,11 @@ def active_layers() -> list[Layer]:
 
 @contextmanager
 def shadows(layers: Sequence[Layer]) -> Iterator[list[int]]:
-    """Put levels back below whatever is entered next; gives their numbers, outermost first.
+    """Put levels back, below those that are entered next. Gives their numbers, outermost first.
 
-    A vmap level comes back with randomness "same": it only has to recognise its own batched
-    tensors, and must not decide about random numbers a second time. In place of functionalize, which
-    would wrap whatever passes, comes a level that only keeps its number.
+    A vmap level comes back with randomness "same": it must only recognize its own batched tensors, and not
+    decide about random numbers again. A functionalize level would wrap all tensors, so it is replaced by a
+    level that only has the same number.
     """
     levels: list[int] = []
     leave: list[Callable[[], Any]] = []
@@ -247,7 +247,7 @@ def shadows(layers: Sequence[Layer]) -> Iterator[list[int]]:
 @contextmanager
 def jvp_level() -> Iterator[int]:
     """A jvp level, and the dual level that it needs if none is open."""
-    # In plain forward mode torch refuses `torch.func.jvp`, and has to do so inside of f: ours does not count.
+    # In plain forward mode torch refuses `torch.func.jvp`, and must do so inside of f: ours does not count.
     uncounted = forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
     with (
         jvp_increment_nesting() as level,
@@ -271,10 +271,10 @@ def _has_dual_level() -> bool:
 
 
 def differentiates_in_inference_mode() -> bool:
-    """Whether a derivative is taken where nothing is recorded, so that torch finds zeros.
+    """Whether a derivative is taken while nothing is recorded, so that torch returns zeros.
 
-    The transforms of torch 2.11 do so silently (pytorch#177318); those of newer releases leave inference
-    mode. Where f enters it inside of a transform, recording is off, and the zeros are meant.
+    Transforms of torch 2.11 do so silently (pytorch#177318); those of newer releases leave inference mode. If
+    f enters inference mode inside of a transform, recording is off, and the zeros are right.
     """
     if not torch.is_inference_mode_enabled():
         return False
@@ -283,8 +283,8 @@ def differentiates_in_inference_mode() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether `make_fx` records what is done."""
-    # That no mode is active, above autograd or below it, takes less time to find out.
+    """Whether `make_fx` traces now."""
+    # It is faster to find first that no mode is active.
     return (
         number_of_dispatch_modes() > 0 or _dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
     ) and get_proxy_mode() is not None
@@ -292,7 +292,7 @@ def is_tracing() -> bool:
 
 @contextmanager
 def torch_function_as(state: Any) -> Iterator[None]:
-    """Subclasses of Tensor and function modes have their say, or not, as at another time."""
+    """Set whether `__torch_function__` of subclasses and modes is on, as it was at another time."""
     now = _get_torch_function_state()
     _set_torch_function_state(state)
     try:

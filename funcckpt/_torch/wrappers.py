@@ -1,6 +1,6 @@
-"""How a tensor is wrapped and unwrapped at one level, and what belongs to which.
+"""How a tensor is wrapped and unwrapped at a level, and to which level it belongs.
 
-Public torch has no such question, and without it nobody can tell what a function has captured.
+Public torch does not tell. Without it, one cannot find what a function has captured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def has_dual_level() -> bool:
 
 
 def in_dual_level() -> bool:
-    """Whether plain forward mode is active: a dual level is open, and looked at."""
+    """Whether plain forward mode is active: a dual level is open, and forward mode is enabled."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
@@ -59,14 +59,14 @@ def tangent_of(x: Tensor) -> Tensor | None:
     if not (x.is_floating_point() or x.is_complex()) or is_legacy_batchedtensor(x):
         return None
     if x.is_inference() and not is_functorch_wrapped_tensor(x):
-        return None  # it has none, and some levels cannot even be asked
+        return None  # it has none, and at some levels the question is an error
     return forward_ad.unpack_dual(x, level=0).tangent
 
 
 def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
-    """In a dual level, the primal of a dual tensor is a view of it: a further view is dual again.
+    """Inputs that are not views of dual tensors. In a dual level, a view of a primal would be dual again.
 
-    Without `record` nothing requires grad any more: forward mode switches grad mode on.
+    Without `record`, no result requires grad, even if forward mode switches grad mode on.
     """
     if forward_ad._current_level < 0:
         return inputs
@@ -78,7 +78,7 @@ def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequ
 
 def is_plain_dual(x: Tensor) -> bool:
     """Whether a tensor of no functorch level has a tangent in plain forward mode."""
-    # Inside of a transform the question would be answered by its level: ask below all of them.
+    # Inside of a transform, its level would answer: ask below all levels.
     if not has_dual_level() or eager_transforms.JVP_NESTING > 0:
         return False
     interpreter = peek_interpreter_stack()
@@ -86,24 +86,24 @@ def is_plain_dual(x: Tensor) -> bool:
 
 
 def is_tracked(x: Tensor) -> bool:
-    """Whether some transform looks at `x`: it requires grad, belongs to a level, or is dual."""
+    """Whether a transform tracks `x`: it requires grad, belongs to a level, or is dual."""
     x = alive(x)
-    if is_functorch_wrapped_tensor(x):  # by a vmap that is over, maybe: no operator could take it
+    if is_functorch_wrapped_tensor(x):  # maybe by a vmap that has ended, of which no operator takes tensors
         return maybe_get_level(x) <= current_level()
     return x.requires_grad or is_plain_dual(x)
 
 
 def alive(x: Tensor) -> Tensor:
-    """`x` without the wrappers of grad and jvp levels that are over, as operators see it."""
+    """`x` without the wrappers of grad and jvp levels that have closed, as operators see it."""
     while is_dead_tensor_wrapper(x):
         x = unwrap_if_dead(x)
     return x
 
 
 def unwrap_legacy(x: Tensor) -> tuple[Tensor, int | None]:
-    """What `torch.autograd.grad(is_grads_batched=True)` has batched, and its dimension.
+    """Unwrap a tensor that `torch.autograd.grad(is_grads_batched=True)` has batched, and its dimension.
 
-    It does so with a vmap of its own, older than functorch, whose level is the innermost.
+    It batches with a vmap of its own, which is older than functorch; its level is the innermost.
     """
     if not is_legacy_batchedtensor(x):
         return x, None
@@ -113,7 +113,7 @@ def unwrap_legacy(x: Tensor) -> tuple[Tensor, int | None]:
 def wrap_legacy(x: Tensor, dim: int | None) -> Tensor:
     if dim is None:
         return x
-    x = x.resolve_conj().resolve_neg()  # views that it has no rules for
+    x = x.resolve_conj().resolve_neg()  # this vmap has no rules for such views
     batched: Tensor = torch._add_batch_dim(x, dim, _legacy_level())  # type: ignore[attr-defined]
     return batched
 
@@ -124,26 +124,26 @@ def _legacy_level() -> int:
 
 
 def detached(x: Tensor) -> Tensor:
-    """Another tensor with the value of `x`, that no one else holds and no graph knows.
+    """A new tensor with the value of `x`, outside of any graph.
 
-    What the vmap of `is_grads_batched` has batched cannot be detached, and is nobody else's. make_fx
-    would record a `detach`, and cut the gradient of what it has recorded.
+    A tensor that the vmap of `is_grads_batched` has batched cannot be detached, and is returned as it is.
+    make_fx would trace a `detach`, which cuts the gradient of the traced graph.
     """
     if is_legacy_batchedtensor(x):
         return x
-    if is_tracing() and not (x.requires_grad and x.is_leaf):  # a parameter is recorded as a constant
+    if is_tracing() and not (x.requires_grad and x.is_leaf):  # a parameter is traced as a constant
         with torch.no_grad():
             view = x.view_as(x)
         if not view.requires_grad:
             return view
-        # What make_fx records requires grad also under no_grad.
+        # Under make_fx, results require grad even under no_grad.
         if view.is_leaf and peek_interpreter_stack() is None:
             return view.requires_grad_(False)
     return x.detach()
 
 
 def how_to_detach(tensors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """`detached`, or `detach` where that is the same."""
+    """`detached`, or the faster `detach` where that is the same."""
     return detached if is_tracing() or any(map(is_legacy_batchedtensor, tensors)) else Tensor.detach
 
 
@@ -155,12 +155,12 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
     return [*map(_unwrap_for_grad, tensors, repeat(level))]
 
 
-# Asked of many tensors at once, without a frame of Python's.
+# For many tensors at once, without a Python frame for each.
 require_grad = operator.attrgetter("requires_grad")
 
 
 def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
-    """`x.requires_grad_()` of some, which functorch otherwise forbids inside of a transform."""
+    """`x.requires_grad_()` for some of the tensors, which functorch forbids inside of a transform."""
     set_inplace_requires_grad_allowed(True)
     try:
         return [tensors[i].requires_grad_() for i in indices]
@@ -169,7 +169,7 @@ def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]
 
 
 def has_torch_function(x: Tensor) -> bool:
-    """Whether `x` is of a subclass that takes part in what operators do."""
+    """Whether `x` is of a subclass with a `__torch_function__` of its own."""
     return type(x) not in (Tensor, torch.nn.Parameter) and not (
         getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
         or type(x).__torch_function__ is no_torch_function
@@ -177,11 +177,11 @@ def has_torch_function(x: Tensor) -> bool:
 
 
 def with_memory_for_each(x: Tensor) -> Tensor:
-    """A tensor with memory of its own for each element: `x`, or a copy.
+    """`x`, or a copy, such that each element has its own memory.
 
-    A tangent is stored as its primal is. One that comes from a second evaluation, or is zero, may have
-    another layout, and could not be written to where elements share memory, or have none (torch's
-    symbolic zeros).
+    A tangent is stored in the layout of its primal. A tangent that was computed separately, or is zero, may
+    have another layout. Then it cannot be written to if elements of the primal share memory, or have none
+    (torch's symbolic zeros).
     """
     value = below_wrappers(x)
     if value.layout is not torch.strided or is_legacy_batchedtensor(value):
@@ -198,9 +198,9 @@ def below_wrappers(x: Tensor) -> Tensor:
 
 
 def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
-    """What is inside of `x` below all wrappers: its value, and its tangents at whatever levels.
+    """The tensors inside of `x`, below all wrappers: its value, and its tangents at all levels.
 
-    To `nodes` come the graph nodes that made these, at all levels.
+    The graph nodes that made these, at all levels, are appended to `nodes`.
     """
     is_dual = has_dual_level() or eager_transforms.JVP_NESTING
     if nodes is None and not is_dual:
@@ -227,7 +227,7 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
 
 
 def is_constant(x: Tensor) -> bool:
-    """Whether no active transform looks at what is inside of `x`."""
+    """Whether no active transform tracks a tensor inside of `x`."""
     x = alive(x)
     if len(everything_below(x)) > 1:
         return False
@@ -239,7 +239,7 @@ def is_constant(x: Tensor) -> bool:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:
-    """What tells the memory of tensors from that of others, where there is any."""
+    """A key for the storage of each tensor; None if it has no storage."""
     found: list[int | None] = []
     for x in tensors:
         while is_functorch_wrapped_tensor(x):
@@ -256,7 +256,7 @@ def storage_of(x: Tensor) -> int | None:
 
 
 def physical(x: Tensor) -> tuple[Tensor, int]:
-    """`x` below all wrappers, batch dimensions moved to the front, and how many there are."""
+    """`x` below all wrappers, with its batch dimensions in front, and their number."""
     batched = 0
     while is_functorch_wrapped_tensor(x):
         dim = maybe_get_bdim(x) if is_batchedtensor(x) else -1
