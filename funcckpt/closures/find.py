@@ -45,6 +45,8 @@ _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator
 # Functions that update running statistics which are passed to them.
 _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_norm" in name]
 _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
+# The key of a class or an imported module: the object needs it, but does not refer to it as to its content.
+_BESIDE = "__class__"
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
@@ -76,24 +78,30 @@ class Found:
         self.marks: dict[int, dict[str, Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
-        self._empty: list[tuple[Any, int, str]] = []  # empty at the call
+        self._empty: list[Any] = []  # empty at the call
+        # Pairs, flat: the id of an object, the id of what refers to it. Many small lists would cost the collector time.
+        self._edges: list[int] = []
         self.streams: list[Any] = []
         self.draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
+        met: set[int] = set()
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
         read_with: Any = None
         functions = 0
         first = root[0] if type(root) is tuple and root else root
         first = first.__func__ if type(first) is types.MethodType else first
-        pending: list[tuple[Any, int, Any]] = [(root, 0, "")]
+        pending: list[tuple[Any, int, Any]] = [(root, 0, _BESIDE)]
         while pending:
             while pending:
                 value, parent, key = pending.pop()
                 number = id(value)
-                if number in nodes or number in tensors:
+                if key is not _BESIDE:
+                    self._edges += number, parent
+                if number in met:
                     continue
+                met.add(number)
                 if isinstance(value, Tensor):
                     tensors[number], self.places[number] = value, (parent, key)
                     continue
@@ -119,8 +127,7 @@ class Found:
                 elif counted is None or kind is kinds.CLASS:
                     content = kinds.read(kind, value, counted)
                 # Otherwise its content is read below: its class may add names.
-                refers = {*map(id, content.values())}
-                node = nodes[number] = Node(kind, cls, value, content, refers, parent, key, counted)
+                node = nodes[number] = Node(kind, cls, value, content, parent, key, counted)
                 if counted is not None:
                     named.append(node)
                     names |= of.names
@@ -128,17 +135,20 @@ class Found:
                     self._training.append(value._buffers)
                 for name, item in content.items():
                     if type(item) not in kinds.ATOMS:
-                        is_empty = name in _OFTEN_EMPTY and not item
-                        (self._empty if is_empty else pending).append((item, number, name))
+                        if name in _OFTEN_EMPTY and not item:
+                            self._empty.append(item)
+                        else:
+                            pending.append((item, number, name))
                 for base in of.own_classes:
-                    pending.append((base, number, "__class__"))
+                    pending.append((base, number, _BESIDE))
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
                 if kind is kinds.FUNCTION:
                     space = value.__globals__
                     if id(space) not in nodes:
-                        node = Node(kinds.GLOBALS, dict, space, {}, set(), number, "__globals__", set())
+                        node = Node(kinds.GLOBALS, dict, space, {}, number, "__globals__", set())
                         named.append(nodes.setdefault(id(space), node))
+                        met.add(id(space))
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
@@ -148,7 +158,7 @@ class Found:
                         self.calls_backward |= "backward" in looked_up
                         for name in imported:
                             self.draws_elsewhere |= name not in sys.modules  # an unknown module may draw
-                            pending.append((sys.modules.get(name), number, "__class__"))
+                            pending.append((sys.modules.get(name), number, _BESIDE))
             now = len(names), len(named), functions
             if read_with != now:  # there may be new names
                 read_with = now
@@ -158,10 +168,11 @@ class Found:
                     for name, item in kinds.read(node.kind, node.value, node.names).items():
                         if name not in node.content:
                             node.content[name] = item
-                            node.refers.add(id(item))
                             if type(item) not in kinds.ATOMS:
-                                is_empty = name in _OFTEN_EMPTY and not item
-                                (self._empty if is_empty else pending).append((item, id(node.value), name))
+                                if name in _OFTEN_EMPTY and not item:
+                                    self._empty.append(item)
+                                else:
+                                    pending.append((item, id(node.value), name))
         self.draws_elsewhere |= "random" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
@@ -202,20 +213,27 @@ class Found:
                     is_let_go = type(x) is Hole and (x.ref is None or x.ref() is there[name])
                     if there[name] is not x and not is_let_go:
                         changed.add(number)
-        for there, number, name in self._empty:
-            if there and id(there) not in self.nodes:
-                self.nodes[id(there)] = Node(kinds.DICT, dict, there, {}, set(), number, name)
-                changed.add(id(there))
+        if any(self._empty):
+            filled = {id(x): x for x in self._empty if x and id(x) not in self.nodes}
+            for holder, node in [*self.nodes.items()]:
+                for name, item in node.content.items():
+                    if (x := filled.pop(id(item), None)) is not None:
+                        self.nodes[id(x)] = Node(kinds.DICT, dict, x, {}, holder, name)
+                        self._edges += id(x), holder
+                        changed.add(id(x))
         return changed
 
     def leading_to(self, reached: set[int]) -> set[int]:
         """Adds to `reached`, a set of ids, all objects that refer to one of them and can be rebuilt."""
-        size = -1
-        while size < len(reached):
-            size = len(reached)
-            for number, node in reversed(self.nodes.items()):  # most objects come before what they hold
-                if node.kind not in kinds.FIXED and not reached.isdisjoint(node.refers):
+        holders: dict[int, list[int]] = {}
+        for number, holder in zip(self._edges[::2], self._edges[1::2], strict=True):
+            holders.setdefault(number, []).append(holder)
+        pending = [*reached]
+        while pending:
+            for number in holders.get(pending.pop(), ()):
+                if number not in reached and self.nodes[number].kind not in kinds.FIXED:
                     reached.add(number)
+                    pending.append(number)
         return reached
 
     def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:
@@ -226,10 +244,11 @@ class Found:
             self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
-        for node in self.nodes.values():
-            if not holes.keys().isdisjoint(node.refers):
-                for name, item in node.content.items():
-                    node.content[name] = holes.get(id(item), item)
+        for number, holder in zip(self._edges[::2], self._edges[1::2], strict=True):
+            if number in holes:
+                content = self.nodes[holder].content
+                for name, item in content.items():
+                    content[name] = holes.get(id(item), item)
 
     def seal(self, tensors: Collection[Tensor]) -> None:
         """Let go of tensors that the graph owns from now on, and of objects that would keep them alive."""

@@ -70,16 +70,15 @@ PARTS = ("_parameters", "_buffers", "_modules")
 class Node:
     """An object that was found, and its content at the call.
 
-    `refers` has the ids of the content. `names` are the names that count; None if all do. `parent` and `key`
-    say where the object was found first. If it leads to a tensor that the graph owns, `seal` sets `value` to
-    None; then `like` is an empty container of its type, or a weak reference to the object.
+    `names` are the names that count; None if all do. `parent` and `key` say where the object was found first.
+    If it leads to a tensor that the graph owns, `seal` sets `value` to None; then `like` is an empty container
+    of its type, or a weak reference to the object.
     """
 
     kind: Kind
     cls: Any
     value: Any
     content: dict[Any, Any]
-    refers: set[int]
     parent: int
     key: Any
     names: Any = None

@@ -52,7 +52,12 @@ class Rebuilt:
     def __enter__(self) -> Any:
         self.callable = self._items({"": self.callable})[""]
         for number, node in self._nodes.items():
-            if node.kind in kinds.FIXED and not self._dirty.isdisjoint((number, *node.refers)):
+            if node.kind not in kinds.FIXED:
+                continue
+            held = {number}
+            for x in node.content.values():
+                held.add(x.number if type(x) is Hole else id(x))
+            if not held.isdisjoint(self._dirty):
                 now = kinds.read(node.kind, node.value, node.names)
                 self._put_back.append((node, now, self._items(node.content)))
         for node, now, then in self._put_back:

@@ -28,8 +28,6 @@ from .program import (
     Jvp,
     Program,
     Recording,
-    Vjp,
-    Vmap,
     WithCaptured,
     is_differentiable,
     recorded,
@@ -95,21 +93,6 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> T
     return _make_duals(*jvp.split(tuple(wrappers.wrapped_for_grad(outputs, level))))
 
 
-def _vmapped(
-    program: Program,
-    level: int,
-    in_dims: functorch.Dims,
-    batch_size: int,
-    randomness: str,
-    inputs: Sequence[Tensor],
-) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
-    """vmap of a program at a level, and its inputs."""
-    # A level that was entered after the user called f does not decide its randomness.
-    if level > program.call_level:
-        randomness = "same"
-    return program.vmapped(min(program.call_level, level - 1), in_dims, batch_size, randomness, inputs)
-
-
 def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     values, in_dims = functorch.unbatched(inputs, level)
@@ -119,7 +102,11 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     draws = randomness != "same" and level <= program.call_level and program.source.random is not False
     if not draws and in_dims.count(None) == len(in_dims):
         return functorch.below(interpreter, bind, program, values)
-    batched, own = _vmapped(program, level, in_dims, batch_size, randomness, values)
+    # A level that was entered after the user called f does not decide its randomness.
+    if level > program.call_level:
+        randomness = "same"
+    call_level = min(program.call_level, level - 1)
+    batched, own = program.vmapped(call_level, in_dims, batch_size, randomness, values)
     outputs = functorch.below(interpreter, bind, batched, own)
     return functorch.batched(outputs, batched.out_dims, level)
 
@@ -128,7 +115,7 @@ def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
     values, in_dims = zip(*map(wrappers.unwrap_legacy, inputs), strict=True)
     size = next(x.shape[dim] for x, dim in zip(values, in_dims, strict=True) if dim is not None)
-    batched, own = _vmapped(program, program.call_level + 1, in_dims, size, "same", values)
+    batched, own = program.vmapped(program.call_level, in_dims, size, "same", values)
     with functorch.without_vmap_mode():
         outputs, _ = _bind_values(batched, own)
     return (*map(wrappers.wrap_legacy, outputs, batched.out_dims),)
