@@ -12,7 +12,6 @@ import weakref
 import pytest
 import torch
 from oracles import (
-    F64,
     Births,
     cyclic_garbage,
     frozen_heap,
@@ -86,11 +85,6 @@ def functional(wrap):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
     params = {k: v.detach() for k, v in model.named_parameters()}
     return lambda x: wrap(lambda p, x: functional_call(model, p, (x,)))(params, x)
-
-
-def drawing(wrap):
-    gen = torch.Generator().manual_seed(0)
-    return wrap(lambda x: body(x * torch.rand(3, generator=gen, dtype=F64)))
 
 
 FUNCTIONS = {

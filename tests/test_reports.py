@@ -150,16 +150,6 @@ def _scanned(remat):
     return grad(f)
 
 
-def _looped(remat):
-    def f(p):
-        body = lambda i, h: h + functional_call(NET, p, (X,)).pow(2).sum()
-        if remat is not no_remat:
-            return funcckpt.fori_loop(0, 3, body, torch.zeros((), dtype=F64))
-        return 3 * functional_call(NET, p, (X,)).pow(2).sum()
-
-    return grad(f)
-
-
 def _inner(remat):
     gradient = grad if remat is no_remat else inner_grad
     return grad(lambda p: gradient(_loss(no_remat))(p)["weight"].pow(2).sum())
@@ -172,19 +162,11 @@ def _checkpointed(remat):
 
 REPLACED = {
     "grad": lambda remat: grad(_loss(remat)),
-    "grad_grad": lambda remat: grad(lambda p: grad(_loss(remat))(p)["weight"].pow(2).sum()),
     "vmap_grad": lambda remat: (
         lambda p: vmap(grad(_loss(remat)))({k: torch.stack([x, x]) for k, x in p.items()})
     ),
-    "hessian": lambda remat: hessian(_loss(remat)),
-    "net_as_argument": lambda remat: grad(
-        lambda p: remat(lambda net, p: functional_call(net, p, (X,)).pow(2).sum())(NET, p)
-    ),
-    "nested": lambda remat: grad(remat(_loss(remat))),
-    "policy": lambda remat: grad(_loss(functools.partial(remat, policy=policies.dots_saveable))),
     "checkpoint": _checkpointed,
     "scan": _scanned,
-    "fori_loop": _looped,
     "inner_grad": _inner,
 }
 

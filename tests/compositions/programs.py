@@ -68,7 +68,7 @@ class Part(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-0.5, 0.9, 9).reshape(3, 3), requires_grad=False)
+        self.weight = nn.Parameter(torch.linspace(-0.5, 0.9, 9).reshape(3, 3))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 3))
         self.act = nn.Tanh()
         self.factor, self.items, self.extra = 0.7, [1.2, {"k": 0.4}], None
