@@ -19,7 +19,6 @@ from torch.func import (
     vjp,
     vmap,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
@@ -352,29 +351,6 @@ class Containers(nn.Module):
         return self.by_name["norm"](x) * self.dict["a"]
 
 
-class Recurrent(nn.Module):
-    """nn.LSTM keeps a second list of its parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(3, 2)
-
-    def forward(self, x):
-        return self.rnn(x[:, None])[0]
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.grow = nn.Linear(3, 4)
-
-    def forward(self, x):
-        x = self.grow(x)[None]
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative and no tangent
-            return self.attention(x, x, x, need_weights=False)[0]
-
-
 class Hooked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -406,7 +382,6 @@ def with_parametrization():
 
 
 MODULES = {
-    "linear": lambda: nn.Linear(3, 2),
     "mlp": lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 3)),
     "tied": Tied,
     "buffers": Buffers,
@@ -414,8 +389,6 @@ MODULES = {
     "parametrized": with_parametrization,
     "spectral_norm_eval": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)).eval(),
     "batchnorm_eval": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(),
-    "lstm": Recurrent,
-    "attention": Attention,
     "hooked": Hooked,
     "delegating": Delegating,
 }
@@ -491,7 +464,7 @@ def test_functional_call_with_poisoned_originals(name, how, transform):
 @pytest.mark.parametrize("transform", FUNCTIONAL)
 # "parametrized" holds one module twice, and functional_call leaves such a module with the tensors
 # that it was given: the checkpoint sees them escape, and says so.
-@pytest.mark.parametrize("name", ["mlp", "tied", "buffers", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "tied", "buffers"])
 def test_functional_call_inside_remat(name, transform):
     def run(wrap):
         model = build(name)

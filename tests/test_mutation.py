@@ -19,36 +19,19 @@ def saves(x):
     return x.sin() * x
 
 
-def with_changed_input(wrap):
-    """A loss in which the argument of f is changed in place after f has run."""
+def changed_after(call, made=lambda x: x * 1, change=lambda x: x.add_(1)):
+    """A loss in which something is changed in place after f has run."""
 
-    def loss(x):
-        x = x * 1
-        y = wrap(saves)(x)
-        x.add_(1)
-        return total(y)
+    def with_wrap(wrap):
+        def loss(x):
+            w = made(x)
+            y = call(wrap, w)
+            change(w)
+            return total(y)
 
-    return loss
+        return loss
 
-
-def with_changed_capture(wrap):
-    def loss(x):
-        w = x * 1
-        y = wrap(lambda: saves(w))()
-        w.add_(1)
-        return total(y)
-
-    return loss
-
-
-def with_changed_view(wrap):
-    def loss(x):
-        x = torch.stack([x, x])
-        y = wrap(saves)(x[0])
-        x.mul_(2)
-        return total(y)
-
-    return loss
+    return with_wrap
 
 
 def _backward(loss, x):
@@ -80,9 +63,9 @@ FORWARD = {
     "vmap_jvp": lambda loss, x: vmap(lambda x: jvp(loss, (x,), (x,)))(torch.stack([x, x * 2])),
 }
 CHANGES = {
-    "argument": with_changed_input,
-    "captured": with_changed_capture,
-    "base_of_a_view": with_changed_view,
+    "argument": changed_after(lambda wrap, x: wrap(saves)(x)),
+    "captured": changed_after(lambda wrap, w: wrap(lambda: saves(w))()),
+    "base_of_a_view": changed_after(lambda wrap, x: wrap(saves)(x[0]), lambda x: torch.stack([x, x])),
 }
 
 

@@ -287,26 +287,6 @@ def test_per_sample_gradients_with_dropout(pair):
     same_outcome(run, wrapped, plain)
 
 
-def test_memory_of_per_sample_gradients():
-    torch.manual_seed(0)
-    plain = nn.Sequential(
-        *[nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(8, 8), nn.Tanh())]) for _ in range(6)]
-    )
-    wrapped = apply_remat(copy.deepcopy(plain), "?")
-    x = torch.randn(64, 50, 8)
-    peaks = []
-    for model in (plain, wrapped):
-        parameters, _ = states(model)
-
-        def loss(x, parameters=parameters, model=model):
-            return functional_call(model, parameters, (x,)).sum()
-
-        with Storages().known(parameters, x) as storages:
-            vmap(grad(loss))(x)
-        peaks.append(storages.peak)
-    assert peaks[1] < 0.5 * peaks[0]
-
-
 # -- plain eager code: other parameters than in the recomputation ------------------------------------
 
 
@@ -483,15 +463,6 @@ def test_parametrizations(first):
     if first == "Remat":
         with pytest.raises(funcckpt.InputError, match="changed again"):
             remove_remat(make(Remat))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile(backend):
-    plain = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]).double()
-    wrapped = apply_remat(copy.deepcopy(plain), "?")
-    torch._dynamo.reset()
-    compiled = torch.compile(wrapped, backend=backend, fullgraph=True)
-    same_outcome(gradients, compiled, plain)
 
 
 # -- errors -----------------------------------------------------------------------------------------

@@ -39,10 +39,6 @@ def made(kind, *args, **kwargs):
     return kind(*args, **kwargs, dtype=F64)
 
 
-def detached(tree):
-    return torch.utils._pytree.tree_map(torch.Tensor.detach, tree)
-
-
 def alone(program):
     """Run a program in a process of its own: one that fails may crash, or never end."""
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
@@ -54,26 +50,6 @@ def parameters(module):
 
 
 # -- recurrent cells write in place into what `unsafe_split` gave ------------------------------------
-
-
-def test_recurrent_cell_in_scan_with_a_policy():
-    cell, xs = made(nn.GRUCell, 3, 3), tensor(4, 2, 3)
-
-    def run(remat):
-        def loss(p):
-            def step(h, x):
-                return functional_call(cell, p, (x, h)), None
-
-            if remat is not no_remat:
-                return scan(step, tensor(2, 3), xs, policy=policies.dots_saveable)[0].sum()
-            h = tensor(2, 3)
-            for x in xs:
-                h, _ = step(h, x)
-            return h.sum()
-
-        return detached(grad(loss)(parameters(cell)))
-
-    same(run, times=2)
 
 
 PENALTY = """
