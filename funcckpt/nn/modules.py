@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -90,8 +89,6 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
             super().__init__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if "opacus" in sys.modules and self.training and torch.is_grad_enabled():
-            _check_no_opacus(self)
         return call(super().forward, args, kwargs, Options(**getattr(self, _KEY)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -115,17 +112,6 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
             "before that."
         )
     return _checked_options(f"Remat({name})", options)
-
-
-def _check_no_opacus(module: nn.Module) -> None:
-    for name, inner in module.named_modules():
-        hooks = inner._forward_hooks.values() if name else ()
-        if any(getattr(hook, "__name__", None) == "capture_activations_hook" for hook in hooks):
-            raise InputError(
-                f"Remat({_original(type(module)).__name__}): the hooks of GradSampleModule on {name!r} would "
-                "run again in the recomputation, and its parameters get no grad_sample. Wrap single layers, "
-                "or use funcckpt.per_sample.clipped_sum."
-            )
 
 
 def _checked_options(title: str, options: dict[str, Any]) -> dict[str, Any]:
