@@ -36,8 +36,11 @@ try:
         wrappers as _wrappers,  # noqa: F401
     )
 except ImportError as error:
+    from torch import __version__ as _version
+
     _warnings.warn(
-        f"{error} Until then only remat is there, as a plain torch.autograd.Function, which is slower.",
+        f"funcckpt does not know torch {_version}: {error}. Install a newer funcckpt, or torch 2.11 to 2.15. "
+        "Until then only remat is there, as a plain torch.autograd.Function, which is slower.",
         stacklevel=2,
     )
     if not _typing.TYPE_CHECKING:

@@ -4,13 +4,3 @@ They serve to dispatch without building a class for each call, to find what a fu
 save memory in a backward that nobody can differentiate. `tests/test_private_torch.py` fails if a release of
 torch moves one of them. `core.primitive` works without them.
 """
-
-import torch
-
-
-def unknown(error: ImportError) -> ImportError:
-    """The error for a private name that is missing."""
-    return ImportError(
-        f"funcckpt does not know torch {torch.__version__}: {error}. Install a newer funcckpt, or a torch "
-        "from 2.11 to 2.15."
-    )

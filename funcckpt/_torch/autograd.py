@@ -13,9 +13,39 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.nn.utils import parametrize
+from torch._C import (  # type: ignore[attr-defined]
+    DisableTorchFunction as plain,  # no `__torch_function__` of modes or subclasses inside
+    DisableTorchFunctionSubclass as subclasses_asleep,  # no `__torch_function__` of subclasses
+    _current_graph_task_id as graph_task,  # the number of the backward of this thread, or -1
+    _DisableAutocast as without_autocast,  # no operator inside is cast
+    _dispatch_tls_is_dispatch_key_excluded,
+    _get_graph_exec_group,
+)
 
-from . import unknown
+# What a graph node holds for a saved tensor; and the active hooks, which public torch does not show.
+from torch._C._autograd import (  # type: ignore[attr-defined]
+    SavedTensor,
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_is_enabled,
+    _top_saved_tensors_default_hooks,
+)
+
+# Whether Dynamo watches the frames of this thread.
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch.eager_transforms import _autograd_grad, grad_and_value_impl
+
+# The members of a list of operators: those of aten, and higher-order ones.
+from torch._ops import HigherOrderOperator, OpOverload
+
+# A write to the tensor inside of this context does not count as a change.
+from torch.autograd import _unsafe_preserve_version_counter as version_kept  # type: ignore[attr-defined]
+
+# `torch.autograd.grad` without its checks of arguments, which take as long as a small backward.
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
+
 from .functorch import (
     DispatchKey,
     _SetExcludeDispatchKeyGuard,
@@ -23,42 +53,6 @@ from .functorch import (
     maybe_current_level,
     number_of_dispatch_modes,
 )
-
-try:
-    from torch._C import (  # type: ignore[attr-defined]
-        DisableTorchFunction as plain,  # no `__torch_function__` of modes or subclasses inside
-        DisableTorchFunctionSubclass as subclasses_asleep,  # no `__torch_function__` of subclasses
-        _current_graph_task_id as graph_task,  # the number of the backward of this thread, or -1
-        _DisableAutocast as without_autocast,  # no operator inside is cast
-        _dispatch_tls_is_dispatch_key_excluded,
-        _get_graph_exec_group,
-    )
-
-    # What a graph node holds for a saved tensor; and the active hooks, which public torch does not show.
-    from torch._C._autograd import (  # type: ignore[attr-defined]
-        SavedTensor,
-        _pop_saved_tensors_default_hooks,
-        _push_saved_tensors_default_hooks,
-        _saved_tensors_hooks_is_enabled,
-        _top_saved_tensors_default_hooks,
-    )
-
-    # Whether Dynamo watches the frames of this thread.
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-    from torch._functorch.eager_transforms import _autograd_grad, grad_and_value_impl
-
-    # The members of a list of operators: those of aten, and higher-order ones.
-    from torch._ops import HigherOrderOperator, OpOverload
-
-    # A write to the tensor inside of this context does not count as a change.
-    from torch.autograd import _unsafe_preserve_version_counter as version_kept  # type: ignore[attr-defined]
-
-    # `torch.autograd.grad` without its checks of arguments, which take as long as a small backward.
-    from torch.autograd.graph import _engine_run_backward
-    from torch.utils._python_dispatch import _disable_current_modes
-except ImportError as error:
-    raise unknown(error) from error
-
 
 OPERATORS = OpOverload, HigherOrderOperator
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a

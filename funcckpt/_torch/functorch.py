@@ -14,76 +14,68 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C import (  # type: ignore[attr-defined]
+    DispatchKey,
+    DispatchKeySet,
+    _disabled_torch_function_impl as no_torch_function,  # only `__torch_dispatch__` sees the operators
+    _DisableTorchDispatch as no_dispatch,  # no mode or subclass sees the operators
+    _dispatch_key_parse,
+    _dispatch_tls_is_dispatch_key_included,
+    _ExcludeDispatchKeyGuard,
+    _get_torch_function_state,
+    _len_torch_dispatch_stack as number_of_dispatch_modes,
+    _len_torch_function_stack as has_function_modes,  # their number
+    _set_grad_enabled as set_grad_enabled,
+    _set_torch_function_state,
+    _SetExcludeDispatchKeyGuard,
+)
 
-from . import unknown
+# The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
+# wrapped and unwrapped at one level.
+from torch._C._functorch import (  # type: ignore[attr-defined]
+    CFunctionalizeInterpreterPtr,
+    CGradInterpreterPtr,
+    CJvpInterpreterPtr,
+    CVmapInterpreterPtr,
+    TransformType,
+    _add_batch_dim,
+    _grad_decrement_nesting,
+    _grad_increment_nesting,
+    _unwrap_batched,
+    _vmap_decrement_nesting,
+    _vmap_increment_nesting,
+    maybe_current_level,
+    peek_interpreter_stack,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
+    set_single_level_autograd_function_allowed,
+)
 
-try:
-    from torch._C import (  # type: ignore[attr-defined]
-        DispatchKey,
-        DispatchKeySet,
-        _disabled_torch_function_impl as no_torch_function,  # only `__torch_dispatch__` sees the operators
-        _DisableTorchDispatch as no_dispatch,  # no mode or subclass sees the operators
-        _dispatch_key_parse,
-        _dispatch_tls_is_dispatch_key_included,
-        _ExcludeDispatchKeyGuard,
-        _get_torch_function_state,
-        _len_torch_dispatch_stack as number_of_dispatch_modes,
-        _len_torch_function_stack as has_function_modes,  # their number
-        _set_grad_enabled as set_grad_enabled,
-        _set_torch_function_state,
-        _SetExcludeDispatchKeyGuard,
-    )
+# torch.func's own bookkeeping: how many jvp levels are open (only the outermost opens a dual level), and
+# the code of `torch.func.grad`, to recognize its frames.
+from torch._functorch import eager_transforms
+from torch._functorch.eager_transforms import jvp_increment_nesting
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_levels
 
-    # The stack of functorch's interpreters (one a level, innermost last), and how a tensor is
-    # wrapped and unwrapped at one level.
-    from torch._C._functorch import (  # type: ignore[attr-defined]
-        CFunctionalizeInterpreterPtr,
-        CGradInterpreterPtr,
-        CJvpInterpreterPtr,
-        CVmapInterpreterPtr,
-        TransformType,
-        _add_batch_dim,
-        _grad_decrement_nesting,
-        _grad_increment_nesting,
-        _unwrap_batched,
-        _vmap_decrement_nesting,
-        _vmap_increment_nesting,
-        maybe_current_level,
-        peek_interpreter_stack,
-        pop_dynamic_layer_stack,
-        push_dynamic_layer_stack,
-        set_single_level_autograd_function_allowed,
-    )
+# Tensors without values, and the mode for them.
+from torch._subclasses import FakeTensor
 
-    # torch.func's own bookkeeping: how many jvp levels are open (only the outermost opens a dual level), and
-    # the code of `torch.func.grad`, to recognize its frames.
-    from torch._functorch import eager_transforms
-    from torch._functorch.eager_transforms import jvp_increment_nesting
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_levels
+# Graph nodes are numbered in the order in which they are made: this separates nodes that were made inside
+# of a call from older ones.
+from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
-    # Tensors without values, and the mode for them.
-    from torch._subclasses import FakeTensor
+# The one kind of autograd.Function that functorch lets record at a single level.
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    # Graph nodes are numbered in the order in which they are made: this separates nodes that were made inside
-    # of a call from older ones.
-    from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
-    from torch.autograd.forward_ad import _set_fwd_grad_enabled
+# Hooks on all modules, with which a module tracker (as in FlopCounterMode) changes their inputs.
+from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
 
-    # The one kind of autograd.Function that functorch lets record at a single level.
-    from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    # Hooks on all modules, with which a module tracker (as in FlopCounterMode) changes their inputs.
-    from torch.nn.modules.module import _has_any_global_hook as has_global_module_hook
-
-    # The active function modes, and the one of them that is the default device.
-    from torch.overrides import _get_current_function_mode_stack as function_modes
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-except ImportError as error:
-    raise unknown(error) from error
-
+# The active function modes, and the one of them that is the default device.
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack as dispatch_modes
 
 T = TypeVar("T")
 Interpreter = Any  # torch._C._functorch.CInterpreter

@@ -13,8 +13,20 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C._functorch import (  # type: ignore[attr-defined]
+    _unwrap_for_grad,
+    _wrap_for_grad,
+    get_unwrapped,
+    is_batchedtensor,
+    is_dead_tensor_wrapper,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    maybe_get_bdim,
+    maybe_get_level,
+    set_inplace_requires_grad_allowed,
+    unwrap_if_dead,
+)
 
-from . import unknown
 from .functorch import (
     _set_fwd_grad_enabled,
     below,
@@ -25,23 +37,6 @@ from .functorch import (
     no_torch_function,
     peek_interpreter_stack,
 )
-
-try:
-    from torch._C._functorch import (  # type: ignore[attr-defined]
-        _unwrap_for_grad,
-        _wrap_for_grad,
-        get_unwrapped,
-        is_batchedtensor,
-        is_dead_tensor_wrapper,
-        is_functorch_wrapped_tensor,
-        is_legacy_batchedtensor,
-        maybe_get_bdim,
-        maybe_get_level,
-        set_inplace_requires_grad_allowed,
-        unwrap_if_dead,
-    )
-except ImportError as error:
-    raise unknown(error) from error
 
 
 def has_dual_level() -> bool:

@@ -87,11 +87,10 @@ for module, name in NAMES:
 def private_names():
     """What `_torch` imports from private modules, or by a private name."""
     for path in Path(_torch.__file__).parent.glob("*.py"):
-        for block in ast.parse(path.read_text()).body:
-            if isinstance(block, ast.Try) and "unknown" in ast.dump(block):
-                for node in block.body:
-                    if isinstance(node, ast.ImportFrom) and node.module != "torch._functorch":
-                        yield from ((node.module, alias.name) for alias in node.names)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module != "torch._functorch":
+                names = [(node.module, alias.name) for alias in node.names]
+                yield from [name for name in names if "._" in ".".join(name)]
 
 
 @pytest.mark.exhaustive
