@@ -90,8 +90,13 @@ class Record(Watch):
         out, call = super().call(tape, func, args, kwargs)
         if call is not None and kind_of(func) in ("pure", "custom", "random"):
             decision = self._chooser.decides(func, args, kwargs, out)
-            if decision.keep:
-                self._hold(call, out)
+            for i in call.outputs if decision.keep else ():
+                x = out if call.count is None else out[i]
+                try:
+                    call.values[i] = autograd.alias(x)
+                except RuntimeError:
+                    if x.dim() > 0:
+                        raise  # but not for a wrapped number, which has no alias
             call.offloads = decision.offload
         elif func is torch.ops.aten.alias.default and current_name() is not None:
             self._name_given(tape, func, args, kwargs, out)
@@ -101,15 +106,6 @@ class Record(Watch):
         written = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
         if not self._storages.isdisjoint([x.untyped_storage()._cdata for x in written]):
             self._last = None  # the run takes another way than the earlier one
-
-    def _hold(self, call: Call, out: Any) -> None:
-        for i in call.outputs:
-            x = out if call.count is None else out[i]
-            try:
-                call.values[i] = autograd.alias(x)
-            except RuntimeError:
-                if x.dim() > 0:
-                    raise  # but not for a wrapped number, which has no alias
 
     def _name_given(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         decision = self._chooser.decides(func, args, kwargs, out)

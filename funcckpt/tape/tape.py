@@ -57,11 +57,6 @@ class Tape:
         storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
         return {self.makers[storage] for storage in storages if storage in self.makers}
 
-    def note_read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record that an operator reads that is not one of the calls."""
-        if kind_of(func) not in operators.READ_NO_VALUES:
-            self.read |= self.made(tensors_of(args, kwargs))
-
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
         """Run an operator, and record the call; None if it returns memory of its arguments."""
         if kind_of(func) != "view":
@@ -203,7 +198,8 @@ class Watch(functorch.UnguardedMode):
         if self.tape is not None:
             if self.in_f:
                 return self.call(self.tape, func, args, kwargs)[0]
-            self.tape.note_read(func, args, kwargs)
+            if kind not in operators.READ_NO_VALUES:  # a read by what is none of the calls
+                self.tape.read |= self.tape.made(tensors_of(args, kwargs))
         return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
 
     def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
