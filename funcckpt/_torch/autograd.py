@@ -86,6 +86,18 @@ def nodes_of(tensors: Sequence[Tensor], first_node: int = 0) -> Iterator[Any]:
             yield node
 
 
+@functools.cache
+def _fields_of(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def saved_by(node: Any) -> list[Any]:
+    """The `SavedTensor`s of a node of the graph, and other values that it has saved."""
+    kind: Any = type(node)
+    fields = [getattr(node, name) for name in _fields_of(kind)]
+    return [x for field in fields for x in (field if isinstance(field, (list, tuple)) else (field,))]
+
+
 # An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).
 Edge = tuple[Any, int]
 LEAF = -1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,9 +86,9 @@ Dims = tuple[int | None, ...]
 GRAD, VMAP = TransformType.Grad.value, TransformType.Vmap.value
 JVP, FUNCTIONALIZE = TransformType.Jvp.value, TransformType.Functionalize.value
 _NAMES = {GRAD: "grad", VMAP: "vmap", JVP: "jvp", FUNCTIONALIZE: "functionalize"}
-# Set while any vmap is active: then random operators may raise. In a recomputation they must not, since the
+# While any vmap is active, random operators see this key and may raise. In a recomputation they must not: the
 # forward has decided about randomness.
-_VMAP_MODE = DispatchKeySet(_dispatch_key_parse("VmapMode"))
+without_vmap_mode = partial(_ExcludeDispatchKeyGuard, DispatchKeySet(_dispatch_key_parse("VmapMode")))
 
 
 class Layer(NamedTuple):
@@ -159,9 +160,8 @@ class UnguardedMode(TorchDispatchMode):
         return False
 
 
-def zero_tensors_told() -> Any:
-    """A block in which operators, called below modes, still handle zero tensors of autograd."""
-    return _SetExcludeDispatchKeyGuard(DispatchKey.ZeroTensor, False)
+# Below the key of modes, operators recognize tensors that are known to be zero.
+zero_tensors_told = partial(_SetExcludeDispatchKeyGuard, DispatchKey.ZeroTensor, False)
 
 
 def has_compiled() -> bool:
@@ -291,7 +291,3 @@ def torch_function_as(state: Any) -> Iterator[None]:
         yield
     finally:
         _set_torch_function_state(now)
-
-
-def without_vmap_mode() -> Any:
-    return _ExcludeDispatchKeyGuard(_VMAP_MODE)

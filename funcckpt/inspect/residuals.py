@@ -297,8 +297,7 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
             yield from [(x, by, True) for x in program.source.held()]
         if isinstance(item, torch.autograd.function.BackwardCFunction):
             yield vars(item), by, False
-        names = [name for name in dir(type(item)) if name.startswith("_raw_saved_")]
-        yield from [(getattr(item, name), by, False) for name in names]
+        yield from [(saved, by, False) for saved in autograd.saved_by(item)]
     elif isinstance(item, autograd.SavedTensor):
         saved: Any = item  # to unpack it might recompute
         if saved.unpack_hook is None:

@@ -153,7 +153,7 @@ def fit(
         choices[f"{name} {len(choices) + 1}" if taken else name] = policy
     plans: dict[tuple[float, int], Plan] = {}  # by the bytes above those that there are, and FLOPs
     for size in _chunk_sizes(step, batch):
-        run = partial(_run, model, step, batch, torch.device(measure_on), size)
+        run = partial(_run, (model, step, batch, torch.device(measure_on)), size)
         plan = _search(run, names, choices, bytes, size)
         plans.setdefault((max(0, plan.peak_bytes - bytes), plan.recomputed_flops), plan)
         if (0, 0) in plans:
@@ -220,6 +220,9 @@ def _apply(model: M, choices: Mapping[str, str], policies: Mapping[str, Any]) ->
 # -- runs of the step ---------------------------------------------------------------------------------
 
 
+_Job = tuple[nn.Module, Callable[..., Any], tuple[Any, ...], torch.device]
+
+
 class _Cost(NamedTuple):
     peak_bytes: int
     flops: int
@@ -249,16 +252,9 @@ class _NumbersOnCpu(world.Mode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(
-    model: nn.Module,
-    step: Callable[..., Any],
-    batch: tuple[Any, ...],
-    device: torch.device,
-    chunk_size: int | None,
-    plan: Mapping[str, str],
-    policies: Mapping[str, Any],
-) -> _Cost:
+def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: Mapping[str, Any]) -> _Cost:
     """Run the step on copies of the model and the batch."""
+    model, step, batch, device = job
     with _CopyTo(device):
         model, batch = copy.deepcopy((model, batch))
     _apply(model, plan, policies)

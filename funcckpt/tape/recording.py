@@ -10,8 +10,7 @@ policy is asked again in each run from then on.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from . import operators
-from .operators import kind_of, results, run_operator, signature
+from .operators import kind_of, run_operator, signature
 from .tape import Call, Plans, Tape, Watch, recomputed, steps_of
 
 
@@ -124,8 +123,10 @@ class Record(Watch):
         if self.tape is None:
             return
         with functorch.no_dispatch():
-            for x in _saved(outputs, first_node):
-                self.tape.read |= self.tape.made(wrappers.everything_below(x))
+            for node in autograd.nodes_of(outputs, first_node):
+                for saved in autograd.saved_by(node):
+                    if isinstance(saved.data, Tensor):
+                        self.tape.read |= self.tape.made(wrappers.everything_below(saved.data))
 
     def finish(self) -> Kept | None:
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
@@ -147,18 +148,3 @@ class Record(Watch):
         for away in filter(None, kept.places):
             away.is_about_to_be_written()  # the caller may write to it, if it is an output
         return kept if kept.tensors else None
-
-
-@functools.cache
-def _fields(kind: Any) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def _saved(outputs: Sequence[Tensor], first_node: int) -> Iterator[Tensor]:
-    """The tensors that the graph of some tensors has saved."""
-    for node in autograd.nodes_of(outputs, first_node):
-        kind: Any = type(node)
-        for name in _fields(kind):
-            for saved in results(getattr(node, name)):
-                if isinstance(saved.data, Tensor):
-                    yield saved.data
