@@ -20,7 +20,7 @@ class FuncckptError(RuntimeError):
 
 
 class CheckpointError(FuncckptError, _TorchCheckpointError):
-    """A recomputation differs from the forward, or could not be right."""
+    """A recomputation differs from the forward, or is not possible."""
 
 
 class ClosureError(FuncckptError):

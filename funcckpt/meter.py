@@ -39,12 +39,12 @@ T = TypeVar("T")
 class Measurement(Generic[T]):
     """What :func:`measure` found."""
 
-    result: T = field(repr=False)
-    peak_bytes: int  # the most bytes that were alive after any op
-    end_bytes: int  # alive at the end: the new storages of `result`, and of what it refers to
-    flops: int  # floating-point operations; a multiply and an add are two
-    ops: Counter[str] = field(repr=False)  # how often each ran, by its name, such as "aten.mm.default"
-    marks: dict[str, int]  # the bytes that were alive at each :func:`mark`
+    result: T = field(repr=False)  #: what f returned
+    peak_bytes: int  #: the most bytes that were alive after any op
+    end_bytes: int  #: alive at the end, in new storages of `result` and of what it refers to
+    flops: int  #: floating-point operations; a multiply and an add are two
+    ops: Counter[str] = field(repr=False)  #: how often each ran, by its name, such as "aten.mm.default"
+    marks: dict[str, int]  #: the bytes that were alive at each :func:`mark`
 
 
 def measure(f: Callable[..., T], /, *args: Any, **kwargs: Any) -> Measurement[T]:

@@ -11,6 +11,9 @@ each chunk is reduced before the next one is computed. All functions have these 
 * `bytes` : instead of `chunk_size`, how many bytes a chunk may take, beside the parameters and the batch. The
   first chunk is one sample, and is measured. Each chunk sets the size of the next one.
 * `randomness` : that of `torch.func.vmap`.
+
+An invalid option, or too few `bytes` for one sample, is an OptionError; a batch whose tensors have no common
+first dimension is an InputError.
 """
 
 from __future__ import annotations
@@ -39,15 +42,15 @@ Loss = Callable[..., Tensor]
 class Clipped(NamedTuple):
     """The result of :func:`clipped_sum`."""
 
-    sum: Any  # of the clipped gradients, like the parameters
-    norms: Tensor  # before clipping, of shape [batch]
+    sum: Any  #: of the clipped gradients, a pytree like the parameters
+    norms: Tensor  #: of the gradients before clipping, of shape [batch]
 
 
 class NoiseScale(NamedTuple):
     """The result of :func:`noise_scale`: unbiased, scalars. In a small batch `signal` may be negative."""
 
-    noise: Tensor  # trace of the covariance of the per-sample gradients
-    signal: Tensor  # squared norm of the expected gradient
+    noise: Tensor  #: trace of the covariance of the per-sample gradients
+    signal: Tensor  #: squared norm of the expected gradient
 
     @property
     def scale(self) -> Tensor:
@@ -93,10 +96,10 @@ def clipped_sum(
     """Sum of per-sample gradients, each scaled down to a norm of `max_norm` at most.
 
     This is the sum of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", arXiv 1607.00133),
-    before noise is added. It equals that of Opacus with flat clipping: the factor of each sample is ``min(1,
-    max_norm / (norm + eps))``, with the norm over all parameters together. If samples are spread over ranks,
-    all-reduce the sums, and then add the noise once. Returns a :class:`Clipped`. :mod:`funcckpt.per_sample`
-    describes `loss`, `parameters`, `batch`, `chunk_size`, `bytes`, `randomness`.
+    before noise is added. It equals that of Opacus with flat clipping: the factor of each sample is
+    ``min(1, max_norm / (norm + eps))``, with the norm over all parameters together. If samples are spread
+    over ranks, all-reduce the sums, and then add the noise once. Returns a :class:`Clipped`.
+    :mod:`funcckpt.per_sample` describes `loss`, `parameters`, `batch`, `chunk_size`, `bytes`, `randomness`.
 
     Examples
     --------

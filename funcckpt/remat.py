@@ -93,7 +93,7 @@ def remat(
         shapes, dtypes and devices. "none": nothing. "values": also the values, of which a copy is kept.
     policy : callable, list of operators, or None
         What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
-        function as :func:`create_selective_checkpoint_contexts` takes it. None keeps nothing else.
+        function as :func:`create_selective_checkpoint_contexts` takes it. None keeps only the inputs.
     prevent_cse : bool
         An option of `jax.checkpoint`, without effect here.
 
@@ -105,17 +105,17 @@ def remat(
     Raises
     ------
     InputError
-        f or an option is of the wrong kind, or an argument can be used only once (an iterator).
+        f or an option has a wrong type, or an argument can be used only once (an iterator).
     ClosureError
         f uses a differentiated, batched or dual tensor that was not found. Pass it as an argument.
     MutationError
-        f changed an argument or a captured tensor in place.
+        An argument or a captured tensor was changed in place: by f, or before the backward.
     OutputError
         f returned tensors inside of an object that is not a pytree node.
     EscapeError
         f stored a tensor outside of itself, under a transform.
     CheckpointError
-        A recomputation differs from the forward, or could not be right.
+        A recomputation differs from the forward, or is not possible.
 
     Notes
     -----

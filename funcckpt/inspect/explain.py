@@ -27,30 +27,30 @@ _Key = tuple[str, Any]  # The title of a checkpointed function, and its code.
 class Cost:
     """The bytes and FLOPs of a function and its backward."""
 
-    kept_bytes: int  # what f has computed and keeps for the backward
-    peak_bytes: int  # the most that are alive at a time
-    flops: int  # with the recomputed ones
+    kept_bytes: int  #: what f has computed and keeps for the backward
+    peak_bytes: int  #: the most that are alive at a time
+    flops: int  #: with the recomputed ones
 
 
 @dataclass(frozen=True)
 class Site:
     """A checkpointed function inside of f, with all its calls."""
 
-    name: str  # such as "remat(block)"
-    calls: int  # in the forward
-    without: Cost  # of f, if only this function is not checkpointed
+    name: str  #: such as "remat(block)"
+    calls: int  #: in the forward
+    without: Cost  #: of f, if only this function is not checkpointed
     recomputed_flops: int
-    advice: str = ""  # what to do if it does not help, or not everywhere
+    advice: str = ""  #: what to do if it does not help, or not everywhere
 
 
 @dataclass(frozen=True)
 class Explanation:
     """The result of :func:`explain`. Its `str` is a table, with advice below."""
 
-    cost: Cost  # of f as it is
-    without: Cost  # of f with nothing checkpointed
+    cost: Cost  #: of f as it is
+    without: Cost  #: of f with nothing checkpointed
     sites: tuple[Site, ...]
-    residuals: list[Residual] = field(repr=False)  # what f keeps, as it is
+    residuals: list[Residual] = field(repr=False)  #: what f keeps, as it is
 
     @property
     def recomputed_flops(self) -> int:

@@ -46,12 +46,12 @@ class Residual:
     """A tensor that is kept for a backward. Its `str` is a line of :func:`print_saved_residuals`."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]  # with the batch dimensions of all vmaps
-    bytes: int  # of its storage, which is larger than the tensor if that is a view of a part
-    kind: str  # "argument", "closure" (captured by f) or "output" (computed by f)
-    source: str  # such as "argument params['w1']", or "output of aten.mm at model.py:42 (block)"
-    name: str | None = None  # its name, if :func:`~funcckpt.checkpoint_name` gave it one
-    # The first graph node that was found to keep it, such as "MmBackward0" or "remat(block)".
+    shape: tuple[int, ...]  #: with the batch dimensions of all vmaps
+    bytes: int  #: of its storage, which is larger than the tensor if that is a view of a part
+    kind: str  #: "argument", "closure" (captured by f) or "output" (computed by f)
+    source: str  #: such as "argument params['w1']", or "output of aten.mm at model.py:42 (block)"
+    name: str | None = None  #: its name, if :func:`~funcckpt.checkpoint_name` gave it one
+    #: The first graph node that was found to keep it, such as "MmBackward0" or "remat(block)".
     kept_by: str = field(default="", compare=False)
 
     def __str__(self) -> str:

@@ -40,24 +40,24 @@ _Choices = tuple[str, ...]  # "keep", the name of a policy, or "recompute", for 
 class Block(NamedTuple):
     """One block in a :class:`Plan`."""
 
-    name: str
-    choice: str  # "keep", the name of a policy, or "recompute"
-    kept_bytes: int  # alive after its forward and not before; its output is among them
-    recomputed_flops: int
+    name: str  #: as in ``model.named_modules()``
+    choice: str  #: "keep", the name of a policy, or "recompute"
+    kept_bytes: int  #: alive after its forward and not before; its output is among them
+    recomputed_flops: int  #: by this block
 
 
 @dataclass(frozen=True)
 class Plan:
     """What :func:`fit` has found. Its `str` is a table."""
 
-    blocks: tuple[Block, ...]  # in the order in which the step calls them
-    bytes: int  # the limit that was given
-    peak_bytes_before: int  # with all blocks kept
-    flops_before: int
-    peak_bytes: int
-    flops: int
-    chunk_size: int | None  # the value for the step's parameter chunk_size, if it has one
-    policies: Mapping[str, Any] = field(repr=False)
+    blocks: tuple[Block, ...]  #: in the order in which the step calls them
+    bytes: int  #: the limit that was given
+    peak_bytes_before: int  #: with all blocks kept
+    flops_before: int  #: with all blocks kept
+    peak_bytes: int  #: with this plan, as measured
+    flops: int  #: with this plan, as measured
+    chunk_size: int | None  #: the value for the step's parameter chunk_size, if it has one
+    policies: Mapping[str, Any] = field(repr=False)  #: by the names that the choices have
 
     @property
     def recomputed_flops(self) -> int:
@@ -98,7 +98,7 @@ def fit(
     """Choose which blocks to recompute, so that a step fits into `bytes` with the fewest recomputed FLOPs.
 
     ``step(model, *batch)`` does all the work on a batch: `backward()`, transforms, an optimizer that it makes
-    itself. It runs ten to forty times, on copies of `model` and `batch`. If it has a parameter `chunk_size`,
+    itself. It runs ten to fifty times, on copies of `model` and `batch`. If it has a parameter `chunk_size`,
     the length of the batch and the powers of two below it are tried, the largest first, until nothing is
     recomputed. The plan has the largest chunk size with the fewest recomputed FLOPs.
 
