@@ -79,7 +79,7 @@ class Found:
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self._empty: list[Any] = []  # empty at the call
-        # Pairs, flat: the id of an object, the id of what refers to it. Many small lists would cost the collector time.
+        # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         self._edges: list[int] = []
         self.streams: list[Any] = []
         self.draws_elsewhere = self.calls_backward = False

@@ -71,8 +71,8 @@ class Node:
     """An object that was found, and its content at the call.
 
     `names` are the names that count; None if all do. `parent` and `key` say where the object was found first.
-    If it leads to a tensor that the graph owns, `seal` sets `value` to None; then `like` is an empty container
-    of its type, or a weak reference to the object.
+    If it leads to a tensor that the graph owns, `seal` sets `value` to None; then `like` is an empty
+    container of its type, or a weak reference to the object.
     """
 
     kind: Kind
