@@ -7,7 +7,6 @@ tracing): they can only be the last.
 """
 
 import torch
-from support import registered
 from torch.autograd import forward_ad
 from torch.func import (
     functionalize,
@@ -26,7 +25,27 @@ from torch.utils import _pytree as pytree
 
 INNER = {}
 OUTER = {}
-inner, outer = registered(INNER), registered(OUTER)
+
+
+def leaves(x, w):
+    return x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+
+
+def inner(run):
+    """Registers what is done with fn, x and w."""
+    INNER[run.__name__] = lambda fn: lambda x, w: run(fn, x, w)
+    return run
+
+
+def outer(run):
+    OUTER[run.__name__] = lambda fn: lambda x, w: run(fn, x, w)
+    return run
+
+
+def eager(run):
+    """The same, of x and w that require grad."""
+    OUTER[run.__name__] = lambda fn: lambda x, w: run(fn, *leaves(x, w))
+    return run
 
 
 def stack(*names):
@@ -75,145 +94,106 @@ def direction(t):
 
 
 @inner
-def grad_both(fn):
-    def g(x, w):
-        gx, gw = grad(lambda x, w: scalar(fn(x, w)), argnums=(0, 1))(x, w)
-        return gx, gw
-
-    return g
+def grad_both(fn, x, w):
+    gx, gw = grad(lambda x, w: scalar(fn(x, w)), argnums=(0, 1))(x, w)
+    return gx, gw
 
 
 @inner
-def grad_aux(fn):
+def grad_aux(fn, x, w):
     def with_aux(x, w):
         out = fn(x, w)
         return scalar(out), out
 
-    return grad(with_aux, has_aux=True)
+    return grad(with_aux, has_aux=True)(x, w)
 
 
 @inner
-def vjp_pull(fn):
-    def g(x, w):
-        out, pull = vjp(lambda x, w: split(fn(x, w))[0], x, w)
-        return out, pull([direction(o) for o in out])
-
-    return g
+def vjp_pull(fn, x, w):
+    out, pull = vjp(lambda x, w: split(fn(x, w))[0], x, w)
+    return out, pull([direction(o) for o in out])
 
 
 @inner
-def vjp_twice(fn):
+def vjp_twice(fn, x, w):
     """The pullback is called twice, with other cotangents."""
-
-    def g(x, w):
-        out, pull = vjp(lambda x: split(fn(x, w))[0], x)
-        (a,) = pull([direction(o) for o in out])
-        (b,) = pull([o * 0.5 for o in out])
-        return a, b
-
-    return g
+    out, pull = vjp(lambda x: split(fn(x, w))[0], x)
+    (a,) = pull([direction(o) for o in out])
+    (b,) = pull([o * 0.5 for o in out])
+    return a, b
 
 
 @inner
-def vjp_vmap(fn):
+def vjp_vmap(fn, x, w):
     """Only cotangents are batched."""
-
-    def g(x, w):
-        out, pull = vjp(lambda x, w: split(fn(x, w))[0], x, w)
-        return vmap(pull)([rows(o) for o in out])
-
-    return g
+    out, pull = vjp(lambda x, w: split(fn(x, w))[0], x, w)
+    return vmap(pull)([rows(o) for o in out])
 
 
 @inner
-def jacrev_both(fn):
-    def g(x, w):
-        return jacrev(lambda x, w: split(fn(x, w))[0], argnums=(0, 1))(x, w)
-
-    return g
+def jacrev_both(fn, x, w):
+    return jacrev(lambda x, w: split(fn(x, w))[0], argnums=(0, 1))(x, w)
 
 
 @inner
-def autograd_grad(fn):
+def autograd_grad(fn, x, w):
     """torch.autograd.grad called inside; plain torch allows it where x requires grad there."""
-
-    def g(x, w):
-        (gx,) = torch.autograd.grad(scalar(fn(x, w)), (x,), create_graph=True)
-        return gx
-
-    return g
+    (gx,) = torch.autograd.grad(scalar(fn(x, w)), (x,), create_graph=True)
+    return gx
 
 
 # Forward
 
 
 @inner
-def jvp_tangent(fn):
+def jvp_tangent(fn, x, w):
     """Linear in the tangent, which here is the input of the outer levels."""
-    return lambda x, w: jvp(lambda y: split(fn(y, w))[0], (torch.linspace(0.2, 0.8, 3),), (x,))[1]
+    return jvp(lambda y: split(fn(y, w))[0], (torch.linspace(0.2, 0.8, 3),), (x,))[1]
 
 
 @inner
-def linearize_x(fn):
-    def g(x, w):
-        out, push = linearize(lambda x: split(fn(x, w))[0], x)
-        return out, push(direction(x)), push(x)
-
-    return g
+def linearize_x(fn, x, w):
+    out, push = linearize(lambda x: split(fn(x, w))[0], x)
+    return out, push(direction(x)), push(x)
 
 
 # Batching
 
 
 @inner
-def vmap_dims(fn):
+def vmap_dims(fn, x, w):
     """Other dimensions than the first. (All outputs are made batched: torch 2.13 gives an output
     that is not batched the shape [34359738369, 3] under out_dims=-1, and raises under out_dims=1.)
     """
 
-    def g(x, w):
-        def sample(x, w, s):
-            return [t * s for t in split(fn(x, w))[0]]
+    def sample(x, w, s):
+        return [t * s for t in split(fn(x, w))[0]]
 
-        return vmap(sample, (-1, 1, 0), out_dims=-1)(
-            rows(x).t(), rows(w).transpose(0, 1), torch.tensor([1.0, 0.5])
-        )
-
-    return g
+    return vmap(sample, (-1, 1, 0), out_dims=-1)(
+        rows(x).t(), rows(w).transpose(0, 1), torch.tensor([1.0, 0.5])
+    )
 
 
 @inner
-def vmap_different_unbatched(fn):
+def vmap_different_unbatched(fn, x, w):
     """Nothing that fn sees is batched: it is drawn anew for each sample all the same."""
 
-    def g(x, w):
-        def sample(s):
-            real, other = split(fn(x, w))
-            return [t * s for t in real], other
+    def sample(s):
+        real, other = split(fn(x, w))
+        return [t * s for t in real], other
 
-        return vmap(sample, randomness="different")(torch.tensor([1.0, 0.5]))
-
-    return g
+    return vmap(sample, randomness="different")(torch.tensor([1.0, 0.5]))
 
 
 @inner
-def vmap_same_unbatched(fn):
-    def g(x, w):
-        return vmap(lambda s: [t * s for t in split(fn(x, w))[0]], randomness="same")(
-            torch.tensor([1.0, 0.5])
-        )
-
-    return g
+def vmap_same_unbatched(fn, x, w):
+    return vmap(lambda s: [t * s for t in split(fn(x, w))[0]], randomness="same")(torch.tensor([1.0, 0.5]))
 
 
 @inner
-def vmap_out_none(fn):
+def vmap_out_none(fn, x, w):
     """out_dims=None: torch refuses it for what is batched, and allows it for what is not."""
-
-    def g(x, w):
-        return vmap(lambda s: (fn(x, w), s), out_dims=(None, 0), randomness="same")(torch.tensor([1.0, 0.5]))
-
-    return g
+    return vmap(lambda s: (fn(x, w), s), out_dims=(None, 0), randomness="same")(torch.tensor([1.0, 0.5]))
 
 
 INNER |= {
@@ -242,170 +222,109 @@ INNER |= {
 # Plain eager, around everything
 
 
-def leaves(x, w):
-    return x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
-
-
-@outer
-def forward(fn):
+@eager
+def forward(fn, x, w):
     """No transform; inputs that require grad. Also compares requires_grad of every output."""
-    return lambda x, w: fn(*leaves(x, w))
+    return fn(x, w)
+
+
+@eager
+def no_grad(fn, x, w):
+    with torch.no_grad():
+        return fn(x, w)
 
 
 @outer
-def no_grad(fn):
-    def g(x, w):
-        with torch.no_grad():
-            return fn(*leaves(x, w))
-
-    return g
+def inference_mode(fn, x, w):
+    with torch.inference_mode():
+        return fn(x.clone(), w.clone())
 
 
-@outer
-def inference_mode(fn):
-    def g(x, w):
-        with torch.inference_mode():
-            return fn(x.clone(), w.clone())
-
-    return g
+@eager
+def backward(fn, x, w):
+    scalar(fn(x, w)).backward()
+    return x.grad, w.grad
 
 
 @outer
-def backward(fn):
-    def g(x, w):
-        x, w = leaves(x, w)
-        scalar(fn(x, w)).backward()
-        return x.grad, w.grad
-
-    return g
+def backward_one_input(fn, x, w):
+    w = w.detach().clone().requires_grad_()
+    scalar(fn(x, w)).backward()
+    return w.grad
 
 
-@outer
-def backward_one_input(fn):
-    def g(x, w):
-        w = w.detach().clone().requires_grad_()
-        scalar(fn(x, w)).backward()
-        return w.grad
-
-    return g
-
-
-@outer
-def backward_twice(fn):
+@eager
+def backward_twice(fn, x, w):
     """retain_graph=True, then again: grads accumulate."""
-
-    def g(x, w):
-        x, w = leaves(x, w)
-        loss = scalar(fn(x, w))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return x.grad, w.grad
-
-    return g
+    loss = scalar(fn(x, w))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return x.grad, w.grad
 
 
-@outer
-def backward_after_free(fn):
+@eager
+def backward_after_free(fn, x, w):
     """A second backward without retain_graph: torch's own error, if the graph held anything."""
-
-    def g(x, w):
-        x, w = leaves(x, w)
-        loss = scalar(fn(x, w))
-        loss.backward()
-        loss.backward()
-
-    return g
+    loss = scalar(fn(x, w))
+    loss.backward()
+    loss.backward()
 
 
-@outer
-def backward_through_non_leaves(fn):
-    def g(x, w):
-        x, w = leaves(x, w)
-        scalar(fn(x * 1.5, w.exp() * 0.3)).backward()
-        return x.grad, w.grad
-
-    return g
+@eager
+def backward_through_non_leaves(fn, x, w):
+    scalar(fn(x * 1.5, w.exp() * 0.3)).backward()
+    return x.grad, w.grad
 
 
-@outer
-def eager_grad(fn):
-    def g(x, w):
-        x, w = leaves(x, w)
-        out = split(fn(x, w))[0]
-        return torch.autograd.grad(out, (x, w), [direction(o.detach()) for o in out], allow_unused=True)
-
-    return g
+@eager
+def eager_grad(fn, x, w):
+    out = split(fn(x, w))[0]
+    return torch.autograd.grad(out, (x, w), [direction(o.detach()) for o in out], allow_unused=True)
 
 
-@outer
-def double_backward(fn):
-    def g(x, w):
-        x, w = leaves(x, w)
-        first = torch.autograd.grad(scalar(fn(x, w)), (x, w), create_graph=True, allow_unused=True)
-        second = torch.autograd.grad(scalar(first), (x, w), allow_unused=True)
-        return [t.detach() for t in first if t is not None], second
-
-    return g
+@eager
+def double_backward(fn, x, w):
+    first = torch.autograd.grad(scalar(fn(x, w)), (x, w), create_graph=True, allow_unused=True)
+    second = torch.autograd.grad(scalar(first), (x, w), allow_unused=True)
+    return [t.detach() for t in first if t is not None], second
 
 
-@outer
-def triple_backward(fn):
-    def g(x, w):
-        x, w = leaves(x, w)
-        first = torch.autograd.grad(scalar(fn(x, w)), (x, w), create_graph=True, allow_unused=True)
-        (second,) = torch.autograd.grad(scalar(first), (x,), create_graph=True)
-        return torch.autograd.grad(scalar(second), (x, w), allow_unused=True)
-
-    return g
+@eager
+def triple_backward(fn, x, w):
+    first = torch.autograd.grad(scalar(fn(x, w)), (x, w), create_graph=True, allow_unused=True)
+    (second,) = torch.autograd.grad(scalar(first), (x,), create_graph=True)
+    return torch.autograd.grad(scalar(second), (x, w), allow_unused=True)
 
 
-@outer
-def double_backward_in_cotangent(fn):
+@eager
+def double_backward_in_cotangent(fn, x, w):
     """The linear part alone: gradients of the pullback with regard to the cotangent."""
-
-    def g(x, w):
-        x, w = leaves(x, w)
-        out = [o for o in split(fn(x, w))[0] if o.requires_grad]
-        cts = [torch.ones_like(o).requires_grad_() for o in out]
-        (gx,) = torch.autograd.grad(out, (x,), cts, create_graph=True)
-        return torch.autograd.grad(scalar(gx), cts, allow_unused=True)
-
-    return g
+    out = [o for o in split(fn(x, w))[0] if o.requires_grad]
+    cts = [torch.ones_like(o).requires_grad_() for o in out]
+    (gx,) = torch.autograd.grad(out, (x,), cts, create_graph=True)
+    return torch.autograd.grad(scalar(gx), cts, allow_unused=True)
 
 
-@outer
-def grads_batched(fn):
-    def g(x, w):
-        x, w = leaves(x, w)
-        out = [o for o in split(fn(x, w))[0] if o.requires_grad]
-        cts = [rows(direction(o.detach())) for o in out]
-        return torch.autograd.grad(out, (x, w), cts, is_grads_batched=True, allow_unused=True)
-
-    return g
+@eager
+def grads_batched(fn, x, w):
+    out = [o for o in split(fn(x, w))[0] if o.requires_grad]
+    cts = [rows(direction(o.detach())) for o in out]
+    return torch.autograd.grad(out, (x, w), cts, is_grads_batched=True, allow_unused=True)
 
 
-@outer
-def grads_batched_then_backward(fn):
-    def g(x, w):
-        x, w = leaves(x, w)
-        out = [o for o in split(fn(x, w))[0] if o.requires_grad]
-        cts = [rows(direction(o.detach())) for o in out]
-        first = torch.autograd.grad(
-            out, (x, w), cts, is_grads_batched=True, create_graph=True, allow_unused=True
-        )
-        return torch.autograd.grad(scalar(first), (x, w), allow_unused=True)
-
-    return g
+@eager
+def grads_batched_then_backward(fn, x, w):
+    out = [o for o in split(fn(x, w))[0] if o.requires_grad]
+    cts = [rows(direction(o.detach())) for o in out]
+    first = torch.autograd.grad(out, (x, w), cts, is_grads_batched=True, create_graph=True, allow_unused=True)
+    return torch.autograd.grad(scalar(first), (x, w), allow_unused=True)
 
 
 @outer
-def jacobian_vectorized(fn):
-    def g(x, w):
-        return torch.autograd.functional.jacobian(
-            lambda x, w: tuple(split(fn(x, w))[0]), (x, w), create_graph=True, vectorize=True
-        )
-
-    return g
+def jacobian_vectorized(fn, x, w):
+    return torch.autograd.functional.jacobian(
+        lambda x, w: tuple(split(fn(x, w))[0]), (x, w), create_graph=True, vectorize=True
+    )
 
 
 def unpack(out):
@@ -413,69 +332,49 @@ def unpack(out):
 
 
 @outer
-def dual(fn):
-    def g(x, w):
-        with forward_ad.dual_level():
-            out = unpack(fn(forward_ad.make_dual(x, direction(x)), w))
-        return out
-
-    return g
+def dual(fn, x, w):
+    with forward_ad.dual_level():
+        out = unpack(fn(forward_ad.make_dual(x, direction(x)), w))
+    return out
 
 
 @outer
-def dual_both(fn):
-    def g(x, w):
-        with forward_ad.dual_level():
-            out = unpack(fn(forward_ad.make_dual(x, direction(x)), forward_ad.make_dual(w, w * 0.5)))
-        return out
-
-    return g
+def dual_both(fn, x, w):
+    with forward_ad.dual_level():
+        out = unpack(fn(forward_ad.make_dual(x, direction(x)), forward_ad.make_dual(w, w * 0.5)))
+    return out
 
 
-@outer
-def dual_over_backward(fn):
+@eager
+def dual_over_backward(fn, x, w):
     """Forward over reverse in plain eager: a Hessian-vector product."""
-
-    def g(x, w):
-        x, w = leaves(x, w)
-        with forward_ad.dual_level():
-            dx = forward_ad.make_dual(x, direction(x.detach()))
-            grads = torch.autograd.grad(scalar(fn(dx, w)), (dx, w), allow_unused=True)
-            return unpack(grads)
-
-    return g
+    with forward_ad.dual_level():
+        dx = forward_ad.make_dual(x, direction(x.detach()))
+        grads = torch.autograd.grad(scalar(fn(dx, w)), (dx, w), allow_unused=True)
+        return unpack(grads)
 
 
-@outer
-def backward_over_dual(fn):
+@eager
+def backward_over_dual(fn, x, w):
     """Reverse over forward in plain eager."""
-
-    def g(x, w):
-        x, w = leaves(x, w)
-        with forward_ad.dual_level():
-            out = unpack(fn(forward_ad.make_dual(x, direction(x.detach())), w))
-            return torch.autograd.grad(scalar(out), (x, w), allow_unused=True)
-
-    return g
+    with forward_ad.dual_level():
+        out = unpack(fn(forward_ad.make_dual(x, direction(x.detach())), w))
+        return torch.autograd.grad(scalar(out), (x, w), allow_unused=True)
 
 
 @outer
-def traced(fn):
+def traced(fn, x, w):
     """make_fx, and the graph then run on other values."""
-    return lambda x, w: make_fx(fn)(x, w)(x * 0.9, w * 1.1)
+    return make_fx(fn)(x, w)(x * 0.9, w * 1.1)
 
 
 @outer
-def traced_then_differentiated(fn):
+def traced_then_differentiated(fn, x, w):
     """The graph that make_fx gives is a function like another: its gradient must not end at a
     detach.
     """
-
-    def g(x, w):
-        graph = make_fx(fn)(x, w)
-        return grad(lambda x, w: scalar(graph(x, w)), (0, 1))(x, w)
-
-    return g
+    graph = make_fx(fn)(x, w)
+    return grad(lambda x, w: scalar(graph(x, w)), (0, 1))(x, w)
 
 
 OUTER |= {
