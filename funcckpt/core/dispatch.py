@@ -144,7 +144,7 @@ def _bind_dual(
 ) -> Tensors:
     """Plain reverse and forward mode together: they are one level, and f sees both at once."""
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    differentiated = [i for i, x in enumerate(inputs) if x.requires_grad and records]
+    differentiated = (*[i for i, x in enumerate(inputs) if x.requires_grad and records],)
     inner = recorded(program, differentiated) if differentiated else program
     jvp = Jvp(inner, program.call_level, len(inputs), along)
     results, captured = _bind_values(jvp, [*primals, *tangents])
