@@ -27,7 +27,6 @@ from funcckpt.errors import MutationError
 
 SEED = 1234
 LARGE = 100_000  # elements; samples above this are run only where all are
-DIFFERENTIABLE = (torch.float64, torch.complex128)
 
 # What remat does although plain torch refuses it, and why. Anything else has to be refused alike.
 _NO_GRAPH = "recomputed without create_graph, where the derivative needs no .item()"

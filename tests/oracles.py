@@ -12,6 +12,7 @@ import weakref
 from contextlib import contextmanager
 
 import pytest
+import support
 import torch
 from support import no_remat as plain
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -53,20 +54,9 @@ def total(tree):
 
 
 def assert_same(got, want, what=""):
-    """The same tree with equal leaves: for tensors shape, dtype, device and values."""
-    got_leaves, got_spec = pytree.tree_flatten(got)
-    want_leaves, want_spec = pytree.tree_flatten(want)
-    assert got_spec == want_spec, f"{what} structure: {got_spec}, plain: {want_spec}"
-    for i, (g, w) in enumerate(zip(got_leaves, want_leaves)):
-        if isinstance(w, torch.Tensor):
-            assert isinstance(g, torch.Tensor), f"{what} leaf {i}: {type(g)}, plain: a tensor"
-            assert g.shape == w.shape, f"{what} leaf {i}: shape {tuple(g.shape)}, plain: {tuple(w.shape)}"
-            assert g.dtype == w.dtype, f"{what} leaf {i}: dtype {g.dtype}, plain: {w.dtype}"
-            assert g.device == w.device, f"{what} leaf {i}: device {g.device}, plain: {w.device}"
-            tolerance = {"rtol": 1e-10, "atol": 1e-12} if w.dtype in (F64, torch.complex128) else {}
-            torch.testing.assert_close(g.detach(), w.detach(), equal_nan=True, **tolerance)
-        else:
-            assert type(g) is type(w) and g == w, f"{what} leaf {i}: {g!r}, plain: {w!r}"
+    """The same, whether or not a leaf requires grad."""
+    got, want = pytree.tree_map_only(torch.Tensor, torch.detach, (got, want))
+    support.assert_same(got, want, what)
 
 
 def compare(run, remat, allowed=()):

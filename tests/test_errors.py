@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from oracles import F64, assert_same, compare, plain, state, tensor, total, weight
+from test_mutation import FORWARD, REVERSE
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -340,14 +341,10 @@ STORES = {
     "its input": stores_its_input,
 }
 LOSSES = {
-    "backward": lambda loss, x: torch.autograd.grad(loss(leaf := x.clone().requires_grad_()), leaf),
-    "grad": lambda loss, x: grad(loss)(x),
-    "grad_grad": lambda loss, x: grad(lambda x: total(grad(loss)(x)))(x),
-    "vmap": lambda loss, x: vmap(loss)(torch.stack([x, x * 2])),
-    "jvp": lambda loss, x: jvp(loss, (x,), (x,)),
-    "vmap_grad": lambda loss, x: vmap(grad(loss))(torch.stack([x, x * 2])),
-    "jacrev": lambda loss, x: jacrev(loss)(x),
+    name: {**REVERSE, **FORWARD}[name]
+    for name in ("backward", "grad", "grad_grad", "vmap", "jvp", "vmap_grad")
 }
+LOSSES["jacrev"] = lambda loss, x: jacrev(loss)(x)
 
 
 @pytest.mark.parametrize("transform", LOSSES)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from support import assert_same
+from test_scan import tensor
 from torch.func import (
     functional_call,
     functionalize,
@@ -29,10 +30,6 @@ from funcckpt.errors import ClosureError
 from funcckpt.meter import measure
 
 F64 = torch.float64
-
-
-def tensor(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 W, X, ETA, V = tensor(4, 3, seed=1), tensor(4, seed=2), torch.tensor(0.3, dtype=F64), tensor(4, 3, seed=3)

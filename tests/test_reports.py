@@ -138,6 +138,13 @@ def _checkpointed(remat):
 
 REPLACED = {
     "grad": lambda remat: grad(_loss(remat)),
+    "grad_grad": lambda remat: grad(lambda p: grad(_loss(remat))(p)["weight"].pow(2).sum()),
+    "hessian": lambda remat: hessian(_loss(remat)),
+    "nested": lambda remat: grad(remat(_loss(remat))),
+    "policy": lambda remat: grad(_loss(functools.partial(remat, policy=policies.dots_saveable))),
+    "net_as_argument": lambda remat: grad(
+        lambda p: remat(lambda net, p: functional_call(net, p, (X,)).pow(2).sum())(NET, p)
+    ),
     "vmap_grad": lambda remat: (
         lambda p: vmap(grad(_loss(remat)))({k: torch.stack([x, x]) for k, x in p.items()})
     ),
