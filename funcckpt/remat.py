@@ -138,7 +138,7 @@ def remat(
     positions = _several(int, static_argnums, "static_argnums", title)
     names = _several(str, static_argnames, "static_argnames", title)
     if determinism_check not in CHECKS:
-        raise InputError(f"{title}: determinism_check is one of {CHECKS}, not {determinism_check!r}")
+        raise InputError(f"{title}: determinism_check must be one of {CHECKS}, not {determinism_check!r}.")
     chooser = chooser_of(policy, title)
 
     def wrap(f: Callable[..., Any]) -> Any:
@@ -181,7 +181,7 @@ def name_of(f: Any) -> str:
 def _several(kind: type[T], value: Any, option: str, title: str) -> tuple[T, ...]:
     values = tuple(value) if isinstance(value, (tuple, list, set, frozenset, range)) else (value,)
     if not all(isinstance(item, kind) for item in values):
-        raise InputError(f"{title}: {option} takes one {kind.__name__} or several, not {value!r}")
+        raise InputError(f"{title}: {option} takes one {kind.__name__} or several, not {value!r}.")
     return values
 
 

@@ -631,7 +631,7 @@ def test_select_in_a_model_that_was_wrapped(pattern):
         ("layer.*", funcckpt.InputError, "'layer.\\*' selects nothing"),
         ("layers", funcckpt.InputError, "has no forward"),
         ("every 0", funcckpt.InputError, "'every 0' selects nothing"),
-        (3, funcckpt.InputError, "select is not a class, a pattern or a function"),
+        (3, funcckpt.InputError, "select=3 is not a class, a pattern or a function"),
     ],
 )
 def test_select_errors(select, error, message):

@@ -550,7 +550,7 @@ def test_a_policy_is_told_the_name_and_the_result():
         (lambda: policies.budget(bytes=1, fraction=0.5), OptionError, "either bytes"),
         (lambda: policies.budget(fraction=2), OptionError, "between 0 and 1"),
         (lambda: policies.budget(bytes=-1), OptionError, "bytes=-1 is negative"),
-        (lambda: policies.save_only_these_names(["a"]), InputError, "names of a policy"),
+        (lambda: policies.save_only_these_names(["a"]), InputError, "must be a sequence of strings"),
         (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
         (
             lambda: policies.save_and_offload_only_these_names(

@@ -132,7 +132,7 @@ class Call(UserProgram):
                 if wrappers.has_torch_function(x):
                     raise InputError(
                         f"remat({self.name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
-                        "__torch_function__ is not called under a transform. Use no transform, or no remat."
+                        "__torch_function__ is not called under a transform. Call it without remat there."
                     )
         self._inputs = self._arguments.tensors = []
         return inputs
@@ -279,7 +279,7 @@ class Call(UserProgram):
         found, checks = self._found, self._options.determinism_check != "none"
         if self.random and self._drawn is None and functorch.is_tracing():
             raise CheckpointError(
-                f"remat({self.name}) drew its random numbers before make_fx began to record. Pass them as "
+                f"remat({self.name}) drew its random numbers before make_fx began to trace. Pass them as "
                 "arguments, or trace the forward too."
             )
         for ref, version, i in self._plain:

@@ -103,8 +103,8 @@ class Arguments:
         now, new_structure = pytree.tree_flatten((args, kwargs))
         if structure != new_structure or any(map(operator.is_not, leaves, now)):
             raise MutationError(
-                f"remat({name}) changes a list or dict among its arguments, which is a copy, so that the "
-                "caller would not see it. Return the changed one."
+                f"remat({name}) changes a list or dict among its arguments. That is a copy, so the caller "
+                "would not see the change: return the changed one."
             )
 
     def where(self, i: int) -> str:

@@ -211,7 +211,7 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
         ends = [(name, m) for name, m in ends if len(name) >= len(pattern)]
         return [m for name, m in ends if len(name) == len(pattern)] or [m for _, m in ends]
     if not callable(select):
-        raise InputError(f"select is not a class, a pattern or a function of name and module: {select!r}.")
+        raise InputError(f"select={select!r} is not a class, a pattern or a function of name and module.")
     return [m for name, m in named if select(name, m)]
 
 

@@ -334,12 +334,12 @@ def _by_name(decide: Callable[[str], CheckpointPolicy], otherwise: CheckpointPol
 
 def _names(names: Sequence[str]) -> frozenset[str]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"the names of a policy are several strings, not {names!r}.")
+        raise InputError(f"names must be a sequence of strings, not {names!r}.")
     return frozenset(names)
 
 
 def _check_places(source: str, destination: str) -> None:
     if source != "device" or destination != "pinned_host":
         raise OptionError(
-            f"a policy offloads from 'device' to 'pinned_host' alone, not from {source!r} to {destination!r}."
+            f"a policy offloads only from 'device' to 'pinned_host', not from {source!r} to {destination!r}."
         )
