@@ -18,7 +18,7 @@ from ..errors import OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
 from .schedules import Schedule, fit
-from .steps import Loop, step
+from .steps import Loop, check_alike, stack, step
 
 
 @contextmanager
@@ -37,6 +37,16 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
             if not torch.equal(x, before):
                 x.copy_(before)
     world.set_streams(states)
+
+
+def no_ys(loop: Loop, init: Any, xs: Any) -> Any:
+    """The ys of no step, which look like those of a first one."""
+    x = pytree.tree_map(lambda x: x if x is None else x.new_zeros(x.shape[1:]), xs)
+    with leaving_nothing(loop.f), torch.no_grad():
+        carry, y = step(loop, 0, init, x)
+        check_alike("carry", init, carry, f"{loop.name}: step 0", "was given")
+        ys = stack([y], loop.name, 0)
+    return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 
 
 def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs: Any) -> Schedule:

@@ -26,24 +26,9 @@ from ..policies.offload import Stored, store
 from ..policies.policies import Policy, chooser_of
 from ..remat import call
 from ..tape.operators import tensors_in
-from .measure import as_many_as_fit, leaving_nothing
+from .measure import as_many_as_fit, no_ys
 from .schedules import PLAIN, Schedule, choose, parts
-from .steps import (
-    Asked,
-    C,
-    Loop,
-    Offload,
-    Rule,
-    X,
-    Y,
-    as_tensor,
-    check_alike,
-    concatenate,
-    record,
-    split,
-    stack,
-    step,
-)
+from .steps import Asked, C, Loop, Offload, Rule, X, Y, as_tensor, concatenate, record, split
 
 
 def scan(
@@ -201,7 +186,7 @@ def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, 
     """`run` by the schedule that the options ask for, or by none if there is nothing to save."""
     schedule, (*_, bytes) = choose(*loop.asked, steps, loop.name), loop.asked
     if steps == 0:
-        return init, _no_ys(loop, init, xs) if loop.kind == "scan" else None
+        return init, no_ys(loop, init, xs) if loop.kind == "scan" else None
     if keeps_nothing(loop.f, (init, xs)):
         schedule = PLAIN
     elif bytes is not None:
@@ -217,15 +202,6 @@ def keeps_nothing(functions: Any, arguments: Any) -> bool:
         return False
     tensors = tensors_in(arguments) + list(Found(functions).tensors.values())
     return not any([wrappers.below_wrappers(x).requires_grad for x in tensors])
-
-
-def _no_ys(loop: Loop, init: Any, xs: Any) -> Any:
-    x = pytree.tree_map(lambda x: x if x is None else x.new_zeros(x.shape[1:]), xs)
-    with leaving_nothing(loop.f), torch.no_grad():
-        carry, y = step(loop, 0, init, x)
-        check_alike("carry", init, carry, f"{loop.name}: step 0", "was given")
-        ys = stack([y], loop.name, 0)
-    return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 
 
 # -- options ----------------------------------------------------------------------------------------
