@@ -18,7 +18,7 @@ from torch._C import (  # type: ignore[attr-defined]
     DisableTorchFunctionSubclass as subclasses_asleep,  # no `__torch_function__` of subclasses
     _current_graph_task_id as graph_task,  # the number of the backward of this thread, or -1
     _DisableAutocast as without_autocast,  # no operator inside is cast
-    _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_is_dispatch_key_excluded as _is_excluded,
     _get_graph_exec_group,
 )
 
@@ -46,13 +46,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .functorch import (
-    DispatchKey,
-    _SetExcludeDispatchKeyGuard,
-    has_function_modes,
-    maybe_current_level,
-    number_of_dispatch_modes,
-)
+from . import functorch
 
 OPERATORS = OpOverload, HigherOrderOperator
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
@@ -192,21 +186,21 @@ def _without_cached_parametrizations() -> Iterator[None]:
         parametrize._cache_enabled += enabled
 
 
-_VERSIONS = DispatchKey.ADInplaceOrView
+_VERSIONS = functorch.DispatchKey.ADInplaceOrView
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def alias(x: Tensor) -> Tensor:
     """`x.detach()` that shares the version counter of `x`, even below autograd."""
-    if type(x) in _PLAIN and not (_dispatch_tls_is_dispatch_key_excluded(_VERSIONS) or has_function_modes()):
+    if type(x) in _PLAIN and not (_is_excluded(_VERSIONS) or functorch.has_function_modes()):
         return x.detach()
-    with _SetExcludeDispatchKeyGuard(_VERSIONS, False), plain():
+    with functorch._SetExcludeDispatchKeyGuard(_VERSIONS, False), plain():
         return x.detach()
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """A block of code that the active dispatch modes do not see."""
-    return _disable_current_modes() if number_of_dispatch_modes() else nullcontext()
+    return _disable_current_modes() if functorch.number_of_dispatch_modes() else nullcontext()
 
 
 # -- for the hook path -----------------------------------------------------------------------------
@@ -238,7 +232,7 @@ def hooks_asleep() -> AbstractContextManager[Any]:
 
 def may_push_hooks() -> bool:
     """Whether saved-tensor hooks are allowed here: a transform forbids them."""
-    return maybe_current_level() is None and _saved_tensors_hooks_is_enabled()
+    return functorch.maybe_current_level() is None and _saved_tensors_hooks_is_enabled()
 
 
 def is_torch_checkpoint(hooks: Hooks | None) -> bool:

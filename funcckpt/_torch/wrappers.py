@@ -27,16 +27,7 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     unwrap_if_dead,
 )
 
-from .functorch import (
-    _set_fwd_grad_enabled,
-    below,
-    current_level,
-    eager_transforms,
-    is_tracing,
-    kind_of,
-    no_torch_function,
-    peek_interpreter_stack,
-)
+from . import functorch
 
 
 def has_dual_level() -> bool:
@@ -74,17 +65,19 @@ def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequ
 def is_plain_dual(x: Tensor) -> bool:
     """Whether a tensor of no functorch level has a tangent in plain forward mode."""
     # Inside of a transform, its level would answer: ask below all levels.
-    if not has_dual_level() or eager_transforms.JVP_NESTING > 0:
+    if not has_dual_level() or functorch.eager_transforms.JVP_NESTING > 0:
         return False
-    interpreter = peek_interpreter_stack()
-    return tangent_of(x) is not None if interpreter is None else below(interpreter, is_plain_dual, x)
+    interpreter = functorch.peek_interpreter_stack()
+    if interpreter is not None:
+        return functorch.below(interpreter, is_plain_dual, x)
+    return tangent_of(x) is not None
 
 
 def is_tracked(x: Tensor) -> bool:
     """Whether a transform tracks `x`: it requires grad, belongs to a level, or is dual."""
     x = alive(x)
     if is_functorch_wrapped_tensor(x):  # maybe by a vmap that has ended, of which no operator takes tensors
-        return maybe_get_level(x) <= current_level()
+        return maybe_get_level(x) <= functorch.current_level()
     return x.requires_grad or is_plain_dual(x)
 
 
@@ -126,20 +119,20 @@ def detached(x: Tensor) -> Tensor:
     """
     if is_legacy_batchedtensor(x):
         return x
-    if is_tracing() and not (x.requires_grad and x.is_leaf):  # a parameter is traced as a constant
+    if functorch.is_tracing() and not (x.requires_grad and x.is_leaf):  # a parameter is traced as a constant
         with torch.no_grad():
             view = x.view_as(x)
         if not view.requires_grad:
             return view
         # Under make_fx, results require grad even under no_grad.
-        if view.is_leaf and peek_interpreter_stack() is None:
+        if view.is_leaf and functorch.peek_interpreter_stack() is None:
             return view.requires_grad_(False)
     return x.detach()
 
 
 def how_to_detach(tensors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     """`detached`, or the faster `detach` where that is the same."""
-    return detached if is_tracing() or any(map(is_legacy_batchedtensor, tensors)) else Tensor.detach
+    return detached if functorch.is_tracing() or any(map(is_legacy_batchedtensor, tensors)) else Tensor.detach
 
 
 def wrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
@@ -167,7 +160,7 @@ def has_torch_function(x: Tensor) -> bool:
     """Whether `x` is of a subclass with a `__torch_function__` of its own."""
     return type(x) not in (Tensor, torch.nn.Parameter) and not (
         getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-        or type(x).__torch_function__ is no_torch_function
+        or type(x).__torch_function__ is functorch.no_torch_function
     )
 
 
@@ -197,7 +190,7 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
 
     The graph nodes that made these, at all levels, are appended to `nodes`.
     """
-    is_dual = has_dual_level() or eager_transforms.JVP_NESTING
+    is_dual = has_dual_level() or functorch.eager_transforms.JVP_NESTING
     if nodes is None and not is_dual:
         return [below_wrappers(x)]
     # A pullback may be called after its level has closed; the wrapper still leads to its graph.
@@ -207,9 +200,9 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
         x = unwrap_if_dead(x)
     found = [x]
     # A tangent can be read only if its level is the innermost.
-    interpreter = peek_interpreter_stack()
-    if is_dual and (interpreter is None or kind_of(interpreter) == "jvp"):
-        with _set_fwd_grad_enabled(True):
+    interpreter = functorch.peek_interpreter_stack()
+    if is_dual and (interpreter is None or functorch.kind_of(interpreter) == "jvp"):
+        with functorch._set_fwd_grad_enabled(True):
             if (tangent := tangent_of(x)) is not None:
                 found.append(tangent)
     if nodes is not None:
@@ -218,7 +211,7 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
         return found
     level = interpreter.level()
     found = [get_unwrapped(y) if maybe_get_level(y) == level else y for y in found]
-    return [z for y in found for z in below(interpreter, everything_below, y, nodes)]
+    return [z for y in found for z in functorch.below(interpreter, everything_below, y, nodes)]
 
 
 def is_constant(x: Tensor) -> bool:
