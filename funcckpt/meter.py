@@ -97,7 +97,7 @@ class Meter(TorchDispatchMode):
         self.flops = 0
         self.ops: Counter[str] = Counter()
         self.marks: dict[str, int] = {}
-        # The operator that runs, or has raised.
+        # The operator that runs, or that has raised.
         self.running: Any = None
         self._live_bytes = 0
         # For each storage: its bytes before the block, and the bytes that were added since.

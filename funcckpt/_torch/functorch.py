@@ -150,9 +150,9 @@ def without_memory(cls: Any, size: Any, strides: Any, offset: int, dtype: Any, d
 
 
 class UnguardedMode(TorchDispatchMode):
-    """A dispatch mode whose operators torch does not guard against Dynamo, which costs more than an operator.
+    """A dispatch mode whose operators torch does not guard against Dynamo: a guard costs more than they do.
 
-    Whoever enters it has done that once (`autograd.without_dynamo`).
+    Code that enters the mode guards once (`autograd.without_dynamo`).
     """
 
     @classmethod
@@ -160,7 +160,7 @@ class UnguardedMode(TorchDispatchMode):
         return False
 
 
-# Below the key of modes, operators recognize tensors that are known to be zero.
+# Below the dispatch key of modes, operators still handle zero tensors of autograd.
 zero_tensors_told = partial(_SetExcludeDispatchKeyGuard, DispatchKey.ZeroTensor, False)
 
 

@@ -76,7 +76,7 @@ def is_plain_dual(x: Tensor) -> bool:
 def is_tracked(x: Tensor) -> bool:
     """Whether a transform tracks `x`: it requires grad, belongs to a level, or is dual."""
     x = alive(x)
-    if is_functorch_wrapped_tensor(x):  # maybe by a vmap that has ended, of which no operator takes tensors
+    if is_functorch_wrapped_tensor(x):  # maybe by a vmap that has ended: no operator takes it
         return maybe_get_level(x) <= functorch.current_level()
     return x.requires_grad or is_plain_dual(x)
 

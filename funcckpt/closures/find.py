@@ -45,7 +45,7 @@ _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator
 # Functions that update running statistics which are passed to them.
 _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_norm" in name]
 _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
-# The key of a class or an imported module: the object needs it, but does not refer to it as to its content.
+# The key of a class or an imported module: the object needs it, but it is not part of its content.
 _BESIDE = "__class__"
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")

@@ -168,7 +168,7 @@ class _Gradient(Vjp):
         return _Gradient(losses, call_level, self.arity, self.wrt, self.with_zeros, self), own
 
     def run(self, *inputs: Tensor) -> Tensors:
-        # The first run is recorded in any case, since the net looks at what its outputs depend on.
+        # The first run is always recorded, since the net looks at what its outputs depend on.
         nested = torch.is_grad_enabled() or self.source.random is None
         # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
         plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
@@ -179,7 +179,7 @@ class _Gradient(Vjp):
             gradients = tuple(
                 [next(found) if connected else torch.zeros_like(inputs[i]) for i, connected in wrt]
             )
-        # Programs from which this one was made, one for each vmap, do not run.
+        # The unbatched programs, one for each vmap, do not run themselves: they learn this here.
         program: _Gradient | None = self
         while program is not None:
             program.connected, program.out_dims = self.connected, (0,) * len(gradients)

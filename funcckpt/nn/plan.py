@@ -1,4 +1,4 @@
-"""Which blocks to recompute, so that a step takes no more than so many bytes.
+"""Which blocks to recompute, so that a step fits into a given number of bytes.
 
 Each plan is measured: the whole step runs under a meter. Few runs are enough, since blocks are alike: what a
 choice saves and recomputes is measured for all blocks of a kind at once. The first and the last block are
@@ -151,7 +151,7 @@ def fit(
         name = getattr(policy, "__name__", repr(policy))
         taken = name in ("keep", "recompute", *choices)
         choices[f"{name} {len(choices) + 1}" if taken else name] = policy
-    plans: dict[tuple[float, int], Plan] = {}  # by the bytes above those that there are, and FLOPs
+    plans: dict[tuple[float, int], Plan] = {}  # by (bytes above the limit, FLOPs)
     for size in _chunk_sizes(step, batch):
         run = partial(_run, (model, step, batch, torch.device(measure_on)), size)
         plan = _search(run, names, choices, bytes, size)

@@ -123,7 +123,7 @@ def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set]
 
 
 def pareto(items: Iterable[T], costs: Callable[[T], tuple[Any, Any]]) -> list[T]:
-    """The items that no other is better than in one of two costs and as good as in the other."""
+    """The items on the Pareto front of two costs: no other is better in one and as good in the other."""
     front: list[T] = []
     for item in sorted(items, key=costs):
         if not front or costs(item)[1] < costs(front[-1])[1]:

@@ -231,7 +231,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     # Under a dispatch mode, torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
     if any(map(Tensor.is_complex, inputs)):
         return None
-    # The function, what is computed of it, and what its inputs look like.
+    # The function, what is computed of it, and shapes and dtypes of its inputs.
     key = *steps_of(program), *map(look, inputs)
     plan = _plans.get(key)
     if plan is not None and not plan:

@@ -198,7 +198,7 @@ class Watch(functorch.UnguardedMode):
         if self.tape is not None:
             if self.in_f:
                 return self.call(self.tape, func, args, kwargs)[0]
-            if kind not in operators.READ_NO_VALUES:  # a read by what is none of the calls
+            if kind not in operators.READ_NO_VALUES:  # a read by something other than the calls
                 self.tape.read |= self.tape.made(tensors_of(args, kwargs))
         return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
 
