@@ -79,8 +79,7 @@ def gradient_norms(
     >>> gradient_norms(loss, torch.zeros(2), torch.tensor([[3.0, 4.0], [6.0, 8.0]]), chunk_size=1)
     tensor([ 5., 10.])
     """
-    chunks = _Chunks("gradient_norms", chunk_size, bytes)
-    return _reduced(chunks, _norms, loss, parameters, batch, randomness)
+    return _reduced(_Chunks("gradient_norms", chunk_size, bytes), _norms, loss, parameters, batch, randomness)
 
 
 def clipped_sum(

@@ -148,7 +148,7 @@ def fori_loop(
     >>> torch.func.grad(lambda x: fori_loop(1, 4, lambda i, y: y * x / i, x))(torch.tensor(2.0))
     tensor(5.3333)
     """
-    loop = loop_of("fori_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload)
+    loop = loop_of("fori_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, False)
     lower, upper = _whole(lower, "lower", loop.name), _whole(upper, "upper", loop.name)
     return start(loop, lower, max(0, upper - lower), init_val, None)[0]
 
@@ -208,12 +208,7 @@ def keeps_nothing(functions: Any, arguments: Any) -> bool:
 
 
 def loop_of(
-    kind: str,
-    f: Callable[..., Any],
-    asked: Asked,
-    policy: Policy | None,
-    offload: str | None,
-    reverse: bool = False,
+    kind: str, f: Callable[..., Any], asked: Asked, policy: Policy | None, offload: str | None, reverse: bool
 ) -> Loop:
     """A loop with checked options; its length is not known yet."""
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"

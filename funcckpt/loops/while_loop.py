@@ -58,14 +58,14 @@ def while_loop(
     >>> torch.func.grad(sqrt)(torch.tensor(4.0))
     tensor(0.2500)
     """
-    loop = loop_of("while_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload)
+    loop = loop_of("while_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, False)
     if not callable(cond_fun):
         raise InputError(f"{loop.name}: cond_fun must be a function, not {type(cond_fun).__name__}.")
     choose(*loop.asked, 1, loop.name)
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
     if checkpoint is None or keeps_nothing((cond_fun, body_fun), init_val):
-        return _sweep(cond_fun, loop, init_val, max_steps)[0]
+        return _sweep(cond_fun, loop, init_val, max_steps, ())[0]
     # Only values are computed here: no transform looks at them.
     with leaving_nothing((cond_fun, body_fun)) as (streams, has_assigned):
         with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
@@ -79,11 +79,7 @@ def while_loop(
 
 
 def _sweep(
-    cond: Callable[..., Any],
-    loop: Loop,
-    carry: Any,
-    max_steps: int | None,
-    streams: Sequence[world.Stream] = (),
+    cond: Callable[..., Any], loop: Loop, carry: Any, max_steps: int | None, streams: Sequence[world.Stream]
 ) -> tuple[Any, int]:
     """Run the plain loop: its last carry and number of steps. `cond` must not draw from `streams`."""
     steps = 0

@@ -107,10 +107,8 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     if type(module).forward is nn.Module.forward:
         raise InputError(f"Remat({name}): the module has no forward. Wrap the modules inside of it.")
     if "forward" in module.__dict__:
-        raise InputError(
-            f"Remat({name}): a forward was assigned to this instance, as torch.compile does. Wrap the module "
-            "before that."
-        )
+        compiled = "a forward was assigned to this instance, as torch.compile does"
+        raise InputError(f"Remat({name}): {compiled}. Wrap the module before that.")
     return _checked_options(f"Remat({name})", options)
 
 

@@ -112,9 +112,8 @@ class Chooser:
         if answer in _KEEPS or answer in _OFFLOADS:
             return Decision(True, answer in _OFFLOADS)
         if not isinstance(answer, (bool, CheckpointPolicy, type(None))):
-            raise FuncckptError(
-                f"{self._title}: the policy returned {answer!r} for {func}, not a CheckpointPolicy or bool."
-            )
+            said = f"the policy returned {answer!r} for {func}"
+            raise FuncckptError(f"{self._title}: {said}, not a CheckpointPolicy or bool.")
         return Decision(False, forbid=answer is _FORBID)
 
     def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
@@ -255,8 +254,7 @@ def save_only_these_names(*names: str) -> _Made:
     >>> policy = policies.save_only_these_names("product")
     >>> f = remat(lambda x: checkpoint_name(x @ x, "product").sin(), policy=policy)
     """
-    known = _names(names)
-    return _by_name(lambda name: _KEEP if name in known else _LEAVE)
+    return _by_name(names, _KEEP, _LEAVE)
 
 
 def save_any_names_but_these(*names: str) -> _Made:
@@ -265,8 +263,7 @@ def save_any_names_but_these(*names: str) -> _Made:
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_any_names_but_these("scores"))
     """
-    known = _names(names)
-    return _by_name(lambda name: _FORBID if name in known else _KEEP)
+    return _by_name(names, _FORBID, _KEEP)
 
 
 def save_anything_except_these_names(*names: str) -> _Made:
@@ -275,8 +272,7 @@ def save_anything_except_these_names(*names: str) -> _Made:
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_anything_except_these_names("scores"))
     """
-    known = _names(names)
-    return _by_name(lambda name: _FORBID if name in known else _KEEP, _KEEP)
+    return _by_name(names, _FORBID, _KEEP, _KEEP)
 
 
 def save_and_offload_only_these_names(
@@ -296,12 +292,11 @@ def save_and_offload_only_these_names(
     ... )
     """
     _check_places(offload_src, offload_dst)
-    saved, offloaded = _names(names_which_can_be_saved), _names(names_which_can_be_offloaded)
-    if saved & offloaded:
-        raise OptionError(
-            f"save_and_offload_only_these_names: {sorted(saved & offloaded)} cannot be saved and offloaded."
-        )
-    return _by_name(lambda name: _OFFLOAD if name in offloaded else _KEEP if name in saved else _LEAVE)
+    saved = _by_name(names_which_can_be_saved, _KEEP, _LEAVE)
+    offloaded = _by_name(names_which_can_be_offloaded, _OFFLOAD, _LEAVE)
+    if both := sorted({*names_which_can_be_saved} & {*names_which_can_be_offloaded}):
+        raise OptionError(f"save_and_offload_only_these_names: {both} cannot be saved and offloaded.")
+    return save_from_both_policies(saved, offloaded)
 
 
 def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
@@ -324,18 +319,16 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
     return policy
 
 
-def _by_name(decide: Callable[[str], CheckpointPolicy], otherwise: CheckpointPolicy = _LEAVE) -> _Made:
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = current_name() if op is aten.alias.default else None
-        return otherwise if name is None else decide(name)
-
-    return policy
-
-
-def _names(names: Sequence[str]) -> frozenset[str]:
+def _by_name(names: Sequence[str], listed: Any, others: Any, unnamed: Any = _LEAVE) -> _Made:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InputError(f"names must be a sequence of strings, not {names!r}.")
-    return frozenset(names)
+    known = frozenset(names)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = current_name() if op is aten.alias.default else None
+        return unnamed if name is None else listed if name in known else others
+
+    return policy
 
 
 def _check_places(source: str, destination: str) -> None:
