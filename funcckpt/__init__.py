@@ -30,11 +30,8 @@ import warnings as _warnings
 __all__ = ["remat"]
 
 try:
-    from ._torch import (
-        autograd as _autograd,  # noqa: F401, all private names are needed below
-        dynamo as _dynamo,  # noqa: F401
-        wrappers as _wrappers,  # noqa: F401
-    )
+    # All private names are needed below.
+    from ._torch import autograd as _autograd, dynamo as _dynamo, wrappers as _wrappers  # noqa: F401
 except ImportError as error:
     from torch import __version__ as _version
 
