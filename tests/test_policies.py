@@ -357,6 +357,25 @@ def test_what_is_kept_is_known_by_all_that_ran_before():
     assert_close(grad(g)(x), grad(lambda x: (x.cos() @ w).square().sum())(x))
 
 
+def test_kept_random_numbers_leave_the_stream_where_it_was():
+    def f(x):
+        y = F.dropout(x.sin(), 0.5)
+        return (y * torch.rand_like(x) + F.dropout(x, 0.5).sin()).sum()
+
+    x = samples()[0]
+    for policy in (
+        policies.everything_saveable,
+        [torch.ops.aten.bernoulli.p, torch.ops.aten.rand_like.default],
+    ):
+        g = remat(f, policy=policy)
+        for seed in range(3):  # the second knows what the first has kept
+            results = []
+            for h in (f, g):
+                torch.manual_seed(seed)
+                results.append((grad(h)(x), torch.rand(3)))
+            assert_close(*results)
+
+
 @pytest.mark.parametrize("policy", ["everything", "dots", "names", "but"])
 def test_autocast(policy):
     """What is kept is what the forward has computed, in the low precision."""
