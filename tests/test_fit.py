@@ -191,6 +191,13 @@ def test_the_table():
     assert f"{plan.peak_bytes / 1024:.1f} KiB after" in peak and "%" in recomputed
 
 
+def test_progress(capsys):
+    fit(a_model(), backward, X, bytes=2**30)
+    assert capsys.readouterr().err == ""  # it is no terminal
+    fit(a_model(), backward, X, bytes=2**30, progress=True)
+    assert "fit: run 1 of the step" in capsys.readouterr().err
+
+
 def test_chunk_size():
     """The largest with the fewest recomputed FLOPs."""
     model, x = a_model(0, 3), X[:4]

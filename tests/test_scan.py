@@ -4,12 +4,12 @@ carries counted exactly, and what is said of wrong input.
 
 import doctest
 import sys
+import types
 import weakref
 
 import pytest
 import torch
 from support import assert_same
-from test_schedules import evaluations
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ from funcckpt import (
     while_loop,
 )
 from funcckpt._torch import functorch
-from funcckpt.loops.schedules import Schedule, advances, choose, parts
+from funcckpt.loops.schedules import Schedule, advances, choose, evaluations, parts
 from funcckpt.meter import mark, measure
 from funcckpt.tape import recompute
 
@@ -704,9 +704,11 @@ def two(c, x):
             lambda: while_loop(lambda c: c > 0, lambda c: c, X),
             r"cond_fun returned bool\[3\] at step 0, not one value",
         ),
+        (lambda: scan(two, X, XS, progress=True), "progress=True needs tqdm"),
     ],
 )
-def test_wrong_input(call, says):
+def test_wrong_input(call, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(InputError, match=says):
         call()
 
@@ -795,6 +797,34 @@ def test_an_error_in_the_body_names_the_step():
 def test_a_body_that_writes_to_its_carry():
     with pytest.raises(MutationError, match=r"remat\(scan\)"):
         grad(lambda x: scan(lambda c, _: (c.mul_(2), None), x * 1, length=9, checkpoint="every")[0].sum())(X)
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+def test_progress(loop, monkeypatch):
+    bars = []
+
+    class Bar:
+        def __init__(self, total, desc):
+            self.total, self.desc, self.n, self.closed = total, desc, 0, False
+            bars.append(self)
+
+        def update(self):
+            self.n += 1
+
+        def close(self):
+            self.closed = True
+
+    module = types.ModuleType("tqdm.auto")
+    module.tqdm = Bar
+    monkeypatch.setitem(sys.modules, "tqdm.auto", module)
+    x = torch.tensor(1.0)
+    grad(lambda x: LOOPS[loop](x, 20, checkpoints=3, progress=True))(x)
+    again = advances(20, 3)
+    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(20, 20, True), (again, again, True)]
+    assert bars[0].desc.startswith(f"{loop}") and bars[1].desc.endswith("backward")
+    LOOPS[loop](x, 20, checkpoints=3, progress=True)
+    total = None if loop == "while" else 20  # how long it is shows at its end
+    assert [(bar.total, bar.n, bar.closed) for bar in bars[2:]] == [(total, 20, True)]
 
 
 def test_the_examples():

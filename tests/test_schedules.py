@@ -17,6 +17,7 @@ from funcckpt.loops.schedules import (
     advances,
     beta,
     choose,
+    evaluations,
     fewest,
     fit,
     parts,
@@ -25,15 +26,6 @@ from funcckpt.loops.schedules import (
 )
 
 STEPS, CHECKPOINTS = 200, 20
-
-
-@cache
-def evaluations(schedule, steps):
-    """How many steps a forward and a backward through the loop run in all, by the parts of the schedule."""
-    if steps == 0 or schedule == PLAIN:
-        return steps
-    again = [evaluations(part.schedule, part.steps) for part in parts(schedule, steps) if part.schedule]
-    return steps + sum(again)
 
 
 @cache

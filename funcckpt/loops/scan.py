@@ -27,8 +27,8 @@ from ..policies.policies import Policy, chooser_of
 from ..remat import call
 from ..tape.operators import tensors_in
 from .measure import as_many_as_fit, no_ys
-from .schedules import PLAIN, Schedule, choose, parts
-from .steps import Asked, C, Loop, Offload, Rule, X, Y, as_tensor, concatenate, record, split
+from .schedules import PLAIN, Schedule, choose, evaluations, parts
+from .steps import Asked, C, Loop, Offload, Rule, X, Y, as_tensor, bars_of, concatenate, record, split
 
 
 def scan(
@@ -44,6 +44,7 @@ def scan(
     bytes: int | None = None,
     policy: Policy | None = None,
     offload: Offload | None = None,
+    progress: bool = False,
 ) -> tuple[C, Y]:
     """Loop over the slices of xs with a carry, as `jax.lax.scan`, and keep only a few carries.
 
@@ -86,6 +87,8 @@ def scan(
         What is kept of each step beside the carries, as for `remat`. Not a budget, and not with `bytes`.
     offload : {"host", "disk"}, optional
         Where the carries are kept: in the memory of the host, or in unnamed temporary files.
+    progress : bool
+        Show progress bars for the forward and the backward. Needs tqdm.
 
     Returns
     -------
@@ -117,7 +120,7 @@ def scan(
     >>> scan(lambda s, x: (s + x, s + x), torch.tensor(0), torch.arange(5))
     (tensor(10), tensor([ 0,  1,  3,  6, 10]))
     """
-    loop = loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, reverse)
+    loop = loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, progress, reverse)
     xs = pytree.tree_map_with_path(lambda path, x: as_tensor(x, f"xs{pytree.keystr(path)}", loop.name), xs)
     return start(loop, 0, _steps(xs, length, loop.name), init, xs)
 
@@ -134,12 +137,13 @@ def fori_loop(
     bytes: int | None = None,
     policy: Policy | None = None,
     offload: Offload | None = None,
+    progress: bool = False,
 ) -> C:
     """``carry = body_fun(i, carry)`` for i in ``range(lower, upper)``. Returns the last carry.
 
     `init_val` is the first carry. The signature is that of `jax.lax.fori_loop`. The options `unroll`,
-    `checkpoint`, `checkpoints`, `bytes`, `policy` and `offload`, the errors and the memory are those of
-    :func:`scan`.
+    `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and `progress`, the errors and the memory are
+    those of :func:`scan`.
 
     Examples
     --------
@@ -148,7 +152,7 @@ def fori_loop(
     >>> torch.func.grad(lambda x: fori_loop(1, 4, lambda i, y: y * x / i, x))(torch.tensor(2.0))
     tensor(5.3333)
     """
-    loop = loop_of("fori_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, False)
+    loop = loop_of("fori_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress, False)
     lower, upper = _whole(lower, "lower", loop.name), _whole(upper, "upper", loop.name)
     return start(loop, lower, max(0, upper - lower), init_val, None)[0]
 
@@ -191,6 +195,8 @@ def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, 
         schedule = PLAIN
     elif bytes is not None:
         schedule = as_many_as_fit(loop, bytes, first, steps, init, xs)
+    if loop.progress:
+        loop = loop._replace(bars=bars_of(loop.name, steps, evaluations(schedule, steps) - steps))
     return run(loop, schedule, first, steps, init, xs)
 
 
@@ -208,7 +214,13 @@ def keeps_nothing(functions: Any, arguments: Any) -> bool:
 
 
 def loop_of(
-    kind: str, f: Callable[..., Any], asked: Asked, policy: Policy | None, offload: str | None, reverse: bool
+    kind: str,
+    f: Callable[..., Any],
+    asked: Asked,
+    policy: Policy | None,
+    offload: str | None,
+    progress: bool,
+    reverse: bool,
 ) -> Loop:
     """A loop with checked options; its length is not known yet."""
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"
@@ -224,7 +236,7 @@ def loop_of(
             raise OptionError(f"{name}: bytes= cannot count what a policy keeps. Pass checkpoints= instead.")
         if isinstance(chooser, Budget):
             raise OptionError(f"{name}: {policy!r} is for a single call. For a loop, pass bytes=.")
-    return Loop(f, kind, name, asked, reverse, offload, chooser)
+    return Loop(f, kind, name, asked, progress, reverse, offload, chooser)
 
 
 def _whole(x: Any, option: str, name: str) -> int:

@@ -3,6 +3,7 @@
 A loop of n steps is cut into parts that run one after another. Each part is checkpointed: its first carry is
 kept, and when the backward gets there, the part runs again, cut by the same rule. Only the last part of a
 recursive or binomial schedule is recorded in the forward. Everything that `scan` does follows from `parts`.
+`evaluations` counts the steps that it runs.
 
 =========== ====================================== ================== =========================
 name        parts                                  carries kept       runs of each step
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import OptionError
@@ -114,6 +116,20 @@ def parts(schedule: Schedule, steps: int) -> Iterator[Part]:
             yield Part(length, Schedule(rule, number, unit))
             steps, number = steps - length, number - 1
         yield Part(steps, None)
+
+
+@lru_cache(maxsize=100_000)
+def evaluations(schedule: Schedule, steps: int) -> int:
+    """How many steps a forward and a backward through the loop run in all.
+
+    >>> from funcckpt.loops.schedules import Schedule, evaluations
+    >>> evaluations(Schedule("binomial", 3), 10)      # advances(10, 3) and each step once
+    25
+    """
+    if steps == 0 or schedule == PLAIN:
+        return steps
+    again = [evaluations(part.schedule, part.steps) for part in parts(schedule, steps) if part.schedule]
+    return steps + sum(again)
 
 
 def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0) -> Schedule | None:

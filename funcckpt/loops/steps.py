@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import InputError, describe
+from ..errors import InputError, OptionError, describe
 from ..policies.offload import fetch
 from ..policies.policies import Chooser
 
@@ -30,9 +32,12 @@ class Loop(NamedTuple):
     kind: str
     name: str
     asked: Asked
+    progress: bool
     reverse: bool
     offload: str | None
     chooser: Chooser | None
+    # Progress: `next` is called after each step. A generator, since it is not searched for tensors.
+    bars: Generator[None, None, None] | None = None
 
 
 def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -44,6 +49,8 @@ def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any
         carry, y = step(loop, first + i, before, slices[i])
         check_alike("carry", before, carry, f"{loop.name}: step {first + i}", "was given")
         ys.append(y)
+        if loop.bars is not None:
+            next(loop.bars, None)
     return carry, stack(ys[::-1] if loop.reverse else ys, loop.name, first)
 
 
@@ -67,6 +74,25 @@ def step(loop: Loop, i: int, carry: Any, x: Any) -> tuple[Any, Any]:
         what = f"{len(out)} values" if isinstance(out, (tuple, list)) else f"a {type(out).__name__}"
         raise InputError(f"{loop.name}: step {i} returned {what}, not the pair (carry, y).")
     return out[0], out[1]
+
+
+def bars_of(name: str, *totals: int | None) -> Generator[None, None, None]:
+    """A progress bar for the forward and one for the backward, advanced by `next`."""
+    try:
+        tqdm = importlib.import_module("tqdm.auto").tqdm
+    except ImportError as error:
+        raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
+
+    def advance() -> Generator[None, None, None]:
+        for total, title in zip(totals, (name, f"{name}, backward"), strict=False):
+            with closing(tqdm(total=total, desc=title)) as bar:
+                bar.update()
+                while bar.n != total:
+                    yield
+                    bar.update()
+            yield
+
+    return advance()
 
 
 # -- xs and ys ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ..policies.policies import Policy
 from .measure import leaving_nothing
 from .scan import keeps_nothing, loop_of, number_of_steps, start
 from .schedules import choose
-from .steps import C, Loop, Offload, Rule, in_words, record
+from .steps import C, Loop, Offload, Rule, bars_of, in_words, record
 
 
 def while_loop(
@@ -29,6 +29,7 @@ def while_loop(
     policy: Policy | None = None,
     offload: Offload | None = None,
     max_steps: int | None = None,
+    progress: bool = False,
 ) -> C:
     """Repeat ``carry = body_fun(carry)`` while ``cond_fun(carry)`` is true, and return the last carry.
 
@@ -36,8 +37,9 @@ def while_loop(
     has run. So the loop runs once to count its steps, keeping nothing, and then again as a `scan` of this
     length. With checkpoint=None, or if reverse mode differentiates nothing, it runs only once.
 
-    `init_val` is the first carry. The options `checkpoint`, `checkpoints`, `bytes`, `policy` and `offload`,
-    the errors and the memory are those of :func:`scan`. `max_steps` is the most steps that the loop takes.
+    `init_val` is the first carry. The options `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and
+    `progress`, the errors and the memory are those of :func:`scan`. `max_steps` is the most steps that the
+    loop takes.
 
     Raises
     ------
@@ -58,14 +60,18 @@ def while_loop(
     >>> torch.func.grad(sqrt)(torch.tensor(4.0))
     tensor(0.2500)
     """
-    loop = loop_of("while_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, False)
+    loop = loop_of("while_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress, False)
     if not callable(cond_fun):
         raise InputError(f"{loop.name}: cond_fun must be a function, not {type(cond_fun).__name__}.")
     choose(*loop.asked, 1, loop.name)
     if max_steps is not None:
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
     if checkpoint is None or keeps_nothing((cond_fun, body_fun), init_val):
-        return _sweep(cond_fun, loop, init_val, max_steps, ())[0]
+        bars = bars_of(loop.name, None) if progress else None
+        carry, _ = _sweep(cond_fun, loop._replace(bars=bars), init_val, max_steps, ())
+        if bars is not None:
+            bars.close()
+        return carry
     # Only values are computed here: no transform looks at them.
     with leaving_nothing((cond_fun, body_fun)) as (streams, has_assigned):
         with torch.no_grad(), functorch._set_fwd_grad_enabled(False):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -94,6 +95,7 @@ def fit(
     select: modules.Select | None = None,
     policies: Sequence[Any] = (dots_saveable,),
     measure_on: str | torch.device = "meta",
+    progress: bool | None = None,
 ) -> Plan:
     """Choose which blocks to recompute, so that a step fits into `bytes` with the fewest recomputed FLOPs.
 
@@ -113,6 +115,8 @@ def fit(
         Policies to try for each block, beside keeping all and recomputing all.
     measure_on : str or torch.device
         The device of the copies. On "meta" they take no memory and have no values.
+    progress : bool
+        Whether to count the runs on stderr. If not given: only if stderr is a terminal.
 
     Returns
     -------
@@ -151,10 +155,16 @@ def fit(
         name = getattr(policy, "__name__", repr(policy))
         taken = name in ("keep", "recompute", *choices)
         choices[f"{name} {len(choices) + 1}" if taken else name] = policy
+    show, runs = sys.stderr.isatty() if progress is None else progress, count(1)
+
+    def run(size: int | None, *arguments: Any, **more: Any) -> _Cost:
+        if show:
+            print(f"fit: run {next(runs)} of the step", end="\r", file=sys.stderr, flush=True)
+        return _run((model, step, batch, torch.device(measure_on)), size, *arguments, **more)
+
     plans: dict[tuple[float, int], Plan] = {}  # by (bytes above the limit, FLOPs)
     for size in _chunk_sizes(step, batch):
-        run = partial(_run, (model, step, batch, torch.device(measure_on)), size)
-        plan = _search(run, names, choices, bytes, size)
+        plan = _search(partial(run, size), names, choices, bytes, size)
         plans.setdefault((max(0, plan.peak_bytes - bytes), plan.recomputed_flops), plan)
         if (0, 0) in plans:
             break
