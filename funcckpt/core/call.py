@@ -193,7 +193,8 @@ class Call(UserProgram):
             updates = tensors.copies_of([x for x in others if id(x) not in self._numbers])
         gradients = []
         if found.calls_backward:
-            gradients = [(x, tensors.gradient_of(x)) for x in found.tensors.values() if x.is_leaf]
+            reached = (*found.tensors.values(), *inputs)
+            gradients = [(x, tensors.gradient_of(x)) for x in reached if x.is_leaf]
         rebuilt = None
         if self._numbers:
             rebuilt = Rebuilt(found, {key: inputs[i] for key, i in self._numbers.items()})
@@ -227,7 +228,10 @@ class Call(UserProgram):
         if content is not None:
             self._arguments.check_unchanged(self.name, content, args, kwargs)
         if gradients:
-            tensors.check_gradients(gradients, f"remat({self.name})", found.where)
+            given = {id(x): self.where(i) for i, x in enumerate(inputs)}
+            tensors.check_gradients(
+                gradients, f"remat({self.name})", lambda number: given.get(number) or found.where(number)
+            )
         if self._constants:
             self._settle_updates(updates)
         self._outputs = Outputs(self.name, out, [*inputs, *map(_tensor, self._constants)])
