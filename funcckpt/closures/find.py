@@ -63,6 +63,8 @@ class Found:
         `seal` removes tensors that the graph owns, and puts their attributes into `marks`.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
+    opaque : list of nn.Module
+        Modules that are not searched: of torch.distributed, and scripted ones.
     gone : set of int
         The ids of objects that must be rebuilt, since `seal` removed something that they refer to.
     moves_streams, calls_backward, updates_statistics, draws_elsewhere : bool
@@ -82,6 +84,7 @@ class Found:
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         self._edges: list[int] = []
         self.streams: list[Any] = []
+        self.opaque: list[nn.Module] = []
         self.draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
@@ -110,6 +113,8 @@ class Found:
                 if kind is None:
                     if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
                         self.streams.append(value)
+                    elif isinstance(value, nn.Module):
+                        self.opaque.append(value)
                     continue
                 of = about(value if isinstance(value, type) else cls)
                 is_own, draws = of.is_own, of.is_of_installed

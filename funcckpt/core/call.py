@@ -107,6 +107,8 @@ class Call(UserProgram):
 
     def call(self) -> Any:
         """Run f under whatever transforms are active, keeping only its inputs."""
+        if self._found.opaque:
+            self._check_not_sharded()
         inputs = self.take_inputs()
         handed_back = [*inputs, *map(_tensor, self._constants)]
         if self._found.updates_statistics:
@@ -124,6 +126,17 @@ class Call(UserProgram):
         self.seal()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
+
+    def _check_not_sharded(self) -> None:
+        """Raise if f calls a module that FSDP2 has sharded. Around f, as in `nn.Remat`, it does no harm."""
+        around = getattr(self._found.root, "__self__", None)
+        for module in [inner for x in self._found.opaque for inner in x.modules()]:
+            if module is not around and "FSDPModule" in [base.__name__ for base in type(module).__mro__]:
+                raise InputError(
+                    f"remat({self.name}) calls a {type(module).__name__}, which FSDP2 has sharded: its "
+                    "parameters would get no gradient. Use checkpoint without policy=, or with context_fn=; "
+                    "or wrap the module in funcckpt.nn.Remat, and shard that."
+                )
 
     def take_inputs(self) -> list[Tensor]:
         inputs = self._inputs

@@ -16,9 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from funcckpt import checkpoint
+from funcckpt import InputError, checkpoint, remat
 from funcckpt.nn import Remat, apply_remat
 from funcckpt.per_sample import clipped_sum, gradient_norms
+from funcckpt.policies import dots_saveable
 
 BATCH, WIDTH = 8, 4
 
@@ -127,6 +128,26 @@ def fsdp():
                 recomputed(model)
 
 
+def fsdp_inside():
+    """What FSDP2 does around each call of a module would not be part of a recomputation."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, _, batches = setup("nothing")
+    block = model.blocks[0]
+    fully_shard(block.up, mesh=mesh)
+    apply_remat(model, Block, policy=dots_saveable)
+    for call in (
+        block,
+        remat(lambda x: block.up(x)),
+        lambda x: checkpoint(block.up, x, policy=dots_saveable),
+    ):
+        try:
+            call(batches[0].requires_grad_())
+        except InputError as error:
+            assert "calls a FSDPLinear" in str(error), error
+        else:
+            raise AssertionError("no error")
+
+
 def fsdp_first():
     """Checkpoints put around modules that are sharded already."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -210,6 +231,7 @@ CASES = {
         ddp,
         fsdp,
         fsdp_first,
+        fsdp_inside,
         tensor_parallel,
         sharded_tensor_parallel,
         functional_call_of_distributed_tensors,
