@@ -204,6 +204,24 @@ def eager_overhead() -> list[str]:
     return table(head, body) + sources("eager_overhead")
 
 
+def compiled() -> list[str]:
+    rows = load("compiled")["rows"]
+    lines = []
+    for problem in dict.fromkeys(row["problem"] for row in rows):
+        of_it = {row["method"]: row for row in rows if row["problem"] == problem}
+        body = [
+            [
+                method,
+                f"{row['seconds'] / of_it['eager']['seconds']:.2f}",
+                f"{(row['resident_bytes'] or 0) / 2**20:.0f}",
+                f"{row['first_call']:.0f}",
+            ]
+            for method, row in of_it.items()
+        ]
+        lines += [*table([problem, "time", "resident MiB", "first call, s"], body), ""]
+    return lines[:-1] + sources("compiled")
+
+
 def plans() -> list[str]:
     """The plans of `fit`; and how many are equal to the best of all plans of a smaller model."""
     head = ["all plans of 4 blocks", "plans", "budgets", "best plan found"]
@@ -225,6 +243,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "chunks": chunks,
     "loops": loops,
     "fit": plans,
+    "compiled": compiled,
     "small_models": partial(grid, "small_models", ["GPT-2", "Llama"]),
     "overhead": overhead,
     "eager_overhead": eager_overhead,
