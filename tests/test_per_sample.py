@@ -366,9 +366,21 @@ def test_opacus_with_checkpointed_layers():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-def test_opacus_does_not_see_through_a_block():
-    """Its hooks on the layers inside run again in the recomputation. It raises: wrap single layers."""
-    model = nn.Sequential(nn.Embedding(9, 4), Remat(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), nn.Flatten())
-    x, y = torch.randint(0, 9, (10, 6)), torch.randint(0, 3, (10,))
-    with pytest.raises(ValueError, match="Per sample gradient is not initialized"):
-        by_opacus(model, x, y, 0.5)
+@pytest.mark.parametrize(
+    "wrap",
+    [Remat, funcckpt.remat, lambda f: lambda x: funcckpt.checkpoint(f, x)],
+    ids=["Remat", "remat", "checkpoint"],
+)
+def test_hooks_that_collect_gradients_for_each_sample_are_refused_inside(wrap):
+    """They would run again. Around the checkpoint, in evaluation and without a gradient they do no harm."""
+    opacus = pytest.importorskip("opacus", reason="needs the extra `models`")
+    model = nn.Sequential(Remat(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    opacus.GradSampleModule(model)
+    x = torch.ones(3, 2)
+    with pytest.raises(funcckpt.InputError, match=r"GradSampleModule on a Linear.*clipped_sum"):
+        wrap(model[1])(x)
+    with torch.no_grad():
+        wrap(model[1])(x)
+    wrap(model[1].eval())(x)
+    model[0](x).sum().backward()
+    assert model[0].weight.grad_sample.shape == (3, 2, 2)

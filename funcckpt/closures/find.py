@@ -67,9 +67,9 @@ class Found:
         Modules that are not searched: of torch.distributed, and scripted ones.
     gone : set of int
         The ids of objects that must be rebuilt, since `seal` removed something that they refer to.
-    moves_streams, calls_backward, updates_statistics, draws_elsewhere : bool
+    moves_streams, calls_backward, updates_statistics, draws_elsewhere, has_hooks_of_opacus : bool
         Whether code may set random streams; names `backward`; may update running statistics, which no version
-        counter records; may draw from the global streams of Python and numpy.
+        counter records; may draw from the global streams of Python and numpy; collects per-sample gradients.
     """
 
     def __init__(self, root: Any, everything: bool = False) -> None:
@@ -179,6 +179,7 @@ class Found:
                                 else:
                                     pending.append((item, id(node.value), name))
         self.draws_elsewhere |= "random" in names
+        self.has_hooks_of_opacus = "capture_activations_hook" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
 

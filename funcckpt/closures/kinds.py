@@ -97,6 +97,8 @@ def kind_of(cls: Any) -> Kind | None:
     """The kind of the instances of a class; None if they are not searched."""
     if any([str(base.__module__).startswith("torch.distributed.") for base in cls.__mro__]):
         return None  # `fully_shard` exchanges the parameters of a module during each run
+    if any([base.__name__.startswith("AbstractGradSample") for base in cls.__mro__]):
+        return None  # of Opacus: it puts hooks on each layer, which would lead to the whole model
     if cls in _BUILT_IN:
         return _BUILT_IN[cls]
     if cls.__name__ == "OptimizedModule":

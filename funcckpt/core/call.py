@@ -55,6 +55,8 @@ class Call(UserProgram):
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
         self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
         self._found = found = Found(f if arguments.is_flat else (f, arguments.others))
+        if found.has_hooks_of_opacus:
+            check_no_opacus(f"remat({name})", f, found)
         if self.chooser is not None:
             self.codes = (*found.codes(), *arguments.flags())
         self.arity = arguments.arity
@@ -378,6 +380,19 @@ class Call(UserProgram):
         """The tensors that this call holds itself: constants of f, and copies of values."""
         values = self._outputs.values if self._outputs is not None else ()
         return [*map(_tensor, (*self._constants, *values)), *self._updated.values()]
+
+
+def check_no_opacus(title: str, f: Any, found: Found) -> None:
+    """Raise if f calls a module with the hooks of Opacus; around f they do no harm."""
+    for module in [node.value for node in found.nodes.values() if isinstance(node.value, nn.Module)]:
+        hooks = [getattr(hook, "__name__", "") for hook in module._forward_hooks.values()]
+        is_inside = module.training and module is not getattr(f, "__self__", None)
+        if is_inside and "capture_activations_hook" in hooks:
+            raise InputError(
+                f"{title}: the hooks of GradSampleModule on a {type(module).__name__} inside of it would run "
+                "again in the recomputation, and its parameters would get no grad_sample. Wrap single layers "
+                "in funcckpt.nn.Remat, or use funcckpt.per_sample.clipped_sum."
+            )
 
 
 def code_of(f: Any) -> Any:

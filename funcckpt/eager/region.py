@@ -32,6 +32,7 @@ from .. import world
 from .._torch import autograd, functorch
 from ..closures import Found, Rebuilt
 from ..core import tensors
+from ..core.call import check_no_opacus
 from ..core.flat import flatten, unflatten
 from ..errors import CheckpointError, MutationError, describe
 from ..policies import Policy
@@ -112,6 +113,8 @@ class Region:
         if not isinstance(self._structure, tuple):
             others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
         self._found = found = Found((f, others) if others else f)
+        if found.has_hooks_of_opacus:
+            check_no_opacus(title(f), f, found)
         # Whether there are lazy modules, which get their tensors in the first call.
         self.is_lazy = any(map(is_lazy, found.tensors.values()))
         if self.is_lazy:
