@@ -41,7 +41,7 @@ def inner_grad(
     The values and all derivatives are those of `torch.func.grad`, with respect to the arguments chosen by
     `argnums`, an int or a tuple of ints. But the derivative of the gradient is computed in mixed mode, from
     the arguments alone. That takes less memory than reverse over reverse, for about a fifth more operations.
-    It saves nothing if `remat` is already around all parts of the loss.
+    It saves less if `remat` is already around the parts of the loss.
 
     `loss` returns a real scalar. The contract of `remat` applies to it: it runs again in the backward, with
     the same random numbers. With `has_aux` it returns a scalar and a pytree of tensors, and the result is the
