@@ -8,6 +8,7 @@ raise `ClosureError`; nothing may be silent.
 
 import collections
 import contextvars
+import copy
 import functools
 import itertools
 import queue
@@ -28,7 +29,7 @@ from support import WRAPS, registered
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from funcckpt import ClosureError, EscapeError, MutationError, remat
+from funcckpt import ClosureError, EscapeError, MutationError, checkpoint, remat
 
 GLOBAL = None
 HOLDER = SimpleNamespace()
@@ -790,3 +791,52 @@ def an_object_that_holds_the_globals_of_its_function(wrap):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_without_a_checkpoint(name, wrap):
     assert_same(PROGRAMS[name](WRAPS[wrap]), PROGRAMS[name](plain))
+
+
+def _hook_on_a_copy(wrap, x):
+    a = nn.Linear(3, 3, dtype=F64)
+    nn.init.constant_(a.weight, 0.3), nn.init.constant_(a.bias, 0.1)
+    b = copy.copy(a)
+    y = wrap(lambda x: b(a(x)))(x)
+    a.register_forward_hook(lambda module, args, out: 2 * out)
+    return y
+
+
+def _captured_hooks(wrap, x):
+    a = nn.Tanh()
+    hooks = a._forward_hooks
+    y = wrap(lambda x: a(x) * (1 + len(hooks)))(x)
+    a.register_forward_hook(lambda module, args, out: 2 * out)
+    return y
+
+
+def _key_named_as_the_class(wrap, x):
+    d = {"__class__": {"w": x.detach().cos()}}
+    y = wrap(lambda x: x.sin() * d["__class__"]["w"])(x)
+    d["__class__"].clear()
+    return y
+
+
+def _buffer_that_f_registers(wrap, x):
+    module = nn.Tanh()
+
+    def f(x):
+        if not module._buffers:
+            module.register_buffer("cache", torch.ones(3, dtype=F64), persistent=False)
+        return module(x) * module.cache
+
+    return wrap(f)(x)
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: lambda x: checkpoint(f, x)], ids=["remat", "checkpoint"])
+@pytest.mark.parametrize(
+    "program", [_hook_on_a_copy, _captured_hooks, _key_named_as_the_class, _buffer_that_f_registers]
+)
+def test_what_was_empty_at_the_call(program, wrap):
+    """Containers without content are shared by shallow copies, captured by themselves, and filled later."""
+
+    def run(wrap):
+        x = torch.linspace(-1, 1, 3, dtype=F64, requires_grad=True)
+        return torch.autograd.grad(program(wrap, x).sum(), x)
+
+    assert_same(run(wrap), run(lambda f: f))

@@ -23,6 +23,7 @@ from torch.func import (
     vjp,
     vmap,
 )
+from torch.nn import functional as F
 from torch.nn.functional import dropout
 
 from funcckpt import InputError, inner_grad, remat, scan
@@ -305,3 +306,46 @@ def test_with_remat_inside_of_the_loss(gradient):
     want = f(grad, lambda block: block)
     for transform in (lambda f: grad(f)(ETA), lambda f: vmap(grad(f))(XS[:, 0]), lambda f: hessian(f)(ETA)):
         assert_same(transform(f(gradient, remat)), transform(want))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda y: F.layer_norm(y, (3,)),
+        lambda y: F.batch_norm(y, None, None, training=True),
+        lambda y: F.instance_norm(y[None])[0],
+        lambda y: F.glu(torch.cat([y, y.cos()], 1)),
+    ],
+    ids=["layer_norm", "batch_norm", "instance_norm", "glu"],
+)
+def test_operators_of_which_torch_has_no_right_mixed_derivative(op):
+    """Reverse over forward mode is wrong for them in torch 2.11 to 2.15; reverse over reverse is not."""
+
+    def run(gradient, w):
+        inner = gradient(lambda w: op(torch.stack([X, X.cos(), X * 2]) @ w).tanh().pow(3).sum())(w)
+        return (w - 0.1 * inner).pow(3).sum()
+
+    assert_same(grad(functools.partial(run, inner_grad))(W), grad(functools.partial(run, grad))(W))
+
+
+def test_tangents_that_require_grad():
+    """In plain autograd, while no output depends on them: they are no captured tensors."""
+
+    def run(wrap):
+        tx, ty = ETA.clone().requires_grad_(), (2 * ETA).requires_grad_()
+        h = lambda x, y: grad(grad(lambda y: wrap(lambda x, y: y**3)(x, y) ** 2))(y)
+        found = jvp(h, (ETA, ETA), (tx, ty))
+        return [y.detach() for y in found], torch.autograd.grad(found[1], [tx, ty], allow_unused=True)
+
+    assert_same(run(remat), run(lambda f: f))
+
+
+def test_a_captured_leaf_that_is_not_used_is_no_input():
+    w = X.clone().requires_grad_()
+
+    def loss(x):
+        (w * 2).sum()
+        return (x**3).sum()
+
+    for transform in (hessian, lambda f: jacrev(jacfwd(f)), lambda f: jacfwd(jacrev(f))):
+        assert not transform(inner_grad(loss))(X).requires_grad

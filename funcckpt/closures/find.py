@@ -46,7 +46,7 @@ _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator
 _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_norm" in name]
 _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
 # The key of a class or an imported module: the object needs it, but it is not part of its content.
-_BESIDE = "__class__"
+_BESIDE = object()
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
@@ -142,6 +142,7 @@ class Found:
                     if type(item) not in kinds.ATOMS:
                         if name in _OFTEN_EMPTY and not item:
                             self._empty.append(item)
+                            self._edges += id(item), number
                         else:
                             pending.append((item, number, name))
                 for base in of.own_classes:
@@ -176,6 +177,7 @@ class Found:
                             if type(item) not in kinds.ATOMS:
                                 if name in _OFTEN_EMPTY and not item:
                                     self._empty.append(item)
+                                    self._edges += id(item), id(node.value)
                                 else:
                                     pending.append((item, id(node.value), name))
         self.draws_elsewhere |= "random" in names
@@ -224,8 +226,8 @@ class Found:
             for holder, node in [*self.nodes.items()]:
                 for name, item in node.content.items():
                     if (x := filled.pop(id(item), None)) is not None:
-                        self.nodes[id(x)] = Node(kinds.DICT, dict, x, {}, holder, name)
-                        self._edges += id(x), holder
+                        cls: Any = type(x)
+                        self.nodes[id(x)] = Node(kinds.kind_of(cls) or kinds.DICT, cls, x, {}, holder, name)
                         changed.add(id(x))
         return changed
 

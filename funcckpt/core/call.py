@@ -74,6 +74,7 @@ class Call(UserProgram):
                     number = self._numbers[key] = numbers.get(key, len(inputs))
                     if number == len(inputs):
                         inputs.append(x)
+        self.count = len(inputs)
         # The first call of a lazy module is not checkpointed.
         self._is_lazy = any(map(is_lazy, found.tensors.values()))
         # Captured tensors that are not inputs, with their versions.

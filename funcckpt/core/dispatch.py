@@ -75,7 +75,10 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
         keeps_tangents = "jvp" in kinds or wrappers.has_dual_level()
         for i in unused:
             x = unwrapped[i]
-            inputs[i] = wrappers._wrap_for_grad(x, level) if keeps_tangents else wrappers.detached(inputs[i])
+            if keeps_tangents and (wrappers.is_functorch_wrapped_tensor(x) or wrappers.is_plain_dual(x)):
+                inputs[i] = wrappers._wrap_for_grad(x, level)
+            else:
+                inputs[i] = wrappers.detached(inputs[i])
     return attach(program, outputs, active, inputs, level=level)
 
 

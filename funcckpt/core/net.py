@@ -87,7 +87,8 @@ def run_first(
             captured = source.captured_at(edges)
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if records and len(inputs) > source.arity:
-        source.unused = [i for i in differentiated if i >= source.arity and i not in reached]
+        # Those after `count` are tangents.
+        source.unused = [i for i in differentiated if source.arity <= i < source.count and i not in reached]
     if record is not None:
         with torch.no_grad():
             source.kept = record.finish()

@@ -74,6 +74,10 @@ class UserProgram(Program):
     kept: recording.Kept | None = None
     # How many of the inputs are arguments. f has captured the others at levels, and may not use them.
     arity = 1 << 30
+    # How many inputs there are, captured ones included.
+    count = 1 << 30
+    # For `inner_grad`: whether forward mode is right for all that f calls.
+    fits_mixed_mode = True
     # The captured tensors of plain autograd that f uses. After the call they are held here only if it was
     # under a transform, where the graph nodes do not hold them.
     captured: Sequence[Tensor] = ()
@@ -318,7 +322,9 @@ class Vjp(Derived):
             outputs = [outputs[i] for i in self.of]
         # A batched pullback uses the formulas of torch.func (create_graph=True). Without it, autograd prefers
         # some that have a wrong batching rule (lu_solve under two vmaps).
-        create_graph = nested or self.unbatched is not None
+        # So do graphs that make_fx traces: they may be differentiated later.
+        is_traced = functorch.number_of_dispatch_modes() > 0 and functorch.is_tracing()
+        create_graph = nested or is_traced or self.unbatched is not None
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
             create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
         gradients = self.pull(outputs, leaves, create_graph, *cotangents)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .. import world
 from .._torch import functorch, wrappers
 from ..core import dispatch
 from ..core.call import Call, Options
@@ -110,7 +111,10 @@ def inner_grad(
         inputs = call.take_inputs()
         places = {id(x): i for i, x in enumerate(inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
-        outputs = iter(dispatch.bind(_Gradient(call, call.call_level, len(inputs), wrt, True), inputs))
+        program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
+        with _Unfit() as unfit:
+            outputs = iter(dispatch.bind(program, inputs))
+        call.fits_mixed_mode = not unfit.found
         call.seal()
         gradients = [
             pytree.tree_unflatten([*islice(outputs, structure.num_leaves)], structure)
@@ -129,6 +133,20 @@ def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
         return out.clone()  # a new tensor, even if the loss returns an input
 
     return scalar
+
+
+# By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu).
+_UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
+
+
+class _Unfit(world.Mode):
+    """Notes whether a loss calls one of these, whose gradient is then differentiated in reverse mode."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= getattr(func, "__name__", "") in _UNFIT
+        return func(*args, **(kwargs or {}))
 
 
 class _Gradient(Vjp):
@@ -154,6 +172,8 @@ class _Gradient(Vjp):
     def pullback(
         self, call_level: int, arity: int, wrt: tuple[int, ...], of: tuple[int, ...], at_level: bool
     ) -> Vjp:
+        if not self.source.fits_mixed_mode:
+            return super().pullback(call_level, arity, wrt, of, at_level)
         gradients_of = self.wrt if self.with_zeros else (*compress(self.wrt, self.connected),)
         along = tuple([gradients_of[i] for i in of])
         directional = _Directional(self.inner, call_level, arity, along)
