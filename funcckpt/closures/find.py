@@ -67,6 +67,8 @@ class Found:
         Modules that are not searched: of torch.distributed, and scripted ones.
     gone : set of int
         The ids of objects that must be rebuilt, since `seal` removed something that they refer to.
+    names : set of str
+        What code names, without that of installed packages.
     moves_streams, calls_backward, updates_statistics, draws_elsewhere, has_hooks_of_opacus : bool
         Whether code may set random streams; names `backward`; may update running statistics, which no version
         counter records; may draw from the global streams of Python and numpy; collects per-sample gradients.
@@ -180,6 +182,7 @@ class Found:
                                     self._edges += id(item), id(node.value)
                                 else:
                                     pending.append((item, id(node.value), name))
+        self.names = names
         self.draws_elsewhere |= "random" in names
         self.has_hooks_of_opacus = "capture_activations_hook" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)

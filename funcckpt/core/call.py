@@ -54,7 +54,7 @@ class Call(UserProgram):
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
         self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
-        self._found = found = Found(f if arguments.is_flat else (f, arguments.others))
+        self.found = found = Found(f if arguments.is_flat else (f, arguments.others))
         if found.has_hooks_of_opacus:
             check_no_opacus(f"remat({name})", f, found)
         if self.chooser is not None:
@@ -106,15 +106,15 @@ class Call(UserProgram):
         if functorch.is_tracing():
             return False  # make_fx records values, not the graph of plain autograd
         looks = tensors.requires_grad if self.layers else wrappers.require_grad
-        return any(map(looks, (*self._inputs, *self._found.tensors.values())))
+        return any(map(looks, (*self._inputs, *self.found.tensors.values())))
 
     def call(self) -> Any:
         """Run f under whatever transforms are active, keeping only its inputs."""
-        if self._found.opaque:
+        if self.found.opaque:
             self._check_not_sharded()
         inputs = self.take_inputs()
         handed_back = [*inputs, *map(_tensor, self._constants)]
-        if self._found.updates_statistics:
+        if self.found.updates_statistics:
             self._buffers = tensors.GivenBuffers(inputs)
             inputs = self._buffers.saved(inputs)
         try:
@@ -132,8 +132,8 @@ class Call(UserProgram):
 
     def _check_not_sharded(self) -> None:
         """Raise if f calls a module that FSDP2 has sharded. Around f, as in `nn.Remat`, it does no harm."""
-        around = getattr(self._found.root, "__self__", None)
-        for module in [inner for x in self._found.opaque for inner in x.modules()]:
+        around = getattr(self.found.root, "__self__", None)
+        for module in [inner for x in self.found.opaque for inner in x.modules()]:
             if module is not around and "FSDPModule" in [base.__name__ for base in type(module).__mro__]:
                 raise InputError(
                     f"remat({self.name}) calls a {type(module).__name__}, which FSDP2 has sharded: its "
@@ -155,7 +155,7 @@ class Call(UserProgram):
 
     def seal(self) -> None:
         """Let go of tensors that the graph owns. From now on they are known by id."""
-        tensors_of_f = self._found.tensors.items()
+        tensors_of_f = self.found.tensors.items()
         owned = {key: x for key, x in tensors_of_f if x.grad_fn is not None or key in self._numbers}
         if owned:
             # f may read the values of captured tensors on which no output depends.
@@ -167,7 +167,7 @@ class Call(UserProgram):
                 for x, version in self._constants
                 if id(x) not in owned or id(x) in self._unused
             ]
-            self._found.seal(owned.values())
+            self.found.seal(owned.values())
         if not self.call_level:
             self.captured = ()
 
@@ -175,14 +175,14 @@ class Call(UserProgram):
         """The name of input `i` in messages."""
         if i < self.arity:
             return self._arguments.where(i)
-        return self._found.where(next((key for key, number in self._numbers.items() if number == i), 0))
+        return self.found.where(next((key for key, number in self._numbers.items() if number == i), 0))
 
     def _enter(self, stack: ExitStack, inputs: Tensors, rebuilt: Rebuilt | None, *others: Any) -> Any:
         """f and its arguments for one run, and the contexts that are around each run."""
         casts = world.own_autocast_cache() if self._world.casts else None
         for context in filter(None, (rebuilt, *others, casts, autograd.parametrizations_anew())):
             stack.enter_context(context)
-        root, arguments = self._found.root if rebuilt is None else rebuilt.callable, self._arguments
+        root, arguments = self.found.root if rebuilt is None else rebuilt.callable, self._arguments
         f, leaves = (root, arguments.others) if arguments.is_flat else root
         if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
             watch.begin([*inputs, *map(_tensor, self._constants)])
@@ -199,7 +199,7 @@ class Call(UserProgram):
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
     def _run_first(self, inputs: Tensors) -> Tensors:
-        found, buffers, before = self._found, self._buffers, inputs
+        found, buffers, before = self.found, self._buffers, inputs
         if buffers is not None:
             inputs = buffers.given(inputs)
         updates: dict[int, Tensor] = {}
@@ -271,13 +271,13 @@ class Call(UserProgram):
             is_written, update = tensors.version_of(x) != version, updates.get(id(x))
             if update is None:
                 if is_written:
-                    raise self._changed_inside(x, self._found.where(id(x)))
+                    raise self._changed_inside(x, self.found.where(id(x)))
             elif is_written or not tensors.is_same(x, update):
                 self._updated[id(x)] = update
                 self._constants[i] = x, None
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
-        tracked, end = [x for x in self._found.tensors.values() if x.requires_grad], autograd.LEAF
+        tracked, end = [x for x in self.found.tensors.values() if x.requires_grad], autograd.LEAF
         found = {(id(x), end) if x.grad_fn is None else (x.grad_fn, x.output_nr): x for x in tracked}
         captured, private = [], autograd.references_of_private_leaf()
         for edge, leaf in edges.items():
@@ -296,7 +296,7 @@ class Call(UserProgram):
 
     def _run_again(self, inputs: Tensors) -> Tensors:
         assert self._outputs is not None
-        found, checks = self._found, self._options.determinism_check != "none"
+        found, checks = self.found, self._options.determinism_check != "none"
         if self.random and self._drawn is None and functorch.is_tracing():
             raise CheckpointError(
                 f"remat({self.name}) drew its random numbers before make_fx began to trace. Pass them as "
@@ -351,7 +351,7 @@ class Call(UserProgram):
         for key, x in captured:
             if source is self and id(x) != key:
                 mapped[key] = x
-                if key not in self._found.places:
+                if key not in self.found.places:
                     raise net.not_given(self, f"that requires grad ({describe(x)})")
         for key, update in self._updated.items():
             mapped[key] = update.clone()
@@ -361,7 +361,7 @@ class Call(UserProgram):
 
     def _changed_between(self, x: Tensor, where: str = "") -> MutationError:
         return MutationError(
-            f"{where or self._found.where(id(x))} ({describe(x)}) of remat({self.name}) was changed in place "
+            f"{where or self.found.where(id(x))} ({describe(x)}) of remat({self.name}) was changed in place "
             "between the forward and the recomputation. Pass a copy of it, or change it after the backward."
         )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import compress, islice
 from typing import Any
 
@@ -112,9 +113,12 @@ def inner_grad(
         places = {id(x): i for i, x in enumerate(inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
         program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
-        with _Unfit() as unfit:
+        call.fits_mixed_mode = _UNFIT.isdisjoint(call.found.names)
+        # Code of installed packages was not read.
+        unfit = _Unfit() if call.fits_mixed_mode and call.found.draws_elsewhere else None
+        with unfit or nullcontext():
             outputs = iter(dispatch.bind(program, inputs))
-        call.fits_mixed_mode = not unfit.found
+        call.fits_mixed_mode &= unfit is None or not unfit.found
         call.seal()
         gradients = [
             pytree.tree_unflatten([*islice(outputs, structure.num_leaves)], structure)
