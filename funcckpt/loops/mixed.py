@@ -83,12 +83,10 @@ def inner_grad(
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise InputError(f"inner_grad({name}): argnums={argnums}, but there are {len(args)} arguments.")
-        kinds = {layer.kind for layer in functorch.active_layers()}
-        if (
-            not torch.is_grad_enabled()
-            or torch.is_inference_mode_enabled()
-            or (functorch.is_tracing() and "grad" not in kinds)  # as `remat` does
-        ):
+        records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if records and functorch.is_tracing():  # plain autograd is not traced: as in `remat`
+            records = "grad" in [layer.kind for layer in functorch.active_layers()]
+        if not records:
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
 
         own, leaves, structures = list(args), [], []
