@@ -577,10 +577,12 @@ def test_a_module_that_would_notice_a_copy(transform):
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("what", ["parameter", "variable", "argument"])
+@pytest.mark.parametrize("what", ["parameter", "variable", "computed variable", "argument"])
 def test_backward_inside(what, wrap):
     module, w = nn.Linear(3, 3, dtype=F64), tensor(3, requires_grad=True)
+    doubled = w * 2
     parts = {"parameter": lambda x: module(x.detach()), "variable": lambda x: w.exp(), "argument": torch.exp}
+    parts["computed variable"] = lambda x: doubled.exp()
 
     def f(x):
         parts[what](x).sin().sum().backward()
@@ -588,6 +590,9 @@ def test_backward_inside(what, wrap):
 
     with pytest.raises(MutationError, match=r"calls backward.*torch\.autograd\.grad"):
         WRAPS[wrap](f)(tensor(2, 3, requires_grad=True))
+    if what == "argument":
+        with pytest.raises(MutationError, match=r"calls backward.*torch\.autograd\.grad"):
+            WRAPS[wrap](f)(tensor(2, 3, requires_grad=True) * 2)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

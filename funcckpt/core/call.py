@@ -209,8 +209,7 @@ class Call(UserProgram):
             updates = tensors.copies_of([x for x in others if id(x) not in self._numbers])
         gradients = []
         if found.calls_backward:
-            reached = (*found.tensors.values(), *inputs)
-            gradients = [(x, tensors.gradient_of(x)) for x in reached if x.is_leaf]
+            gradients = tensors.gradients_behind((*found.tensors.values(), *inputs))
         rebuilt = None
         if self._numbers:
             rebuilt = Rebuilt(found, {key: inputs[i] for key, i in self._numbers.items()})

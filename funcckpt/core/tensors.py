@@ -50,6 +50,11 @@ def gradient_of(x: Tensor) -> Any:
     return None if x.grad is None else (id(x.grad), x.grad._version)
 
 
+def gradients_behind(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Any]]:
+    """The leaves from which some tensors were computed, with `gradient_of` each."""
+    return [(x, gradient_of(x)) for x in autograd.entering(tensors).values() if x is not None]
+
+
 def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
     try:
         return [*map(_version, tensors)]
@@ -80,7 +85,7 @@ def is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Callable[[int], str]) -> None:
-    """Raise if f has accumulated the gradient of a leaf. `before` has `gradient_of` each leaf."""
+    """Raise if f has accumulated the gradient of a leaf. `before` is from `gradients_behind`."""
     for x, gradient in before:
         if gradient_of(x) != gradient:
             raise MutationError(

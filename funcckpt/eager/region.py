@@ -156,7 +156,7 @@ class Region:
         gradients = []
         if found.calls_backward:
             reached = [x for x in (*found.tensors.values(), *self._given) if isinstance(x, Tensor)]
-            gradients = [(x, tensors.gradient_of(x)) for x in reached if x.is_leaf]
+            gradients = tensors.gradients_behind(reached)
         with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0]:
             out = f(*args, **kwargs)
         self._complete = True
