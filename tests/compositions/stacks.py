@@ -1,59 +1,25 @@
 """Transforms as combinators, so that stacks of them are generated and not typed.
 
-`INNER[name](fn)` takes fn(x, w) with x of shape (3,), w of shape (3, 3) and any pytree out, and
-returns a function of the same kind. Hence any of them may stand in any place of a stack.
-`OUTER[name](fn)` are those that need plain tensors (backward, duals of plain forward mode,
-tracing): they can only be the last.
+Each takes fn(x, w), x and w: in the compositions of shape (3,) and (3, 3). What it gives is any pytree. So
+those of `INNER` may stand in any place of a stack. Those of `OUTER` need plain tensors (backward, duals of
+plain forward mode, tracing), and can only be the last.
 """
+
+import functools
 
 import torch
 from torch.autograd import forward_ad
-from torch.func import (
-    functionalize,
-    grad,
-    grad_and_value,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functionalize, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-INNER = {}
-OUTER = {}
-
-
-def leaves(x, w):
-    return x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
-
-
-def inner(run):
-    """Registers what is done with fn, x and w."""
-    INNER[run.__name__] = lambda fn: lambda x, w: run(fn, x, w)
-    return run
-
-
-def outer(run):
-    OUTER[run.__name__] = lambda fn: lambda x, w: run(fn, x, w)
-    return run
-
-
-def eager(run):
-    """The same, of x and w that require grad."""
-    OUTER[run.__name__] = lambda fn: lambda x, w: run(fn, *leaves(x, w))
-    return run
-
 
 def stack(*names):
-    """A stack named from the outside in: stack("vmap", "grad")(f) is vmap(grad(f))."""
+    """A stack named from the outside in: stack("vmap_x", "grad_x")(f) is vmap(grad(f))."""
 
     def apply(fn):
         for name in reversed(names):
-            fn = (INNER.get(name) or OUTER[name])(fn)
+            fn = functools.partial(INNER.get(name) or OUTER[name], fn)
         return fn
 
     return apply
@@ -63,23 +29,25 @@ def is_differentiable(leaf):
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def scalar(out):
-    """One number out of any tree of outputs, with derivatives of every order."""
-    total = 0.0
-    for leaf in pytree.tree_leaves(out):
-        if is_differentiable(leaf):
-            leaf = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-            total = total + leaf.sin().sum()
-    return total
-
-
 def split(out):
     """(differentiable leaves as real tensors, everything else)"""
     leaves = pytree.tree_leaves(out)
-    real = [
-        torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in leaves if is_differentiable(t)
-    ]
+    real = [t for t in leaves if is_differentiable(t)]
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in real]
     return real, [t for t in leaves if not is_differentiable(t)]
+
+
+def scalar(out):
+    """One number out of any tree of outputs, with derivatives of every order."""
+    return sum([leaf.sin().sum() for leaf in split(out)[0]], 0.0)
+
+
+def cost(fn):
+    return lambda *args: scalar(fn(*args))
+
+
+def real(fn):
+    return lambda *args: split(fn(*args))[0]
 
 
 def rows(t):
@@ -90,136 +58,106 @@ def direction(t):
     return t.cos()
 
 
-# Reverse
+SCALES = torch.tensor([1.0, 0.5])
 
 
-@inner
-def grad_both(fn, x, w):
-    gx, gw = grad(lambda x, w: scalar(fn(x, w)), argnums=(0, 1))(x, w)
-    return gx, gw
+def scaled(fn, x, w):
+    """A function of one number, which alone is batched."""
+    return lambda s: [t * s for t in split(fn(x, w))[0]]
 
 
-@inner
-def grad_aux(fn, x, w):
-    def with_aux(x, w):
-        out = fn(x, w)
-        return scalar(out), out
-
-    return grad(with_aux, has_aux=True)(x, w)
-
-
-@inner
 def vjp_pull(fn, x, w):
-    out, pull = vjp(lambda x, w: split(fn(x, w))[0], x, w)
+    out, pull = vjp(real(fn), x, w)
     return out, pull([direction(o) for o in out])
 
 
-@inner
 def vjp_twice(fn, x, w):
     """The pullback is called twice, with other cotangents."""
     out, pull = vjp(lambda x: split(fn(x, w))[0], x)
-    (a,) = pull([direction(o) for o in out])
-    (b,) = pull([o * 0.5 for o in out])
-    return a, b
+    return *pull([direction(o) for o in out]), *pull([o * 0.5 for o in out])
 
 
-@inner
 def vjp_vmap(fn, x, w):
     """Only cotangents are batched."""
-    out, pull = vjp(lambda x, w: split(fn(x, w))[0], x, w)
+    out, pull = vjp(real(fn), x, w)
     return vmap(pull)([rows(o) for o in out])
 
 
-@inner
-def jacrev_both(fn, x, w):
-    return jacrev(lambda x, w: split(fn(x, w))[0], argnums=(0, 1))(x, w)
-
-
-@inner
-def autograd_grad(fn, x, w):
-    """torch.autograd.grad called inside; plain torch allows it where x requires grad there."""
-    (gx,) = torch.autograd.grad(scalar(fn(x, w)), (x,), create_graph=True)
-    return gx
-
-
-# Forward
-
-
-@inner
-def jvp_tangent(fn, x, w):
-    """Linear in the tangent, which here is the input of the outer levels."""
-    return jvp(lambda y: split(fn(y, w))[0], (torch.linspace(0.2, 0.8, 3),), (x,))[1]
-
-
-@inner
 def linearize_x(fn, x, w):
     out, push = linearize(lambda x: split(fn(x, w))[0], x)
     return out, push(direction(x)), push(x)
 
 
-# Batching
-
-
-@inner
 def vmap_dims(fn, x, w):
-    """Other dimensions than the first. (All outputs are made batched: torch 2.13 gives an output
-    that is not batched the shape [34359738369, 3] under out_dims=-1, and raises under out_dims=1.)
+    """Other dimensions than the first. (All outputs are made batched: torch 2.13 gives an output that is not
+    batched the shape [34359738369, 3] under out_dims=-1, and raises under out_dims=1.)
     """
-
-    def sample(x, w, s):
-        return [t * s for t in split(fn(x, w))[0]]
-
-    return vmap(sample, (-1, 1, 0), out_dims=-1)(
-        rows(x).t(), rows(w).transpose(0, 1), torch.tensor([1.0, 0.5])
-    )
+    sample = lambda x, w, s: scaled(fn, x, w)(s)
+    return vmap(sample, (-1, 1, 0), out_dims=-1)(rows(x).t(), rows(w).transpose(0, 1), SCALES.to(x.dtype))
 
 
-@inner
-def vmap_different_unbatched(fn, x, w):
-    """Nothing that fn sees is batched: it is drawn anew for each sample all the same."""
-
-    def sample(s):
-        real, other = split(fn(x, w))
-        return [t * s for t in real], other
-
-    return vmap(sample, randomness="different")(torch.tensor([1.0, 0.5]))
-
-
-@inner
-def vmap_same_unbatched(fn, x, w):
-    return vmap(lambda s: [t * s for t in split(fn(x, w))[0]], randomness="same")(torch.tensor([1.0, 0.5]))
-
-
-@inner
-def vmap_out_none(fn, x, w):
-    """out_dims=None: torch refuses it for what is batched, and allows it for what is not."""
-    return vmap(lambda s: (fn(x, w), s), out_dims=(None, 0), randomness="same")(torch.tensor([1.0, 0.5]))
-
-
-INNER |= {
-    "grad_x": lambda fn: grad(lambda x, w: scalar(fn(x, w))),
-    "grad_tree": lambda fn: lambda x, w: grad(lambda p: scalar(fn(p["x"], p["w"])))({"x": x, "w": w}),
-    "value_and_grad": lambda fn: grad_and_value(lambda x, w: scalar(fn(x, w)), argnums=1),
-    "jacrev_x": lambda fn: jacrev(lambda x, w: split(fn(x, w)), has_aux=True),
-    "jacrev_chunk": lambda fn: jacrev(lambda x, w: split(fn(x, w))[0], chunk_size=1),
-    "jvp_x": lambda fn: lambda x, w: jvp(lambda x: split(fn(x, w)), (x,), (direction(x),), has_aux=True),
-    "jvp_both": lambda fn: lambda x, w: jvp(lambda x, w: split(fn(x, w))[0], (x, w), (direction(x), w * 0.5)),
-    "jacfwd_x": lambda fn: jacfwd(lambda x, w: split(fn(x, w)), has_aux=True),
-    "jacfwd_same": lambda fn: jacfwd(lambda x, w: split(fn(x, w))[0], argnums=(0, 1), randomness="same"),
-    "jacfwd_different": lambda fn: jacfwd(lambda x, w: split(fn(x, w))[0], randomness="different"),
-    "hessian_x": lambda fn: hessian(lambda x, w: scalar(fn(x, w))),
-    "vmap_x": lambda fn: lambda x, w: vmap(fn, (0, None))(rows(x), w),
-    "vmap_w": lambda fn: lambda x, w: vmap(fn, (None, 0))(x, rows(w)),
-    "vmap_nested": lambda fn: lambda x, w: vmap(vmap(fn, (0, None)), (None, 0))(rows(x), rows(w)),
-    "vmap_chunk": lambda fn: lambda x, w: vmap(fn, (0, None), chunk_size=1)(rows(x), w),
-    "vmap_different": lambda fn: lambda x, w: vmap(fn, (0, None), randomness="different")(rows(x), w),
-    "vmap_same": lambda fn: lambda x, w: vmap(fn, (0, None), randomness="same")(rows(x), w),
-    "functionalized": lambda fn: functionalize(fn),
-    "functionalized_views": lambda fn: functionalize(fn, remove="mutations_and_views"),
+INNER = {
+    # Reverse
+    "grad_x": lambda fn, x, w: grad(cost(fn))(x, w),
+    "grad_both": lambda fn, x, w: grad(cost(fn), (0, 1))(x, w),
+    "grad_tree": lambda fn, x, w: grad(lambda p: scalar(fn(p["x"], p["w"])))({"x": x, "w": w}),
+    "grad_aux": lambda fn, x, w: grad(lambda x, w: (scalar(out := fn(x, w)), out), has_aux=True)(x, w),
+    "value_and_grad": lambda fn, x, w: grad_and_value(cost(fn), argnums=1)(x, w),
+    "vjp_pull": vjp_pull,
+    "vjp_twice": vjp_twice,
+    "vjp_vmap": vjp_vmap,
+    "jacrev_x": lambda fn, x, w: jacrev(lambda x: split(fn(x, w)), has_aux=True)(x),
+    "jacrev_both": lambda fn, x, w: jacrev(real(fn), (0, 1))(x, w),
+    "hessian_x": lambda fn, x, w: hessian(cost(fn))(x, w),
+    # torch.autograd.grad called inside; plain torch allows it where x requires grad there.
+    "autograd_grad": lambda fn, x, w: torch.autograd.grad(scalar(fn(x, w)), x, create_graph=True)[0],
+    # Forward
+    "jvp_x": lambda fn, x, w: jvp(lambda x: split(fn(x, w)), (x,), (direction(x),), has_aux=True),
+    "jvp_both": lambda fn, x, w: jvp(real(fn), (x, w), (direction(x), w * 0.5)),
+    # Linear in the tangent, which here is the input of the outer levels.
+    "jvp_tangent": lambda fn, x, w: jvp(
+        lambda y: split(fn(y, w))[0], (torch.linspace(0.2, 0.8, 3, dtype=x.dtype),), (x,)
+    )[1],
+    "jacfwd_x": lambda fn, x, w: jacfwd(lambda x: split(fn(x, w)), has_aux=True)(x),
+    "jacfwd_same": lambda fn, x, w: jacfwd(real(fn), argnums=(0, 1), randomness="same")(x, w),
+    "jacfwd_different": lambda fn, x, w: jacfwd(real(fn), randomness="different")(x, w),
+    "linearize_x": linearize_x,
+    # Batching
+    "vmap_x": lambda fn, x, w: vmap(fn, (0, None))(rows(x), w),
+    "vmap_w": lambda fn, x, w: vmap(fn, (None, 0))(x, rows(w)),
+    "vmap_both": lambda fn, x, w: vmap(fn, randomness="different")(rows(x), rows(w)),
+    "vmap_nested": lambda fn, x, w: vmap(vmap(fn, (0, None)), (None, 0))(rows(x), rows(w)),
+    "vmap_chunk": lambda fn, x, w: vmap(fn, (0, None), chunk_size=1)(rows(x), w),
+    "vmap_different": lambda fn, x, w: vmap(fn, (0, None), randomness="different")(rows(x), w),
+    "vmap_same": lambda fn, x, w: vmap(fn, (0, None), randomness="same")(rows(x), w),
+    "vmap_dims": vmap_dims,
+    # Nothing that fn sees is batched: it is drawn anew for each sample all the same.
+    "vmap_different_unbatched": lambda fn, x, w: vmap(scaled(fn, x, w), randomness="different")(SCALES),
+    "vmap_same_unbatched": lambda fn, x, w: vmap(scaled(fn, x, w), randomness="same")(SCALES),
+    # torch refuses None for what is batched, and allows it for what is not.
+    "vmap_out_none": lambda fn, x, w: vmap(lambda s: (fn(x, w), s), out_dims=(None, 0), randomness="same")(
+        SCALES
+    ),
+    "functionalized": lambda fn, x, w: functionalize(fn)(x, w),
+    "functionalized_views": lambda fn, x, w: functionalize(fn, remove="mutations_and_views")(x, w),
 }
 
 
 # Plain eager, around everything
+
+
+OUTER = {}
+
+
+def outer(run):
+    OUTER[run.__name__] = run
+    return run
+
+
+def eager(run):
+    """Of x and w that require grad."""
+    OUTER[run.__name__] = lambda fn, x, w: run(fn, *[t.detach().clone().requires_grad_() for t in (x, w)])
+    return run
 
 
 @eager
@@ -255,7 +193,7 @@ def backward_one_input(fn, x, w):
 
 @eager
 def backward_twice(fn, x, w):
-    """retain_graph=True, then again: grads accumulate."""
+    """Grads accumulate."""
     loss = scalar(fn(x, w))
     loss.backward(retain_graph=True)
     loss.backward()
@@ -264,7 +202,7 @@ def backward_twice(fn, x, w):
 
 @eager
 def backward_after_free(fn, x, w):
-    """A second backward without retain_graph: torch's own error, if the graph held anything."""
+    """torch's own error, if the graph held anything."""
     loss = scalar(fn(x, w))
     loss.backward()
     loss.backward()
@@ -276,24 +214,33 @@ def backward_through_non_leaves(fn, x, w):
     return x.grad, w.grad
 
 
+def gradients(out, inputs, cotangents=None, **options):
+    return torch.autograd.grad(out, inputs, cotangents, allow_unused=True, **options)
+
+
+def cotangents_of(fn, x, w):
+    """The outputs that require grad, and a batch of cotangents."""
+    out = [o for o in split(fn(x, w))[0] if o.requires_grad]
+    return out, [rows(direction(o.detach())) for o in out]
+
+
 @eager
 def eager_grad(fn, x, w):
     out = split(fn(x, w))[0]
-    return torch.autograd.grad(out, (x, w), [direction(o.detach()) for o in out], allow_unused=True)
+    return gradients(out, (x, w), [direction(o.detach()) for o in out])
 
 
 @eager
 def double_backward(fn, x, w):
-    first = torch.autograd.grad(scalar(fn(x, w)), (x, w), create_graph=True, allow_unused=True)
-    second = torch.autograd.grad(scalar(first), (x, w), allow_unused=True)
-    return [t.detach() for t in first if t is not None], second
+    first = gradients(scalar(fn(x, w)), (x, w), create_graph=True)
+    return [t.detach() for t in first if t is not None], gradients(scalar(first), (x, w))
 
 
 @eager
 def triple_backward(fn, x, w):
-    first = torch.autograd.grad(scalar(fn(x, w)), (x, w), create_graph=True, allow_unused=True)
-    (second,) = torch.autograd.grad(scalar(first), (x,), create_graph=True)
-    return torch.autograd.grad(scalar(second), (x, w), allow_unused=True)
+    first = gradients(scalar(fn(x, w)), (x, w), create_graph=True)
+    (second,) = torch.autograd.grad(scalar(first), x, create_graph=True)
+    return gradients(scalar(second), (x, w))
 
 
 @eager
@@ -302,104 +249,83 @@ def double_backward_in_cotangent(fn, x, w):
     out = [o for o in split(fn(x, w))[0] if o.requires_grad]
     cts = [torch.ones_like(o).requires_grad_() for o in out]
     (gx,) = torch.autograd.grad(out, (x,), cts, create_graph=True)
-    return torch.autograd.grad(scalar(gx), cts, allow_unused=True)
+    return gradients(scalar(gx), cts)
 
 
 @eager
 def grads_batched(fn, x, w):
-    out = [o for o in split(fn(x, w))[0] if o.requires_grad]
-    cts = [rows(direction(o.detach())) for o in out]
-    return torch.autograd.grad(out, (x, w), cts, is_grads_batched=True, allow_unused=True)
+    out, cts = cotangents_of(fn, x, w)
+    return gradients(out, (x, w), cts, is_grads_batched=True)
 
 
 @eager
 def grads_batched_then_backward(fn, x, w):
-    out = [o for o in split(fn(x, w))[0] if o.requires_grad]
-    cts = [rows(direction(o.detach())) for o in out]
-    first = torch.autograd.grad(out, (x, w), cts, is_grads_batched=True, create_graph=True, allow_unused=True)
-    return torch.autograd.grad(scalar(first), (x, w), allow_unused=True)
-
-
-@outer
-def jacobian_vectorized(fn, x, w):
-    return torch.autograd.functional.jacobian(
-        lambda x, w: tuple(split(fn(x, w))[0]), (x, w), create_graph=True, vectorize=True
-    )
+    out, cts = cotangents_of(fn, x, w)
+    first = gradients(out, (x, w), cts, is_grads_batched=True, create_graph=True)
+    return gradients(scalar(first), (x, w))
 
 
 def unpack(out):
     return [tuple(forward_ad.unpack_dual(t)) if is_differentiable(t) else t for t in pytree.tree_leaves(out)]
 
 
+def dual_of(x):
+    return forward_ad.make_dual(x, direction(x.detach()))
+
+
 @outer
 def dual(fn, x, w):
     with forward_ad.dual_level():
-        out = unpack(fn(forward_ad.make_dual(x, direction(x)), w))
-    return out
+        return unpack(fn(dual_of(x), w))
 
 
 @outer
 def dual_both(fn, x, w):
     with forward_ad.dual_level():
-        out = unpack(fn(forward_ad.make_dual(x, direction(x)), forward_ad.make_dual(w, w * 0.5)))
-    return out
+        return unpack(fn(dual_of(x), forward_ad.make_dual(w, w * 0.5)))
 
 
 @eager
 def dual_over_backward(fn, x, w):
     """Forward over reverse in plain eager: a Hessian-vector product."""
     with forward_ad.dual_level():
-        dx = forward_ad.make_dual(x, direction(x.detach()))
-        grads = torch.autograd.grad(scalar(fn(dx, w)), (dx, w), allow_unused=True)
-        return unpack(grads)
+        dx = dual_of(x)
+        return unpack(gradients(scalar(fn(dx, w)), (dx, w)))
 
 
 @eager
 def backward_over_dual(fn, x, w):
     """Reverse over forward in plain eager."""
     with forward_ad.dual_level():
-        out = unpack(fn(forward_ad.make_dual(x, direction(x.detach())), w))
-        return torch.autograd.grad(scalar(out), (x, w), allow_unused=True)
+        return gradients(scalar(unpack(fn(dual_of(x), w))), (x, w))
 
 
-@outer
-def traced(fn, x, w):
+def functional(name, of, **options):
+    """Those of torch.autograd.functional."""
+    return lambda fn, x, w: getattr(torch.autograd.functional, name)(of(fn), (x, w), **options)
+
+
+def traced(fn, x, w, **options):
     """make_fx, and the graph then run on other values."""
-    return make_fx(fn)(x, w)(x * 0.9, w * 1.1)
+    return make_fx(fn, **options)(x, w)(x * 0.9, w * 1.1)
 
 
-@outer
-def traced_then_differentiated(fn, x, w):
-    """The graph that make_fx gives is a function like another: its gradient must not end at a
-    detach.
-    """
-    graph = make_fx(fn)(x, w)
-    return grad(lambda x, w: scalar(graph(x, w)), (0, 1))(x, w)
+def outputs(fn):
+    return lambda *args: tuple(split(fn(*args))[0])
 
 
+forward_mode = dict(vectorize=True, strategy="forward-mode")
+forward_over_reverse = dict(vectorize=True, outer_jacobian_strategy="forward-mode")
 OUTER |= {
-    "forward_without_grad": lambda fn: fn,
-    "jacobian": lambda fn: (
-        lambda x, w: torch.autograd.functional.jacobian(lambda x, w: tuple(split(fn(x, w))[0]), (x, w))
-    ),
-    "jacobian_forward": lambda fn: (
-        lambda x, w: torch.autograd.functional.jacobian(
-            lambda x, w: tuple(split(fn(x, w))[0]), (x, w), vectorize=True, strategy="forward-mode"
-        )
-    ),
-    "hessian_vectorized": lambda fn: (
-        lambda x, w: torch.autograd.functional.hessian(lambda x, w: scalar(fn(x, w)), (x, w), vectorize=True)
-    ),
-    "hessian_forward_over_reverse": lambda fn: (
-        lambda x, w: torch.autograd.functional.hessian(
-            lambda x, w: scalar(fn(x, w)),
-            (x, w),
-            vectorize=True,
-            outer_jacobian_strategy="forward-mode",
-        )
-    ),
-    "traced_symbolically": lambda fn: (
-        lambda x, w: make_fx(fn, tracing_mode="symbolic")(x, w)(x * 0.9, w * 1.1)
-    ),
-    "traced_functionalized": lambda fn: lambda x, w: make_fx(functionalize(fn))(x, w)(x * 0.9, w * 1.1),
+    "forward_without_grad": lambda fn, x, w: fn(x, w),
+    "jacobian": functional("jacobian", outputs),
+    "jacobian_vectorized": functional("jacobian", outputs, create_graph=True, vectorize=True),
+    "jacobian_forward": functional("jacobian", outputs, **forward_mode),
+    "hessian_vectorized": functional("hessian", cost, vectorize=True),
+    "hessian_forward_over_reverse": functional("hessian", cost, **forward_over_reverse),
+    "traced": traced,
+    # The graph is a function like another: its gradient must not end at a detach.
+    "traced_then_differentiated": lambda fn, x, w: grad(cost(make_fx(fn)(x, w)), (0, 1))(x, w),
+    "traced_symbolically": functools.partial(traced, tracing_mode="symbolic"),
+    "traced_functionalized": lambda fn, x, w: traced(functionalize(fn), x, w),
 }
