@@ -5,18 +5,21 @@ all kinds; its schedule is any. Loops follow each other and nest, in `remat` and
 FUNCCKPT_RANDOM_LOOPS says how many (default 120), and FUNCCKPT_RANDOM_START the first seed.
 """
 
+import functools
 import os
 import random
+import types
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from support import assert_same, seeds
-from test_scan import SCHEDULES, TRANSFORMS, XS, D, V, W, X, plain_scan
+from test_scan import SCHEDULES, TRANSFORMS, TWO_X, XS, D, V, W, X, plain_scan, plain_while
 from torch.func import grad, jacrev, vmap
+from torch.nn.functional import dropout
 from torch.utils import _pytree as pytree
 
-from funcckpt import InputError, fori_loop, inner_grad, policies, remat, scan, while_loop
+from funcckpt import fori_loop, inner_grad, policies, remat, scan, while_loop
 
 F64 = torch.float64
 COUNT = int(os.environ.get("FUNCCKPT_RANDOM_LOOPS", "120")) // 3
@@ -34,6 +37,13 @@ CHANGES = {
     "constant": lambda c, other, before, x, w, k: torch.ones_like(c),
     "x": lambda c, other, before, x, w, k: x * 1.0,
 }
+
+
+def flipped(tree, k):
+    """Keys of a dict may change places."""
+    return dict(reversed(tree.items())) if k % 2 else tree
+
+
 MORE_OPTIONS = [
     {"checkpoints": 2, "offload": "disk"},
     {"checkpoints": 2, "policy": policies.dots_saveable},
@@ -43,7 +53,7 @@ YS = {
     "new carry": lambda cs, new, x, w, k: new[0],
     "none": lambda cs, new, x, w, k: None,
     "x": lambda cs, new, x, w, k: x,
-    "tree": lambda cs, new, x, w, k: {"p": cs[0] * w[0], "q": [k, new[-1]]},
+    "tree": lambda cs, new, x, w, k: flipped({"p": cs[0] * w[0], "q": [k, new[-1], 0.5], "none": None}, k),
     "constant": lambda cs, new, x, w, k: torch.ones(2),
     "captured": lambda cs, new, x, w, k: w,
 }
@@ -68,7 +78,7 @@ def random_loop(seed):
             return (new, k + 1), y_of(cs, new, x, w, k)
 
         init = [x if same_init else x * (i + 1) for i in range(len(changes))], torch.tensor(0)
-        xs = {"a": xs[:steps]} if has_xs else None
+        xs = {"a": xs[:steps], "none": None} if has_xs else None
         (cs, _), ys = loop(step, init, xs, steps, reverse=reverse, **options)
         weights = lambda y: torch.arange(1, y.numel() + 1, dtype=F64).reshape(y.shape)
         leaves = [y.to(F64) for y in pytree.tree_leaves((cs, ys)) if y is not None]
@@ -119,96 +129,68 @@ def test_random_loop(seed):
         assert_same(got, run(lambda *args: f(plain_scan, *args)), name)
 
 
-class Plain:
-    """The loops without checkpoints."""
-
-    grad = staticmethod(grad)
-
-    @staticmethod
-    def remat(f):
-        return f
-
-    @staticmethod
-    def scan(f, carry, length, **options):
-        return plain_scan(f, carry, length=length)[0]
-
-    @staticmethod
-    def fori(lower, upper, f, carry, **options):
-        for i in range(lower, upper):
-            carry = f(i, carry)
-        return carry
-
-    @staticmethod
-    def until(going_on, f, carry, **options):
-        while going_on(carry):
-            carry = f(carry)
-        return carry
+PLAIN = types.SimpleNamespace(
+    grad=grad,
+    remat=lambda f: f,
+    scan=plain_scan,
+    fori=lambda lower, upper, f, carry, **_: functools.reduce(
+        lambda c, i: f(i, c), range(lower, upper), carry
+    ),
+    until=plain_while,
+)
+OURS = types.SimpleNamespace(grad=inner_grad, remat=remat, scan=scan, fori=fori_loop, until=while_loop)
 
 
-class Ours(Plain):
-    grad, remat = staticmethod(inner_grad), staticmethod(remat)
-    fori, until = staticmethod(fori_loop), staticmethod(while_loop)
-
-    @staticmethod
-    def scan(f, carry, length, **options):
-        return scan(f, carry, length=length, **options)[0]
+# What becomes of x: (loops, step, x, n, options) -> new x.
+def times(loops, step, x, n, o):
+    """A while_loop that counts its steps."""
+    return loops.until(lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x), **o)[1]
 
 
-# What becomes of x: (loops, step, x, n, options) -> new x. `times` counts the steps of a while_loop.
-def times(loops, step, x, n, options):
-    return loops.until(lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x), **options)[1]
+def scanned(loops, step, x, n, o):
+    return loops.scan(lambda c, _: (step(c), None), x, length=n, **o)[0]
 
 
+def after(f, step):
+    return lambda x: f(step(x))
+
+
+def tree(loops, step, x, n, o):
+    """Numbers, None and a list; keys of a dict may change places."""
+
+    def body(c):
+        h = [step(c["h"][0]) * c["k"][0], c["h"][0]]
+        return {"h": h, "i": c["i"] + 1, "none": None, "k": c["k"] + 1}
+
+    init = {"i": 0, "none": None, "h": [x, x], "k": torch.arange(2)}
+    return loops.until(lambda c: c["i"] < n, body, init, **o)["h"][0]
+
+
+TWO = {"checkpoints": 2}
 LINKS = {
     "while": times,
-    "scan": lambda loops, step, x, n, o: loops.scan(lambda c, _: (step(c), None), x, n, **o),
+    "scan": scanned,
     "fori": lambda loops, step, x, n, o: loops.fori(2, 2 + n, lambda i, c: step(c) / i, x, **o),
     "scan in while": lambda loops, step, x, n, o: times(
-        loops, lambda x: loops.scan(lambda c, _: (step(c), None), x, n, checkpoints=2), x, 3, o
+        loops, lambda x: scanned(loops, step, x, n, TWO), x, 3, o
     ),
-    "while in scan": lambda loops, step, x, n, o: loops.scan(
-        lambda c, _: (times(loops, step, c, n, {"checkpoints": 2}), None), x, 3, **o
+    "while in scan": lambda loops, step, x, n, o: scanned(
+        loops, lambda x: times(loops, step, x, n, TWO), x, 3, o
     ),
     "remat in while": lambda loops, step, x, n, o: times(loops, loops.remat(step), x, n, o),
-    "scan in scan": lambda loops, step, x, n, o: loops.scan(
-        lambda c, _: (loops.scan(lambda c, _: (step(c), None), c, 2, checkpoints=1), None), x, n, **o
-    ),
-    "scan in remat": lambda loops, step, x, n, o: loops.remat(
-        lambda x: loops.scan(lambda c, _: (step(c), None), x, n, **o)
-    )(x),
-    "while in remat": lambda loops, step, x, n, o: loops.remat(lambda x: times(loops, step, x, n, o))(x),
-    "dropout": lambda loops, step, x, n, o: times(
-        loops, lambda x: torch.nn.functional.dropout(step(x), 0.2), x, n, o
-    ),
-    "dropout in scan": lambda loops, step, x, n, o: loops.scan(
-        lambda c, _: (torch.nn.functional.dropout(step(c), 0.2), None), x, n, **o
-    ),
+    "scan in remat": lambda loops, step, x, n, o: loops.remat(lambda x: scanned(loops, step, x, n, o))(x),
+    "dropout": lambda loops, step, x, n, o: times(loops, after(dropout, step), x, n, o),
     "inner gradient": lambda loops, step, x, n, o: times(
         loops, lambda x: x - 0.1 * loops.grad(lambda h: (step(h) ** 2).sum())(x), x, n, o
     ),
-    "numbers, None and a list": lambda loops, step, x, n, o: loops.until(
-        lambda c: c["i"] < n,
-        lambda c: {
-            "i": c["i"] + 1,
-            "none": None,
-            "h": [step(c["h"][0]) * c["k"][0], c["h"][0]],
-            "k": c["k"] + 1,
-        },
-        {"i": 0, "none": None, "h": [x, x], "k": torch.arange(2)},
-        **o,
-    )["h"][0],
+    "tree": tree,
 }
 LINK_OPTIONS = [
     {},
-    {"checkpoints": 1},
-    {"checkpoints": 2},
-    {"checkpoints": 5},
-    {"checkpoint": "every"},
-    {"checkpoint": "sqrt"},
+    *[{"checkpoints": k} for k in (1, 2, 5)],
+    *[{"checkpoint": rule} for rule in ("every", "sqrt")],
     {"bytes": 10**5},
-    {"checkpoints": 2, "offload": "host"},
-    {"checkpoints": 2, "offload": "disk"},
-    {"checkpoints": 2, "policy": policies.dots_saveable},
+    *[{"checkpoints": 2, "offload": place} for place in ("host", "disk")],
     {"checkpoint": "sqrt", "policy": policies.everything_saveable},
     {"policy": [torch.ops.aten.tanh.default, torch.ops.aten.bernoulli.p]},
 ]
@@ -228,26 +210,17 @@ def test_random_chain_of_loops(seed):
         return (x * x).sum()
 
     transforms = {**MORE}
-    if any("dropout" in link for link, _ in chain):  # which other vmaps let nobody draw
+    if "dropout" in [link for link, _ in chain]:  # which other vmaps let nobody draw
         transforms = {name: MORE[name] for name in ("grad", "grad of grad", "jvp", "hvp", "vjp", "eager")}
         transforms["jacrev"] = lambda f: jacrev(f, (0, 1, 2))(W, X, XS)
         transforms["vmap of nothing"] = lambda f: vmap(lambda _: f(W, X, XS), randomness="different")(XS)
     for randomness in ("same", "different"):
         transforms[f"vmap of grad, {randomness}"] = lambda f, randomness=randomness: vmap(
             grad(f, (0, 1)), (None, 0, None), randomness=randomness
-        )(W, torch.stack([X, 2 * X]), XS)
+        )(W, TWO_X, XS)
     for name in draw.sample(list(transforms), 2):
         run, found = transforms[name], []
-        for loops in (Ours, Plain):
+        for loops in (OURS, PLAIN):
             torch.manual_seed(seed)
             found.append((run(lambda *args, loops=loops: f(loops, *args)), torch.rand(1)))
         assert_same(*found, f"{name}: {chain}")
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("options", [{"checkpoint": 3}, {"checkpoints": 2}], ids=str)
-def test_an_error_names_the_step(reverse, options):
-    """Counted along xs, in whatever part of the loop it stands."""
-    step = lambda c, x: (c[:2] if x == 3 else c * x, None)
-    with pytest.raises(InputError, match=r"step 3 returned carry as float64\[2\]"):
-        scan(step, X.clone().requires_grad_(), torch.arange(8), reverse=reverse, **options)

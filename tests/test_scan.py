@@ -472,10 +472,21 @@ def two(c, x):
         (lambda: while_loop(lambda c: c > 0, two, X), r"returned bool\[3\] at step 0, not one value"),
         (lambda: scan(two, X, XS, progress=True), "progress=True needs tqdm"),
         *[
+            (
+                lambda o=o: scan(lambda c, i: (c[:2] if i == 3 else c, None), X, torch.arange(8), **o),
+                r"step 3 returned carry as float64\[2\]",  # counted along xs, whatever part it is in
+            )
+            for o in ({"checkpoint": 3}, {"reverse": True}, {"reverse": True, "checkpoint": 3})
+        ],
+        *[
             (lambda loop=loop, options=options: LOOPS[loop](torch.sin, X, 5, **options), says)
             for options, says in [
                 ({"bytes": 8000, "checkpoint": "sqrt"}, "bytes= needs checkpoint="),
                 ({"bytes": 8e3}, "bytes=8000.0 is not a positive number"),
+                ({"checkpoint": True}, "checkpoint=True is not a positive number"),
+                ({"checkpoints": 0}, "checkpoints=0 is not a positive number"),
+                ({"checkpoint": "sqrt", "checkpoints": 4}, 'checkpoints=4 needs checkpoint="binomial"'),
+                ({"offload": "tape"}, "offload='tape' is not None, 'host' or 'disk'"),
                 ({"policy": policies.dots_saveable, "checkpoint": None}, "keeps all values of each step"),
                 ({"policy": policies.dots_saveable, "bytes": 2**20}, "cannot count what a policy keeps"),
                 ({"policy": policies.budget(bytes=1)}, "For a loop, pass bytes="),
@@ -488,7 +499,7 @@ def two(c, x):
 def test_wrong_input(call, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(InputError, match=says):
-        call()
+        grad(lambda x: call() or x)(ONE)  # where carries are kept
 
 
 @pytest.mark.parametrize("options", [{"checkpoint": None}, {"checkpoint": 3}, {"checkpoints": 2}], ids=str)
