@@ -82,12 +82,12 @@ class Found:
         self.marks: dict[int, dict[str, Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
-        self._empty: list[Any] = []  # empty at the call
+        self._empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
-        self._edges: list[int] = []
+        edges = self._edges = list[int]()
         self.streams: list[Any] = []
         self.opaque: list[nn.Module] = []
-        self.draws_elsewhere = self.calls_backward = False
+        draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
         met: set[int] = set()
@@ -103,15 +103,15 @@ class Found:
                 value, parent, key = pending.pop()
                 number = id(value)
                 if key is not _BESIDE:
-                    self._edges += number, parent
+                    edges += number, parent
                 if number in met:
                     continue
                 met.add(number)
-                if isinstance(value, Tensor):
-                    tensors[number], self.places[number] = value, (parent, key)
-                    continue
                 cls: Any = type(value)
                 kind = kinds.kind_of(cls)
+                if kind is kinds.TENSOR:
+                    tensors[number], self.places[number] = value, (parent, key)
+                    continue
                 if kind is None:
                     if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
                         self.streams.append(value)
@@ -124,13 +124,13 @@ class Found:
                     module = value.__globals__.get("__name__") if kind is kinds.FUNCTION else value.__name__
                     is_own = not is_library(module) or value is first
                     draws = draws or is_installed(module) or module in _DRAWING
-                self.draws_elsewhere |= draws
+                draws_elsewhere |= draws
                 if kind is kinds.CLASS and not is_own:
                     continue  # it holds no objects of the user
                 counted = names if is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS) else None
                 content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
-                    content = dict(value if kind is kinds.DICT else value.__dict__)
+                    content = dict(value) if kind is kinds.DICT else value.__dict__.copy()
                 elif counted is None or kind is kinds.CLASS:
                     content = kinds.read(kind, value, counted)
                 # Otherwise its content is read below: its class may add names.
@@ -144,7 +144,6 @@ class Found:
                     if type(item) not in kinds.ATOMS:
                         if name in _OFTEN_EMPTY and not item:
                             self._empty.append(item)
-                            self._edges += id(item), number
                         else:
                             pending.append((item, number, name))
                 for base in of.own_classes:
@@ -165,7 +164,7 @@ class Found:
                             nodes[id(space)].names.update(of_globals)
                         self.calls_backward |= "backward" in looked_up
                         for name in imported:
-                            self.draws_elsewhere |= name not in sys.modules  # an unknown module may draw
+                            draws_elsewhere |= name not in sys.modules  # an unknown module may draw
                             pending.append((sys.modules.get(name), number, _BESIDE))
             now = len(names), len(named), functions
             if read_with != now:  # there may be new names
@@ -179,11 +178,10 @@ class Found:
                             if type(item) not in kinds.ATOMS:
                                 if name in _OFTEN_EMPTY and not item:
                                     self._empty.append(item)
-                                    self._edges += id(item), id(node.value)
                                 else:
                                     pending.append((item, id(node.value), name))
         self.names = names
-        self.draws_elsewhere |= "random" in names
+        self.draws_elsewhere = draws_elsewhere or "random" in names
         self.has_hooks_of_opacus = "capture_activations_hook" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
@@ -217,21 +215,27 @@ class Found:
                 there = value.__dict__
             else:
                 there, names = kinds.read(kind, value, names), None
-            if content.keys() != (there.keys() if names is None else there.keys() & names):
+            keys = there.keys() if names is None else there.keys() & names
+            values = there.values() if names is None else map(there.get, content)
+            if content.keys() != keys:
                 changed.add(number)
-            elif not all(map(operator.is_, map(there.get, content), content.values())):
+            elif not all(map(operator.is_, values, content.values())):  # or in another order
                 for name, x in content.items():
                     is_let_go = type(x) is Hole and (x.ref is None or x.ref() is there[name])
                     if there[name] is not x and not is_let_go:
                         changed.add(number)
         if any(self._empty):
-            filled = {id(x): x for x in self._empty if x and id(x) not in self.nodes}
+            filled = {id(x): x for x in self._empty if x}
+            self._empty = [x for x in self._empty if not x]
             for holder, node in [*self.nodes.items()]:
                 for name, item in node.content.items():
-                    if (x := filled.pop(id(item), None)) is not None:
-                        cls: Any = type(x)
-                        self.nodes[id(x)] = Node(kinds.kind_of(cls) or kinds.DICT, cls, x, {}, holder, name)
-                        changed.add(id(x))
+                    if (x := filled.get(id(item))) is not None:
+                        self._edges += id(x), holder
+                        if id(x) not in self.nodes:
+                            cls: Any = type(x)
+                            kind = kinds.kind_of(cls) or kinds.DICT
+                            self.nodes[id(x)] = Node(kind, cls, x, {}, holder, name)
+                            changed.add(id(x))
         return changed
 
     def leading_to(self, reached: set[int]) -> set[int]:

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .code import is_library, is_plain_python, slots_of
 
@@ -54,6 +54,7 @@ OBJECT = Kind(label="attribute {!r}")
 SLOTTED = Kind(label="attribute {!r}")  # an object or a module with slots
 CLASS = Kind(label="attribute {!r}")  # or a module of Python
 VARIABLE = Kind()  # a context variable
+TENSOR = Kind()
 
 OBJECTS = frozenset({MODULE, OBJECT, SLOTTED})
 MAPPINGS = frozenset({DICT, GLOBALS})
@@ -95,6 +96,8 @@ class Hole(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def kind_of(cls: Any) -> Kind | None:
     """The kind of the instances of a class; None if they are not searched."""
+    if issubclass(cls, Tensor):
+        return TENSOR
     if any([str(base.__module__).startswith("torch.distributed.") for base in cls.__mro__]):
         return None  # `fully_shard` exchanges the parameters of a module during each run
     if any([base.__name__.startswith("AbstractGradSample") for base in cls.__mro__]):
