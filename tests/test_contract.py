@@ -5,10 +5,8 @@ autograd does not notice the rebinding, since the forward is over. So the same p
 the reference, under every transform.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import random
 import re
 import types
@@ -21,7 +19,6 @@ from compositions.stacks import stack
 from support import WRAPS, assert_same, default_dtype, no_remat, outcome, registered
 from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
-from torch.nn import functional as F
 
 from funcckpt import MutationError
 
@@ -148,34 +145,12 @@ def bound_object(w, x, wrap):
 
 
 @place
-def list_item(w, x, wrap):
-    items = [w, 2.0]
-    y = wrap(lambda x: (x @ items[0] * items[1]).sin() * len(items))(x)
-    items[:] = [w * 0, 5.0, None]
-    return y
-
-
-@place
-def dict_item(w, x, wrap):
-    items = {"w": w, "more": {"k": 2.0}}
-    y = wrap(lambda x: (x @ items["w"]).sin() * items["more"]["k"])(x)
-    items["w"], items["more"]["k"] = w * 0, 5.0
-    return y
-
-
-@place
-def dataclass_field(w, x, wrap):
-    data = Data(w)
-    y = wrap(lambda x: getattr(torch, data.name)(x @ data.w * data.k))(x)
-    data.w, data.k, data.name = w * 0, 5.0, "cos"
-    return y
-
-
-@place
-def function_that_f_calls(w, x, wrap):
-    g = lambda x: (x @ w).sin()
-    y = wrap(lambda x: g(x) * 2)(x)
-    g = torch.exp
+def items_and_fields(w, x, wrap):
+    items, data = [w, {"k": 2.0}], Data(w)
+    f = lambda x: getattr(torch, data.name)(x @ items[0] * items[1]["k"]) @ data.w * data.k * len(items)
+    y = wrap(f)(x)
+    items[1]["k"], data.w, data.k, data.name = 5.0, w * 0, 5.0, "cos"
+    items[:] = [w * 0, {"k": 3.0}, None]
     return y
 
 
@@ -199,50 +174,21 @@ class Calls(nn.Module):
 
 
 @place
-def module_buffer(w, x, wrap):
-    net = nn.Module()
-    net.register_buffer("b", w)
-    y = wrap(lambda x: (x @ net.b).sin())(x)
-    net.b = w * 0
-    return y
-
-
-@place
-def module_attribute(w, x, wrap):
+def module_attributes(w, x, wrap):
     net = Block(w)
-    y = wrap(net)(x)
-    net.w, net.k = w * 0, 5.0
-    return y
-
-
-@place
-def training_flag(w, x, wrap):
-    net = Block(w)
-    y = wrap(net)(x)
+    net.register_buffer("b", w.cos())
+    y = wrap(lambda x: net(x @ net.b))(x)
+    net.w, net.b, net.k, net.act = w * 0, w * 0, 5.0, nn.Sigmoid()
     net.eval()
     return y
 
 
 @place
-def submodule(w, x, wrap):
-    net = Block(w)
-    y = wrap(net)(x)
-    net.act = nn.Sigmoid()
-    return y
-
-
-@place
-def submodules_where_there_were_none(w, x, wrap):
-    net = nn.Sequential()
-    y = wrap(lambda x: net(x @ w).sin())(x)
-    net.append(nn.Sigmoid())
-    return y
-
-
-@place
-def order_of_layers(w, x, wrap):
-    net = nn.Sequential(nn.Softplus(), nn.Sigmoid(), nn.Tanh())
-    y = wrap(lambda x: net(x @ w))(x)
+def layers(w, x, wrap):
+    """Where there were none, and in another order."""
+    empty, net = nn.Sequential(), nn.Sequential(nn.Softplus(), nn.Sigmoid(), nn.Tanh())
+    y = wrap(lambda x: net(empty(x @ w).sin()))(x)
+    empty.append(nn.Sigmoid())
     net._modules["3"] = net._modules.pop("0")
     return y
 
@@ -276,15 +222,6 @@ def attributes_and_methods_of_a_class(w, x, wrap):
     first.scale, second.forward = 5.0, torch.exp
     Scaled.method = lambda self, x: x.exp()
     return y
-
-
-@place
-def list_that_gets_shorter(w, x, wrap):
-    skips = [x.sin(), x.cos()]
-    for _ in range(2):
-        x = wrap(lambda x: (x @ w * skips[-1]).tanh())(x)
-        skips.pop()
-    return x
 
 
 @place
@@ -327,16 +264,6 @@ def test_what_f_does_not_use_is_no_input(wrap):
     assert not any(leaf.requires_grad for leaf in g.values())
 
 
-def test_what_f_does_not_use_is_no_input_at_a_level(wrap):
-    """A tensor that is batched, and requires grad outside: the gradient does not hold its history."""
-    c = inputs()[1]
-
-    def sample(x):
-        return grad(wrap(lambda p: (p * c).sum() if p.dim() else x))(c)
-
-    assert not vmap(sample)(torch.rand(2, 3, requires_grad=True)).requires_grad
-
-
 def test_the_derivative_of_a_linear_function(wrap):
     """It may have a history where plain torch's has none, but nothing is differentiated by it."""
     x = inputs()[0].requires_grad_()
@@ -346,92 +273,32 @@ def test_the_derivative_of_a_linear_function(wrap):
     assert second is None or not second.any()
 
 
-class OwnLayerNorm(nn.LayerNorm):
-    """Its eps is named in torch's code alone."""
-
-
-def test_an_attribute_that_code_of_a_library_reads(wrap):
-    def gradient(wrap):
-        module, x = OwnLayerNorm(3), inputs()[1].requires_grad_()
-        y = wrap(module)(x)
-        module.eps = 3.0
-        return torch.autograd.grad(y.sin().sum(), x)
-
-    assert_same(gradient(wrap), gradient(no_remat))
-
-
-def test_an_attribute_that_code_of_an_installed_package_reads(wrap, tmp_path, monkeypatch):
-    path = tmp_path / "site-packages"
-    path.mkdir()
-    (path / "installed_base.py").write_text(
-        "from torch import nn\n"
-        "class Base(nn.Module):\n"
-        "    k = 2.0\n"
-        "    def forward(self, x):\n"
-        "        return self.scaled(x).sin()\n"
-        "    def scaled(self, x):\n"
-        "        return x * self.k\n"
-    )
-    monkeypatch.syspath_prepend(path)
-    kind = type("Own", (importlib.import_module("installed_base").Base,), {"__module__": __name__})
-
-    def gradient(wrap):
-        module, x = kind(), inputs()[1].requires_grad_()
-        module.k = 2.0
-        y = wrap(module)(x)
-        module.k = 3.0
-        return torch.autograd.grad(y.sum(), x)
-
-    assert_same(gradient(wrap), gradient(no_remat))
-
-
 # ---------------------------------------------------------------- the world
 
 
-def from_torch(x):
-    return x * torch.rand(3)
-
-
-GENERATOR = torch.Generator()
-
-
-def from_a_generator(x):
-    return x * torch.rand(3, generator=GENERATOR)
-
-
-def from_python(x):
-    return x * random.random()
-
-
-def from_numpy(x):
-    return x * numpy.random.random()
-
-
-DICE, OWN = random, random.Random(0)
+DICE, OWN, GENERATOR = random, random.Random(0), torch.Generator()
 NUMPY, OLD = numpy.random.default_rng(0), numpy.random.RandomState(0)
-
-
-def by_another_name(x):
-    return x * DICE.gauss(0, 1)
-
-
-def from_objects(x):
-    return x * OWN.gauss(0, 1) * NUMPY.random() * OLD.rand()
+DRAWS = {
+    "torch": lambda x: x * torch.rand(3),
+    "a generator": lambda x: x * torch.rand(3, generator=GENERATOR),
+    "python": lambda x: x * random.random(),
+    "python by another name": lambda x: x * DICE.gauss(0, 1),
+    "numpy": lambda x: x * numpy.random.random(),
+    "objects": lambda x: x * OWN.gauss(0, 1) * NUMPY.random() * OLD.rand(),
+}
 
 
 @pytest.mark.parametrize(
     "transforms", [s for s in STACKS if "vmap_x" not in s and "hessian_x" not in s], ids=".".join
 )
-@pytest.mark.parametrize(
-    "draw", [from_torch, from_a_generator, from_python, from_numpy, by_another_name, from_objects]
-)
-def test_random_numbers(draw, transforms, wrap):
+@pytest.mark.parametrize("source", DRAWS)
+def test_random_numbers(source, transforms, wrap):
     def program(wrap):
         GENERATOR.manual_seed(3)
         OWN.seed(0), OLD.seed(0)
         NUMPY.bit_generator.state = numpy.random.default_rng(0).bit_generator.state
         # The outputs, for a factor that is zero, would not tell.
-        return lambda x, w: wrap(lambda x: (draw(x) @ w).sin())(x - x.detach())
+        return lambda x, w: wrap(lambda x: (DRAWS[source](x) @ w).sin())(x - x.detach())
 
     ends = lambda: (torch.rand(3, generator=GENERATOR), OWN.random(), NUMPY.random(), OLD.rand())
     check(program, transforms, wrap, ends)
@@ -469,46 +336,12 @@ def test_batch_norm_under_a_transform(wrap):
     assert_same(run(wrap), run(no_remat))
 
 
-@pytest.mark.parametrize("what", ["autocast", "dtype", "device"])
-def test_defaults_of_the_call(what, wrap):
-    """Set around the forward, and not around the backward."""
-    around = {
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-        "dtype": lambda: default_dtype(torch.float32),
-        "device": lambda: torch.device("cpu"),
-    }[what]
-
-    def program(wrap):
-        def run(x, w):
-            with around():
-                y = wrap(lambda x: (F.linear(x, w) * torch.full((3,), 0.1)).sin())(x)
-            return y.double()
-
-        return run
-
-    other = torch.device("meta") if what == "device" else contextlib.nullcontext()
-    x, w = (t.requires_grad_() for t in inputs())
-    found = []
-    for each in (no_remat, wrap):
-        y = program(each)(x, w).sum()
-        with other:
-            found.append(torch.autograd.grad(y, (x, w)))
-    assert_same(found[1], found[0])
-    if what != "device":
-        check(program, ("grad_both",), wrap)
-
-
-# ---------------------------------------------------------------- what no copy can stand for
-
-
-class Shelf:
-    k = 2.0
-    calls = 0
-
-
 @pytest.mark.parametrize("transforms", STACKS, ids=".".join)
 def test_a_counter_that_is_only_reachable(transforms, wrap):
     """No error, for f refers to it and does not read it."""
+
+    class Shelf:
+        calls = 0
 
     def helper(x):
         Shelf.calls += 1
@@ -516,8 +349,7 @@ def test_a_counter_that_is_only_reachable(transforms, wrap):
 
     def program(wrap):
         def run(x, w):
-            f = lambda x: helper(x) if x is None else (x @ w).sin()
-            y = wrap(f)(x)
+            y = wrap(lambda x: helper(x) if x is None else (x @ w).sin())(x)
             helper(None)
             return y
 
@@ -554,22 +386,18 @@ def writes(x):
     return x.mul_(2).sin()
 
 
-@pytest.mark.parametrize("how", ["no_grad", "vmap", "jvp", "no input requires grad"])
+RUNS_ONCE = {
+    "no_grad": lambda f, x: torch.no_grad()(f)(x.clone()),
+    "vmap": lambda f, x: vmap(f)(x.clone()),
+    "jvp": lambda f, x: jvp(lambda x: f(x.clone()), (x,), (x.cos(),)),
+    "no input requires grad": lambda f, x: f(x.clone()),
+}
+
+
+@pytest.mark.parametrize("how", RUNS_ONCE)
 def test_nothing_is_an_error_where_nothing_is_recomputed(how, wrap):
-    x, _ = inputs()
-
-    def run(wrap):
-        f = wrap(writes)
-        if how == "no_grad":
-            with torch.no_grad():
-                return f(x.clone())
-        if how == "vmap":
-            return vmap(f)(x.clone())
-        if how == "jvp":
-            return jvp(lambda x: f(x.clone()), (x,), (x.cos(),))
-        return f(x.clone())
-
-    assert_same(run(wrap), run(no_remat))
+    x = inputs()[0]
+    assert_same(RUNS_ONCE[how](wrap(writes), x), RUNS_ONCE[how](writes, x))
 
 
 def test_a_write_to_an_argument_under_grad_is_an_error(wrap):
@@ -626,42 +454,22 @@ def class_attributes():
     return Net(), lambda: Net.steps
 
 
-def stack_that_f_takes_from():
-    skips = [3.0, 2.0, 0.5]
-    return lambda x: (x * skips.pop()).tanh(), lambda: skips
-
-
-def deleted():
-    box = types.SimpleNamespace(scale=2.0, more=3.0)
+def items():
+    """One is taken, one is added, and one is deleted."""
+    skips, tables, box = [3.0, 2.0, 0.5], {}, types.SimpleNamespace(scale=2.0, more=3.0)
 
     def f(x):
-        out = (x * box.scale).sin()
-        box.scale = box.more
-        del box.more
-        return out
+        tables[len(tables)] = torch.arange(3).exp() * (len(tables) + 1)
+        scale, box.scale = box.scale, 0.5
+        if hasattr(box, "more"):
+            del box.more
+        return (x * skips.pop() * tables[len(tables) - 1]).tanh() * scale
 
-    def g(x):
-        return f(x) if hasattr(box, "more") else (x * box.scale).cos()
-
-    return g, lambda: vars(box)
-
-
-def cache():
-    tables = {}
-
-    def f(x):
-        n = len(tables)
-        if n not in tables:
-            tables[n] = torch.arange(3).exp() * (n + 1)
-        return (x * tables[n]).sin()
-
-    return f, lambda: tables
+    return f, lambda: (skips, tables, vars(box))
 
 
 @pytest.mark.parametrize("transform", ["backward", "grad", "hessian"])
-@pytest.mark.parametrize(
-    "kind", [variables, attributes, class_attributes, stack_that_f_takes_from, deleted, cache]
-)
+@pytest.mark.parametrize("kind", [variables, attributes, class_attributes, items])
 def test_what_f_assigns_it_assigns_once(kind, transform, wrap):
     def run(wrap):
         f, state = kind()
