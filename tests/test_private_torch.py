@@ -8,39 +8,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils import checkpoint as module
+from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
 from funcckpt._torch import autograd, functorch, wrappers
 
-PACKAGE = Path(funcckpt.__file__).parent
+
+def leaf():
+    return torch.ones(3, requires_grad=True)
 
 
-def private_imports(path):
-    """Modules of torch with a private part in their path that a file imports from."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            if name.startswith("torch") and "functorch" in name.split(".")[1:2]:
-                yield name
-            if name.startswith(("torch._C", "torch._functorch")):
-                yield name
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
-def test_functorch_is_touched_in_one_module_only(path):
-    if path.parent.name != "_torch":
-        assert not list(private_imports(path))
+def test_functorch_is_touched_in_one_module_only():
+    for path in Path(funcckpt.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [getattr(node, "module", None) or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            private = [n for n in names if n.startswith(("torch._C", "torch._functorch", "torch.functorch"))]
+            assert path.parent.name == "_torch" or not private, path
 
 
 def test_blocks_of_cached_parametrizations_are_left():
     parametrize = torch.nn.utils.parametrize
     assert autograd.parametrizations_anew() is None
     with parametrize.cached(), parametrize.cached():
-        assert parametrize._cache_enabled == 2
         with autograd.parametrizations_anew():
             assert parametrize._cache_enabled == 0 and autograd.parametrizations_anew() is None
         assert parametrize._cache_enabled == 2
@@ -50,21 +42,59 @@ def test_blocks_of_cached_parametrizations_are_left():
 def test_layers_are_read_and_left_as_they_were():
     def f(x):
         before = functorch.current_level()
-        kinds = [layer.kind for layer in functorch.active_layers()]
+        seen.append([layer.kind for layer in functorch.active_layers()])
         assert functorch.current_level() == before
-        return x * len(kinds), kinds
+        return x.sin()
 
     seen = []
-    torch.func.vmap(torch.func.grad(lambda x: seen.append(f(x)[1]) or x.sin()))(torch.ones(2))
+    torch.func.vmap(torch.func.grad(f))(torch.ones(2))
     assert seen == [["vmap", "grad"]]
+
+
+class Look(torch.autograd.Function):
+    """Asks in its backward, and notes what it is told."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, ct):
+        Look.seen.append(Look.ask())
+        return ct
 
 
 @pytest.mark.parametrize("mode", [nullcontext, lambda: torch.device("cpu")], ids=["", "default_device"])
 @pytest.mark.parametrize("where", ["here", "in_a_thread_of_the_engine"])
 def test_final_backward_of_grad_is_recognised(where, mode):
     """Without it every cotangent of the last backward stays alive: right, but not lean."""
+
+    # One frame stands between the question and the engine in the library, and none here.
+    def ask():
+        if where == "here":
+            return (lambda: autograd.is_final_backward(1, threading.get_ident()))()
+        # As on a device: a thread without callers asks, and the one that called the engine waits.
+        caller, answers = threading.get_ident(), []
+        thread = threading.Thread(target=lambda: answers.append(autograd.is_final_backward(1, caller)))
+        thread.start()
+        thread.join()
+        return answers[0]
+
+    def differentiated(x):
+        y = Look.apply(x) * x
+        return torch.autograd.grad(y, x, create_graph=True)[0] * x
+
+    Look.ask, Look.seen = ask, []
     with mode():
-        _final_backward(where)
+        x = torch.ones(())
+        torch.func.grad(Look.apply)(x)
+        torch.func.vjp(Look.apply, x)[1](x)
+        torch.func.grad(differentiated)(x)
+    assert Look.seen[:3] == [True, False, False]
 
 
 def test_somebody_elses_mode_may_differentiate_what_it_is_handed():
@@ -82,64 +112,18 @@ def test_somebody_elses_mode_may_differentiate_what_it_is_handed():
     assert seen[0].item() == 12
 
 
-def _final_backward(where):
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, ct):
-            seen.append(is_final(1))
-            return ct
-
-    # One frame stands between the question and the engine in the library, and none here.
-    def is_final(level):
-        if where == "here":
-            return (lambda: autograd.is_final_backward(level, threading.get_ident()))()
-        # As on a device: a thread without callers asks, and the one that called the engine waits.
-        caller, answers = threading.get_ident(), []
-        thread = threading.Thread(target=lambda: answers.append(autograd.is_final_backward(level, caller)))
-        thread.start()
-        thread.join()
-        return answers[0]
-
-    x = torch.ones(())
-    torch.func.grad(Look.apply)(x)
-    _, pull = torch.func.vjp(Look.apply, x)
-    pull(x)
-
-    def differentiated(x):
-        y = Look.apply(x) * x
-        return torch.autograd.grad(y, x, create_graph=True)[0] * x
-
-    torch.func.grad(differentiated)(x)
-    assert seen[0] is True
-    assert seen[1] is False
-    assert seen[2] is False
-
-
 def test_torch_guards_a_mode_against_dynamo_but_for_ours():
     def run(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
-    of_torch = type("Mode", (torch.utils._python_dispatch.TorchDispatchMode,), {"__torch_dispatch__": run})
-    assert of_torch.__torch_dispatch__ is not run
-    ours = type("Mode", (functorch.UnguardedMode,), {"__torch_dispatch__": run})
-    assert ours.__torch_dispatch__ is run
+    make = lambda base: type("Mode", (base,), {"__torch_dispatch__": run}).__torch_dispatch__
+    assert make(torch.utils._python_dispatch.TorchDispatchMode) is not run
+    assert make(functorch.UnguardedMode) is run
 
 
 def test_sequence_numbers_order_the_graph():
-    x = torch.ones(2, requires_grad=True)
-    before = x * 2
-    number = functorch.next_sequence_number()
-    after = x * 3
+    x = leaf()
+    before, number, after = x * 2, functorch.next_sequence_number(), x * 3
     assert before.grad_fn._sequence_nr() < number <= after.grad_fn._sequence_nr()
 
 
@@ -154,25 +138,19 @@ def test_once_differentiable_leaves_a_node_that_has_this_name():
         def backward(ctx, ct):
             return ct * 2
 
-    x = torch.ones(2, requires_grad=True)
-    (g,) = torch.autograd.grad(Once.apply(x * x).pow(2).sum(), x, create_graph=True)
-    names, pending = set(), [g.grad_fn]
-    while pending:
-        node = pending.pop()
-        names.add(node.name())
-        pending.extend(n for n, _ in node.next_functions if n is not None)
-    assert "torch::autograd::Error" in names
+    x = leaf()
+    gradients = torch.autograd.grad(Once.apply(x * x).pow(2).sum(), x, create_graph=True)
+    assert "torch::autograd::Error" in [node.name() for node in autograd.nodes_of(gradients)]
 
 
-def test_what_the_hook_path_touches():
-    from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
-
-    assert autograd.top_saved_tensors_hooks() is None and autograd.may_push_hooks()
+def test_hooks_are_seen_and_left_as_they_were():
     first, second = (lambda x: x), (lambda x: x)
+    assert autograd.top_saved_tensors_hooks() is None and autograd.may_push_hooks()
     with saved_tensors_hooks(first, first):
-        assert autograd.top_saved_tensors_hooks() == (first, first)
         with saved_tensors_hooks(second, second):
             assert autograd.saved_tensors_hooks() == [(second, second), (first, first)]
+            assert autograd.top_saved_tensors_hooks() == (second, second)
+        assert autograd.top_saved_tensors_hooks() == (first, first)
     assert autograd.top_saved_tensors_hooks() is None
     with disable_saved_tensors_hooks("not now"):
         assert not autograd.may_push_hooks()
@@ -181,42 +159,33 @@ def test_what_the_hook_path_touches():
 
 
 def test_a_tensor_is_saved_as_by_an_operator():
-    x = torch.ones(3, requires_grad=True) * 2
+    x = leaf() * 2
     saved = autograd.save(x)
     assert saved.unpack().grad_fn is x.grad_fn
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.unpack()
     seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+    with saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
         autograd.save(x)
     assert len(seen) == 1
 
 
 def test_backwards_are_told_apart():
     keys = []
-    x = torch.ones(3, requires_grad=True)
-    y = x.sin()
+    y = leaf().sin()
     y.register_hook(lambda g: keys.append((autograd.backward_id(), autograd.graph_task())))
     for _ in range(2):
         y.sum().backward(retain_graph=True)
-    with torch.utils.checkpoint.GraphExecGroup() as group:
+    with module.GraphExecGroup() as group:
         y.sum().backward()
     assert keys[0] != keys[1] and all(key == task != -1 for key, task in keys[:2])
     assert keys[2][0] is group
     assert autograd.graph_task() == -1 and autograd.backward_id() != autograd.backward_id()
 
 
-def test_settings_of_torchs_checkpoint_are_read():
-    from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
-
-    assert autograd.checkpoint_settings() == (None, None)
-    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
-        assert autograd.checkpoint_settings() == (False, True)
-
-
 def test_an_alias_shares_the_version_and_no_graph():
-    x = torch.ones(3, requires_grad=True) * 2
+    x = leaf() * 2
     y = autograd.alias(x)
     assert y.grad_fn is None and not y.requires_grad and y.data_ptr() == x.data_ptr()
     x.mul_(2)
@@ -226,27 +195,22 @@ def test_an_alias_shares_the_version_and_no_graph():
     assert x._version == 1
 
 
-def test_torchs_checkpoint_is_known_by_its_hooks():
+def test_torchs_checkpoint_is_known_and_redirected(monkeypatch):
     found = []
-    look = lambda x: (
-        found.append(autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks())),
-        x.sin(),
-    )[1]
-    torch.utils.checkpoint.checkpoint(
-        look, torch.ones(3, requires_grad=True), use_reentrant=False
-    ).sum().backward()
+
+    def look(x):
+        found.append(autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks()))
+        return x.sin()
+
+    checkpoint(look, leaf(), use_reentrant=False).sum().backward()
     assert found == [True, True]
-
-
-def test_torchs_checkpoint_is_redirected(monkeypatch):
-    from torch.utils.checkpoint import checkpoint
-
-    x = torch.ones(3)
-    checkpoint(torch.sin, x, use_reentrant=False)
+    assert autograd.checkpoint_settings() == (None, None)
+    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
+        assert autograd.checkpoint_settings() == (False, True)
     monkeypatch.setattr(autograd, "_checkpoint_before", autograd._checkpoint_before)
     monkeypatch.setattr(checkpoint.__wrapped__, "__dynamo_disable", autograd.original_checkpoint)
     autograd.redirect_checkpoint(lambda *args, **kwargs: "ours")
-    assert checkpoint(torch.sin, x, use_reentrant=False) == "ours"
+    assert checkpoint(torch.sin, torch.ones(3), use_reentrant=False) == "ours"
 
 
 def test_every_private_name_is_still_there():
@@ -255,9 +219,9 @@ def test_every_private_name_is_still_there():
     assert isinstance(wrappers.forward_ad._current_level, int)
     assert inspect.iscode(autograd._ENGINE) and inspect.iscode(autograd._GRAD_TRANSFORM)
     assert "level" in autograd._GRAD_TRANSFORM.co_varnames
-    for name in ("_unwrap_all_tensors_from_functional", "_wrap_all_tensors_to_functional"):
-        assert callable(getattr(functorch.eager_transforms, name))
-    for name in ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"):
-        assert callable(getattr(torch._C, name))
-    for name in ("_add_batch_dim", "_remove_batch_dim"):
-        assert callable(getattr(torch, name))
+    for holder, names in (
+        (functorch.eager_transforms, "_unwrap_all_tensors_from_functional _wrap_all_tensors_to_functional"),
+        (torch._C, "_vmapmode_increment_nesting _vmapmode_decrement_nesting"),
+        (torch, "_add_batch_dim _remove_batch_dim"),
+    ):
+        assert all(callable(getattr(holder, name)) for name in names.split())
