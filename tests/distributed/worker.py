@@ -95,9 +95,12 @@ def setup(how):
     return model, plain, batches
 
 
-def share(batches):
+def share(batches, mesh=None):
     """The samples of this rank."""
-    return [x.chunk(dist.get_world_size())[dist.get_rank()] for x in batches]
+    rank, size = (
+        (dist.get_rank(), dist.get_world_size()) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    )
+    return [x.chunk(size)[rank] for x in batches]
 
 
 def recomputed(model, forwards=3):
@@ -105,35 +108,69 @@ def recomputed(model, forwards=3):
     assert runs == [2 * forwards] * 3, f"a block was run {runs} times in {forwards} forwards and backwards"
 
 
-def ddp():
-    for how in ("remat", "checkpoint"):
-        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+def whole_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+# Of a model with checkpoints: what is called, and what this rank takes of the batches.
+
+
+def ddp(model, **options):
+    return DistributedDataParallel(model, **options), share
+
+
+def fsdp(model, inner=False, reshard=True, first=False):
+    """`inner`: layers inside of a block are sharded by themselves; `first`: before checkpoints are put around."""
+    mesh = whole_mesh()
+    for block in model.blocks:
+        if inner:
+            fully_shard(block.up, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    if first:
+        apply_remat(model, Block)
+        assert all(isinstance(block, Remat) for block in model.blocks)
+    return model, share
+
+
+def tensor_parallel(model, mesh=None):
+    for block in model.blocks:
+        parallelize_module(block, mesh or whole_mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model, list
+
+
+def sharded_tensor_parallel(model):
+    """Both at a time, on a mesh of two dimensions: pairs of ranks split the blocks, and shard the halves."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    tensor_parallel(model, mesh["tensor"])
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["data"])
+    return model, lambda batches: share(batches, mesh["data"])
+
+
+SHARDED = [
+    *[(ddp, options) for options in ({}, {"find_unused_parameters": True}, {"static_graph": True})],
+    *[(fsdp, {"inner": inner, "reshard": reshard}) for inner in (False, True) for reshard in (True, False)],
+    (fsdp, {"first": True}),
+    (tensor_parallel, {}),
+    (sharded_tensor_parallel, {}),
+]
+
+
+def training():
+    for shard, options in SHARDED:
+        for how in ("nothing",) if "first" in options else ("remat", "checkpoint"):
             model, plain, batches = setup(how)
-            check(steps(DistributedDataParallel(model, **options), share(batches)), steps(plain, batches))
+            called, share_of = shard(model, **options)
+            check(steps(called, share_of(batches)), steps(plain, batches))
             recomputed(model)
-
-
-def fsdp():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for how in ("remat", "checkpoint"):
-        for inner in (False, True):  # whether layers inside of a block are sharded by themselves
-            for reshard in (True, False):
-                model, plain, batches = setup(how)
-                for block in model.blocks:
-                    if inner:
-                        fully_shard(block.up, mesh=mesh, reshard_after_forward=reshard)
-                    fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-                fully_shard(model, mesh=mesh)
-                check(steps(model, share(batches)), steps(plain, batches))
-                recomputed(model)
 
 
 def fsdp_inside():
     """What FSDP2 does around each call of a module would not be part of a recomputation."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, _, batches = setup("nothing")
     block = model.blocks[0]
-    fully_shard(block.up, mesh=mesh)
+    fully_shard(block.up, mesh=whole_mesh())
     apply_remat(model, Block, policy=dots_saveable)
     for call in (
         block,
@@ -148,49 +185,10 @@ def fsdp_inside():
             raise AssertionError("no error")
 
 
-def fsdp_first():
-    """Checkpoints put around modules that are sharded already."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, plain, batches = setup("nothing")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    apply_remat(model, Block)
-    assert all(isinstance(block, Remat) for block in model.blocks)
-    check(steps(model, share(batches)), steps(plain, batches))
-    recomputed(model)
-
-
-def tensor_parallel():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for how in ("remat", "checkpoint"):
-        model, plain, batches = setup(how)
-        for block in model.blocks:
-            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        check(steps(model, batches), steps(plain, batches))
-        recomputed(model)
-
-
-def sharded_tensor_parallel():
-    """Both at a time, on a mesh of two dimensions: pairs of ranks split the blocks, and shard the halves."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
-    for how in ("remat", "checkpoint"):
-        model, plain, batches = setup(how)
-        for block in model.blocks:
-            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            fully_shard(block, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh["data"])
-        own = [x.chunk(mesh["data"].size())[mesh["data"].get_local_rank()] for x in batches]
-        check(steps(model, own), steps(plain, batches))
-        recomputed(model)
-
-
 def functional_call_of_distributed_tensors():
     """Other distributed parameters in the forward than in the module when the backward recomputes."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, plain, (x, *_) = setup("remat")
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    tensor_parallel(model)
 
     def moved(p):
         return (p.detach() + 0.1).requires_grad_()
@@ -227,16 +225,7 @@ def per_sample():
 
 CASES = {
     case.__name__: case
-    for case in (
-        ddp,
-        fsdp,
-        fsdp_first,
-        fsdp_inside,
-        tensor_parallel,
-        sharded_tensor_parallel,
-        functional_call_of_distributed_tensors,
-        per_sample,
-    )
+    for case in (training, fsdp_inside, functional_call_of_distributed_tensors, per_sample)
 }
 
 
