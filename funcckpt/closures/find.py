@@ -19,6 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Collection, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Found:
         self._empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
+        self.holes: dict[int, Hole] = {}  # by their own ids
         self.streams: list[Any] = []
         self.opaque: list[nn.Module] = []
         draws_elsewhere = self.calls_backward = False
@@ -240,15 +242,13 @@ class Found:
 
     def leading_to(self, reached: set[int]) -> set[int]:
         """Adds to `reached`, a set of ids, all objects that refer to one of them and can be rebuilt."""
-        holders: dict[int, list[int]] = {}
-        for number, holder in zip(self._edges[::2], self._edges[1::2], strict=True):
-            holders.setdefault(number, []).append(holder)
-        pending = [*reached]
-        while pending:
-            for number in holders.get(pending.pop(), ()):
-                if number not in reached and self.nodes[number].kind not in kinds.FIXED:
-                    reached.add(number)
-                    pending.append(number)
+        # What refers to an object was found before it, except in a cycle: nearly always one pass is enough.
+        numbers, holders, count = self._edges[-2::-2], self._edges[::-2], 0
+        while count < len(reached):
+            count = len(reached)
+            for holder in compress(holders, map(reached.__contains__, numbers)):
+                if self.nodes[holder].kind not in kinds.FIXED:
+                    reached.add(holder)
         return reached
 
     def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:
@@ -259,11 +259,11 @@ class Found:
             self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
-        for number, holder in zip(self._edges[::2], self._edges[1::2], strict=True):
-            if number in holes:
-                content = self.nodes[holder].content
-                for name, item in content.items():
-                    content[name] = holes.get(id(item), item)
+        self.holes.update(zip(map(id, holes.values()), holes.values(), strict=True))
+        for holder in {*compress(self._edges[1::2], map(holes.__contains__, self._edges[::2]))}:
+            content = self.nodes[holder].content
+            for name, item in compress(content.items(), map(holes.__contains__, map(id, content.values()))):
+                content[name] = holes[id(item)]
 
     def seal(self, tensors: Collection[Tensor]) -> None:
         """Let go of tensors that the graph owns from now on, and of objects that would keep them alive."""

@@ -13,6 +13,7 @@ import operator
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ class Rebuilt:
     def __init__(self, found: Found, mapped: dict[int, Tensor], changed: Iterable[int] = ()) -> None:
         self._nodes = found.nodes
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
+        self._touched = {*self._dirty, *found.holes}
         # The replacement of each object, by id of the original; `_originals` is the inverse.
         self._built: dict[int, Any] = {**mapped}
         for number, x in mapped.items():
@@ -75,17 +77,16 @@ class Rebuilt:
 
     def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
         """The content of an object, with replacements."""
-        built, dirty = self._built, self._dirty
-        items = {}
-        for name, x in content.items():
+        built, items = self._built, content.copy()
+        is_touched = map(self._touched.__contains__, map(id, content.values()))
+        for name, x in compress(content.items(), is_touched):
             number = x.number if type(x) is Hole else id(x)
             if number in built:
-                x = built[number]
-            elif number in dirty:
-                x = self._make(number)
-            elif type(x) is Hole:
-                x = x.ref()
-            items[name] = x
+                items[name] = built[number]
+            elif number in self._dirty:
+                items[name] = self._make(number)
+            else:
+                items[name] = x.ref()
         return items
 
     def _make(self, number: int) -> Any:
