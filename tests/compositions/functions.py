@@ -1,8 +1,7 @@
 """The functions of the matrix: what random programs (`programs.py`) do not draw, and some that they do.
 
-Each factory is given a `remat` (the real one, or one that does nothing) and returns `fn(x, w)`
-with x of shape (3,) and w of shape (3, 3); what fn does with `remat` inside is the case. What it
-returns is any pytree of tensors.
+Each factory is given a `remat` (the real one, or one that does nothing) and returns `fn(x, w)` with x of shape
+(3,) and w of shape (3, 3); what fn does with `remat` inside is the case. What it returns is any pytree.
 """
 
 from collections import namedtuple
@@ -11,37 +10,17 @@ from typing import NamedTuple
 import torch
 from support import registered
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
 
 FUNCTIONS = {}
-RANDOM = {}
-case, random = registered(FUNCTIONS), registered(RANDOM)
+case = registered(FUNCTIONS)
 
 
 def whole(f):
     """A case that is one function in remat."""
     FUNCTIONS[f.__name__] = lambda remat: remat(f)
     return f
-
-
-# The plain kinds
-
-
-@case
-def decorated(remat):
-    @remat
-    def f(x, w):
-        return (x * w).sin().sum(0)
-
-    @remat(preserve_rng_state=True)
-    def g(x, scale=2.0, *, shift):
-        return x * scale + shift.cos()
-
-    return lambda x, w: g(f(x, w), shift=x)
-
-
-# Pytrees
 
 
 class Pair(NamedTuple):
@@ -65,9 +44,6 @@ def trees(remat):
     return lambda x, w: f({"x": x, "w": w}, Pair(x.sin(), (w.sum(1), None)), x.cos(), k=w.diag())
 
 
-# Closures
-
-
 @case
 def closure_over_everything(remat):
     def fn(x, w):
@@ -75,9 +51,6 @@ def closure_over_everything(remat):
         return remat(lambda: h.sin() * x + w.sum(0))()
 
     return fn
-
-
-# Nesting
 
 
 @case
@@ -102,74 +75,27 @@ def nested_three_deep_with_closures(remat):
     return fn
 
 
-# Randomness
-
-
 @case
-@random
-def noise(remat):
-    block = remat(lambda x, w: torch.sin(w @ x + torch.randn_like(x) * 0.3))
-    return lambda x, w: block(block(x, w), w) * torch.rand(3)
-
-
-@case
-@random
 def noise_in_nested_remat(remat):
     inner = remat(lambda x: x * torch.rand_like(x) + torch.randn(3))
     return remat(lambda x, w: torch.tanh(inner(w @ x) + torch.bernoulli(torch.full((3,), 0.5)) * inner(x)))
 
 
-# Modules
-
-
-class Block(nn.Module):
-    def __init__(self):
+class Rematted(nn.Module):
+    def __init__(self, remat):
         super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.norm = nn.LayerNorm(3)
+        torch.manual_seed(7)
+        self.linear, self.norm, self.remat = nn.Linear(3, 3), nn.LayerNorm(3), remat
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 3))
 
     def forward(self, x):
-        return x + self.norm(torch.tanh(self.linear(x))) * self.scale
-
-
-class Rematted(nn.Module):
-    def __init__(self, module, remat):
-        super().__init__()
-        self.module = module
-        self.remat = remat
-
-    def forward(self, x):
-        return self.remat(self.module)(x)
-
-
-def seeded(make):
-    torch.manual_seed(7)
-    return make()
+        return x + self.norm(torch.tanh(self.remat(self.linear)(x))) * self.scale
 
 
 @case
-def module_functional_call_inside(remat):
-    block = seeded(Block)
-    return remat(lambda x, w: functional_call(block, {"linear.weight": w, "norm.bias": x}, (x,)))
-
-
-@case
-def module_functional_call_outside(remat):
-    model = Rematted(seeded(Block), remat)
-    names = {"module.linear.weight": 0, "module.scale": 1}
-
-    def fn(x, w):
-        return functional_call(model, dict(zip(names, (w, x.cos()))), (x * 2,))
-
-    return fn
-
-
-@case
-def module_with_its_own_parameters(remat):
-    block = seeded(Block).requires_grad_(False)
-    f = remat(block)
-    return lambda x, w: f(w @ x)
+def module_functional_call(remat):
+    model = Rematted(remat)
+    return lambda x, w: functional_call(model, {"linear.weight": w, "scale": x.cos()}, (x * 2,))
 
 
 # Transforms and autograd inside
@@ -177,19 +103,16 @@ def module_with_its_own_parameters(remat):
 
 @whole
 def func_transforms_inside(x, w):
-    rows = torch.func.vmap(lambda row: torch.sin(row * x))(w)
-    jac = torch.func.jacrev(lambda y: torch.tanh(w @ y))(x)
-    _, tangent = torch.func.jvp(lambda y: (w @ y).sin(), (x,), (x.cos(),))
+    rows = vmap(lambda row: torch.sin(row * x))(w)
+    jac = jacrev(lambda y: torch.tanh(w @ y))(x)
+    _, tangent = jvp(lambda y: (w @ y).sin(), (x,), (x.cos(),))
     return rows.sum(0) + jac @ x + tangent
 
 
 @case
 def vmap_of_grad_inside(remat):
-    def f(x, w):
-        loss = remat(lambda row, y: ((row * y).sin().sum() - 1) ** 2)
-        return torch.func.vmap(torch.func.grad(loss), (0, None))(w, x)
-
-    return remat(f)
+    loss = remat(lambda row, y: ((row * y).sin().sum() - 1) ** 2)
+    return remat(lambda x, w: vmap(grad(loss), (0, None))(w, x))
 
 
 @whole
@@ -208,9 +131,8 @@ class Cube(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, scale = inputs
-        ctx.save_for_backward(x, scale)
-        ctx.save_for_forward(x, scale)
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx, g, h):
@@ -223,6 +145,15 @@ class Cube(torch.autograd.Function):
         tx = torch.zeros_like(x) if tx is None else tx
         ts = torch.zeros_like(scale) if ts is None else ts
         return 3 * x**2 * scale * tx + x**3 * ts, 2 * tx
+
+
+@case
+def custom_function_takes_closure(remat):
+    def fn(x, w):
+        h = w.sum(0)
+        return remat(lambda y: Cube.apply(y, h)[0] * Cube.apply(w @ y, x)[1])(x)
+
+    return fn
 
 
 class HalfSine(torch.autograd.Function):
@@ -240,17 +171,7 @@ class HalfSine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return torch.cos(x) / 2 * g
-
-
-@case
-def custom_function_takes_closure(remat):
-    def fn(x, w):
-        h = w.sum(0)
-        return remat(lambda y: Cube.apply(y, h)[0] * Cube.apply(w @ y, x)[1])(x)
-
-    return fn
+        return torch.cos(ctx.saved_tensors[0]) / 2 * g
 
 
 @whole
@@ -269,34 +190,18 @@ def no_grad_and_detach_inside(x, w):
 
 
 @whole
-def cumprod(x, w):
-    return torch.cumprod(w @ x, 0) + torch.cumsum(x, 0)
-
-
-@whole
 def solve(x, w):
     return torch.linalg.solve(w @ w.mT + 2 * torch.eye(3), x)
 
 
 @whole
-def activations(x, w):
-    return F.silu(w @ x) + F.mish(x) + torch.logit(torch.sigmoid(w @ x) * 0.9 + 0.05) + F.gelu(x)
+def cumprod(x, w):
+    return torch.cumprod(w @ x, 0) + torch.logsumexp(w, 0)
 
 
 @whole
-def group_norm(x, w):
-    return F.group_norm((w * x).reshape(1, 3, 3), 3).reshape(3, 3).sin() @ x
-
-
-@whole
-def softmax_layer_norm_logsumexp(x, w):
-    return F.layer_norm(torch.softmax(w * x, -1).sum(0) * x, (3,)) + torch.logsumexp(w, 0)
-
-
-@whole
-def attention(x, w):
-    q, k, v = (t.reshape(1, 1, 3, 3) for t in (w, w * x, w.t() + x))
-    return F.scaled_dot_product_attention(q, k, v).reshape(3, 3).sum(1)
+def normalized(x, w):
+    return F.layer_norm(F.silu(w * x).sum(0) * x, (3,)) + w[torch.tensor([2, 0, 2]), 1]
 
 
 @whole
@@ -316,45 +221,20 @@ def conjugate_and_negative_views(remat):
     return fn
 
 
-@whole
-def gather_and_scatter(x, w):
-    index = torch.tensor([2, 0, 2])
-    return torch.zeros(3).index_add(0, index, (w @ x)) + w[index, index] * x[index]
-
-
-@whole
-def branch_on_a_value(x, w):
-    if x.sum() > 0:
-        return (w @ x).sin()
-    return x
-
-
-@whole
-def another_dtype_inside(x, w):
-    """A wider one: with a narrower one the order of a sum would show."""
-    return (w.to(torch.complex128) @ x.to(torch.complex128)).sin().real + x
-
-
 # Outputs of every kind
 
 
 @whole
 def integer_and_boolean_outputs(x, w):
     values, index = (w @ x).max(0)
-    return values, index, x > 0, torch.argsort(x), (w * x).topk(2, 1)
+    mantissa, exponent = torch.frexp(w @ x)
+    return values, index, x > 0, torch.argsort(x), (w * x).topk(2, 1), mantissa * 2, exponent
 
 
 @case
 def integer_operands(remat):
     f = remat(lambda x, i, mask, w: (w[i] * x * mask, i + 1, mask.logical_not()))
     return lambda x, w: f(x, torch.tensor([1, 1, 0]), torch.tensor([True, False, True]), w)
-
-
-@whole
-def frexp_and_cummax(x, w):
-    mantissa, exponent = torch.frexp(w @ x)
-    values, index = torch.cummax(x, 0)
-    return mantissa * 2, exponent, values.sin(), index
 
 
 @case
@@ -401,10 +281,9 @@ def unused_inputs(remat):
     return lambda x, w: f(x, w, x * 2)
 
 
-@case
-def constant_output(remat):
-    f = remat(lambda x, w: (x.sin(), torch.ones(3), (w @ x).detach()))
-    return f
+@whole
+def constant_output(x, w):
+    return x.sin(), torch.ones(3), (w @ x).detach(), x.sum() * torch.tensor(1.5)
 
 
 @case
@@ -417,11 +296,6 @@ def no_tensor_input(remat):
 def zero_size(remat):
     f = remat(lambda e, x, w: (e.sin(), torch.cat([e, w @ x]), e.sum() + x.sum()))
     return lambda x, w: f(x[:0], x, w)
-
-
-@whole
-def numbers_promoted(x, w):
-    return (x.sum() * torch.tensor(2) + w.sum() * torch.tensor(1.5), 2**x)
 
 
 # Writing in place
@@ -437,17 +311,5 @@ def in_place_on_outputs(remat):
         b[0] = 0.0
         b += a
         return a, b
-
-    return fn
-
-
-@case
-def in_place_before_the_call(remat):
-    f = remat(lambda x, w: (w @ x).sin())
-
-    def fn(x, w):
-        h = x * 2
-        h.add_(w[0])
-        return f(h, w)
 
     return fn

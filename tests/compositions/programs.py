@@ -13,8 +13,8 @@ shrinkable.
 import copy
 import functools
 import random
-import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -50,14 +50,12 @@ class Net(nn.Module):
 
     def __init__(self, remat):
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        self.linear = nn.Linear(3, 3).requires_grad_(False)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 3))
         self.remat = remat
         generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator))
-        self.requires_grad_(False)
+        for p in self.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
 
     def forward(self, x):
         return torch.tanh(self.remat(self.linear)(x)) * self.scale
@@ -81,20 +79,20 @@ class Part(nn.Module):
 
 
 # What becomes of a part after a call of it; {} is the part.
-REBINDINGS = (
-    "{}.eval()",
-    "{}.act = nn.Sigmoid()",
-    "{}.factor = 0.3",
-    "{}.items[0] = -0.4",
-    "{}.items = [0.1, {{'k': -1.0}}]",
-    "{}.items[1]['k'] = 2.0",
-    "{}.scale = torch.ones(3)",
-    "{}.extra = constant",
-    "{}.weight = nn.Parameter(torch.eye(3), requires_grad=False)",
-    "{}.forward = torch.cos",
-    "{}.act.forward = torch.cos",
-    "{}.act.register_forward_hook(lambda module, args, out: out * 0.5)",
-)
+REBINDINGS = """
+{}.eval()
+{}.act = nn.Sigmoid()
+{}.factor = 0.3
+{}.items[0] = -0.4
+{}.items = [0.1, {{'k': -1.0}}]
+{}.items[1]['k'] = 2.0
+{}.scale = torch.ones(3)
+{}.extra = constant
+{}.weight = nn.Parameter(torch.eye(3), requires_grad=False)
+{}.forward = torch.cos
+{}.act.forward = torch.cos
+{}.act.register_forward_hook(lambda module, args, out: out * 0.5)
+""".strip().splitlines()
 
 
 def doubled(forward):
@@ -163,26 +161,8 @@ class Program:
     def run(self, remat, x, w):
         if "module_of" in self.source:
             from_the_database()  # not under a transform
-        namespace = dict(
-            nn=nn,
-            Part=Part,
-            doubled=doubled,
-            module_call=module_call,
-            module_of=lambda name: copy.copy(from_the_database()[name][0]),
-            torch=torch,
-            F=F,
-            func=torch.func,
-            functools=functools,
-            functional_call=functional_call,
-            remat=remat,
-            scalar=scalar,
-            Cube=Cube,
-            Pair=Pair,
-            Holder=Holder,
-            Affine=Affine,
-            net=Net(remat),
-            constant=torch.linspace(0.3, 0.9, 3),
-        )
+        namespace = {**globals(), "F": F, "func": torch.func, "Cube": Cube, "Pair": Pair, "remat": remat}
+        namespace |= {"net": Net(remat), "constant": torch.linspace(0.3, 0.9, 3)}
         exec(compile(self.source, f"<program {self.seed}>", "exec"), namespace)
         return stack(*self.stack)(namespace["program"])(x, w)
 
@@ -190,29 +170,92 @@ class Program:
         return f"# seed {self.seed}, under {' of '.join(self.stack)}\n{self.source}"
 
 
+def module_of(name):
+    return copy.copy(from_the_database()[name][0])
+
+
 SAFE_WITH_RANDOM = (
     "grad_x grad_both grad_tree grad_aux value_and_grad vjp_pull vjp_twice vjp_vmap jacrev_x "
     "jacrev_both jvp_x jvp_both jvp_tangent jacfwd_same jacfwd_different vmap_different "
     "vmap_same vmap_different_unbatched vmap_same_unbatched"
 ).split()
-WITHOUT_RANDOM = [
-    *SAFE_WITH_RANDOM,
-    *"vmap_x vmap_w vmap_dims vmap_nested vmap_chunk jacfwd_x hessian_x".split(),
-]
+WITHOUT_RANDOM = (
+    SAFE_WITH_RANDOM + "vmap_x vmap_w vmap_dims vmap_nested vmap_chunk jacfwd_x hessian_x".split()
+)
 EAGER = (
     "forward backward backward_twice backward_through_non_leaves eager_grad double_backward "
     "grads_batched dual_both jacobian jacobian_vectorized backward_one_input no_grad"
 ).split()
-HEAVY = {
-    "jacrev_both",
-    "hessian_x",
-    "jacfwd_same",
-    "jacrev_x",
-    "jacfwd_x",
-    "vjp_vmap",
-    "vmap_nested",
-    "double_backward",
-}
+HEAVY = "jacrev_both hessian_x jacfwd_same jacrev_x jacfwd_x vjp_vmap vmap_nested double_backward".split()
+# They do not differentiate what is linear in the input alone.
+NOT_LINEAR = "backward_twice double_backward eager_grad grads_batched backward_one_input".split()
+
+
+# The statements: what they give, and the text, in which numbers stand for expressions.
+UNARY = (
+    "torch.sin({}) | torch.tanh({}) | {}.cos() | torch.sigmoid({}) | F.silu({}) | F.softplus({}) | "
+    "-{} * 0.7 | torch.exp(-{0} * {0}) | {}.abs() | {} ** 2 * 0.3 | F.gelu({}) | {}.clone() | F.mish({})"
+).split(" | ")
+BINARY = "{} + {} | {} * {} | {} - {} | torch.maximum({}, {}) | {} / (1 + {}.abs())".split(" | ")
+NOISE = (
+    "{0} * torch.rand_like({0}) | {0} + torch.randn(3) * 0.3 | F.dropout({0}, 0.5) | "
+    "{0} * torch.bernoulli(torch.full((3,), 0.5))"
+).split(" | ")
+LINEAR = (
+    "mmvvvv",
+    """
+v {0} @ {2}
+v {0} @ {2}
+v F.linear({2}, {0}, {3})
+m {0} @ {1} * 0.3
+m torch.outer({2}, {4})
+s {2} @ {5}
+v torch.linalg.solve({0} @ {0}.mT + 2 * torch.eye(3), {2})
+""",
+)
+RESHAPE = (
+    "mvsiv",
+    """
+m {0}.t()
+v {0}.sum(0)
+v {0}[{3}]
+v {0}.diagonal()
+s {1}[{3}]
+s {1}.mean()
+s {0}.max()
+v {1}.flip(0)
+v torch.stack([{2}, {1}[{3}], {2}])
+m {1}.expand(3, 3)
+v torch.cat([{1}[1:], {1}[:1]])
+v {1}.sort().values
+m {0}[{1}.argsort()]
+v {1}.detach()
+v torch.where({1} > 0.1, {1}, {4})
+""",
+)
+# A module, called in one of several ways.
+PARTS = """
+remat({part})({0})
+remat(lambda a: {part}(a) * {1})({0})
+remat(functools.partial({part}.forward))({0})
+remat(lambda p, a: functional_call({part}, {{'weight': p}}, (a,)))({2}, {0})
+remat(lambda a: functional_call({part}, {{'weight': {2}, 'scale': {1}}}, (a,)))({0})
+remat(nn.Sequential({part}, nn.Tanh(), {part}))({0})
+""".strip().splitlines()
+# A value, another one, and what is computed of it.
+KNOBS = """
+0.7 | -1.3 | a * {}
+torch.sin | torch.exp | {}(a)
+'cos' | 'exp' | getattr(torch, {})(a)
+True | False | a.sin() if {} else a.cos()
+nn.Tanh() | nn.Sigmoid() | {}(a)
+slice(0, 2) | slice(1, 3) | a[{}].sum() * a
+""".strip().splitlines()
+# How often each kind of statement is drawn.
+WEIGHTS = dict(
+    unary=3, binary=4, reshape=3, linear=3, hide=3, in_place=1, special=2, knob=2, part=2, loop=1, database=1,
+    rebind=5,
+)  # fmt: skip
 
 
 def draw(seed):
@@ -238,26 +281,25 @@ class Writer:
     def __init__(self, rng):
         self.rng = rng
         self.lines = []
-        self.indent = 0
-        self.names = 0
-        self.uses_random = False
-        self.uses_custom = False
+        self.indent = self.names = 0
+        self.uses_random = self.uses_custom = False
 
     # Text
 
-    def emit(self, text):
-        self.lines.append("    " * self.indent + text)
+    def emit(self, *texts):
+        self.lines += ["    " * self.indent + text for text in texts]
 
     def name(self, prefix="t"):
         self.names += 1
         return f"{prefix}{self.names}"
 
     def pick(self, scope, kind):
-        """Any expression of a kind; what was made last is likelier, so that a program hangs
-        together.
-        """
+        """Any expression of a kind; what was made last is likelier, so that a program hangs together."""
         options = scope.kinds[kind]
         return self.rng.choice(options[-2:] if self.rng.random() < 0.5 else options)
+
+    def picks(self, scope, kinds):
+        return [self.rng.randrange(3) if kind == "i" else self.pick(scope, kind) for kind in kinds]
 
     def let(self, scope, kind, text):
         name = self.name()
@@ -273,10 +315,8 @@ class Writer:
         self.emit("def program(x, w):")
         self.indent += 1
         scope = Scope()
-        scope.add(VECTOR, "x")
-        scope.add(MATRIX, "w")
-        scope.add(NUMBER, "x.sum()")
-        scope.add(VECTOR, "constant")
+        for kind, text in ((VECTOR, "x"), (MATRIX, "w"), (NUMBER, "x.sum()"), (VECTOR, "constant")):
+            scope.add(kind, text)
         self.statements(scope, rng.randint(2, 5), depth=3)
         self.call(scope, depth=3)
         if rng.random() < 0.5:
@@ -287,18 +327,11 @@ class Writer:
         chosen = []
         while len(chosen) < depth:
             name = rng.choice(names)
-            if name in HEAVY and sum(n in HEAVY for n in chosen) >= 2:
-                continue
-            chosen.append(name)
+            if name not in HEAVY or sum(n in HEAVY for n in chosen) < 2:
+                chosen.append(name)
         if rng.random() < 0.35:
             chosen[0] = rng.choice(EAGER)
-            if chosen[0] in (
-                "backward_twice",
-                "double_backward",
-                "eager_grad",
-                "grads_batched",
-                "backward_one_input",
-            ):
+            if chosen[0] in NOT_LINEAR:
                 chosen[1:] = [n for n in chosen[1:] if n != "jvp_tangent"]
             if chosen[0].startswith("jacobian"):  # with two heavy ones inside it takes minutes
                 heavy = [n for n in chosen[1:] if n in HEAVY]
@@ -308,211 +341,105 @@ class Writer:
         return Program(seed, "\n".join(self.lines) + "\n", tuple(chosen))
 
     def result(self, scope):
-        v, s = f"{scope.kinds[VECTOR][-1]} * {self.pick(scope, VECTOR)}", self.pick(scope, NUMBER)
-        return self.rng.choice(
-            (
-                v,
-                f"({v}, {s})",
-                f"{{'a': {v}, 'b': [{self.pick(scope, VECTOR)}, {s}]}}",
-                f"Pair({v} + {s}, ({s},))",
-            )
-        )
+        v, s, u = f"{scope.kinds[VECTOR][-1]} * {self.pick(scope, VECTOR)}", *self.picks(scope, "sv")
+        trees = v, f"({v}, {s})", f"{{'a': {v}, 'b': [{u}, {s}]}}", f"Pair({v} + {s}, ({s},))"
+        return self.rng.choice(trees)
 
     def statements(self, scope, count, depth):
+        weights = WEIGHTS | ({"call": 6} if depth > 0 else {}) | ({"noise": 3} if self.allow_random else {})
         for _ in range(count):
-            kinds = [
-                self.unary,
-                self.binary,
-                self.reshape,
-                self.linear,
-                self.hide,
-                self.in_place,
-                self.special,
-                self.knob,
-                self.part,
-                self.loop,
-                self.database,
-                self.rebind,
-            ]
-            weights = [3, 4, 3, 3, 3, 1, 2, 2, 2, 1, 1, 5]
-            if depth > 0:
-                kinds.append(self.call)
-                weights.append(6)
-            if self.allow_random:
-                kinds.append(self.noise)
-                weights.append(3)
-            statement = self.rng.choices(kinds, weights)[0]
-            statement(scope, depth)
+            (name,) = self.rng.choices([*weights], [*weights.values()])
+            getattr(self, name)(scope, depth)
 
     # Statements
 
     def unary(self, scope, depth):
         kind = self.rng.choice((VECTOR, VECTOR, MATRIX, NUMBER))
-        f = self.rng.choice(
-            (
-                "torch.sin({})",
-                "torch.tanh({})",
-                "{}.cos()",
-                "torch.sigmoid({})",
-                "F.silu({})",
-                "F.softplus({})",
-                "-{} * 0.7",
-                "torch.exp(-{0} * {0})",
-                "{}.abs()",
-                "{} ** 2 * 0.3",
-                "F.gelu({})",
-                "{}.clone()",
-                "F.mish({})",
-            )
-        )
+        f = self.rng.choice(UNARY)
         self.let(scope, kind, f.format(self.pick(scope, kind)))
 
     def binary(self, scope, depth):
         kind = self.rng.choice((VECTOR, VECTOR, MATRIX, NUMBER))
         a = self.pick(scope, kind)
         b = self.pick(scope, self.rng.choice((kind, NUMBER)))
-        f = self.rng.choice(("{} + {}", "{} * {}", "{} - {}", "torch.maximum({}, {})", "{} / (1 + {}.abs())"))
+        f = self.rng.choice(BINARY)
         if "maximum" in f:
             b = self.pick(scope, kind)
         self.let(scope, kind, f.format(a, b))
 
-    def linear(self, scope, depth):
-        m, n, v = self.pick(scope, MATRIX), self.pick(scope, MATRIX), self.pick(scope, VECTOR)
-        kind, text = self.rng.choice(
-            (
-                (VECTOR, f"{m} @ {v}"),
-                (VECTOR, f"{m} @ {v}"),
-                (VECTOR, f"F.linear({v}, {m}, {self.pick(scope, VECTOR)})"),
-                (MATRIX, f"{m} @ {n} * 0.3"),
-                (MATRIX, f"torch.outer({v}, {self.pick(scope, VECTOR)})"),
-                (NUMBER, f"{v} @ {self.pick(scope, VECTOR)}"),
-                (VECTOR, f"torch.linalg.solve({m} @ {m}.mT + 2 * torch.eye(3), {v})"),
-            )
-        )
-        self.let(scope, kind, text)
+    def linear(self, scope, depth, table=LINEAR):
+        given = self.picks(scope, table[0])
+        kind, text = self.rng.choice(table[1].strip().splitlines()).split(" ", 1)
+        self.let(scope, kind, text.format(*given))
 
     def reshape(self, scope, depth):
-        m, v, s, i = (
-            self.pick(scope, MATRIX),
-            self.pick(scope, VECTOR),
-            self.pick(scope, NUMBER),
-            self.rng.randrange(3),
-        )
-        kind, text = self.rng.choice(
-            (
-                (MATRIX, f"{m}.t()"),
-                (VECTOR, f"{m}.sum(0)"),
-                (VECTOR, f"{m}[{i}]"),
-                (VECTOR, f"{m}.diagonal()"),
-                (NUMBER, f"{v}[{i}]"),
-                (NUMBER, f"{v}.mean()"),
-                (NUMBER, f"{m}.max()"),
-                (VECTOR, f"{v}.flip(0)"),
-                (VECTOR, f"torch.stack([{s}, {v}[{i}], {s}])"),
-                (MATRIX, f"{v}.expand(3, 3)"),
-                (VECTOR, f"torch.cat([{v}[1:], {v}[:1]])"),
-                (VECTOR, f"{v}.sort().values"),
-                (MATRIX, f"{m}[{v}.argsort()]"),
-                (VECTOR, f"{v}.detach()"),
-                (VECTOR, f"torch.where({v} > 0.1, {v}, {self.pick(scope, VECTOR)})"),
-            )
-        )
-        self.let(scope, kind, text)
+        self.linear(scope, depth, RESHAPE)
 
     def special(self, scope, depth):
-        v, m = self.pick(scope, VECTOR), self.pick(scope, MATRIX)
+        v, m = self.picks(scope, "vm")
         choice = self.rng.randrange(7)
+        simple = {1: f"torch.cumprod({v}, 0)", 2: f"torch.softmax({v}, 0)", 3: f"F.layer_norm({m}, (3,))"}
+        if choice in simple:
+            self.let(scope, MATRIX if choice == 3 else VECTOR, simple[choice])
+            return
+        u = self.pick(scope, VECTOR) if choice != 6 else self.pick(scope, NUMBER)
         if choice == 0:
             self.uses_custom = True
-            self.let(
-                scope,
-                VECTOR,
-                f"Cube.apply({v}, {self.pick(scope, VECTOR)})[{self.rng.randrange(2)}] * 0.1",
-            )
-        elif choice == 1:
-            self.let(scope, VECTOR, f"torch.cumprod({v}, 0)")
-        elif choice == 2:
-            self.let(scope, VECTOR, f"torch.softmax({v}, 0)")
-        elif choice == 3:
-            self.let(scope, MATRIX, f"F.layer_norm({m}, (3,))")
+            text = f"Cube.apply({v}, {u})[{self.rng.randrange(2)}] * 0.1"
         elif choice == 4:
-            b = self.pick(scope, VECTOR)
-            self.let(
-                scope,
-                VECTOR,
-                f"functional_call(net, {{'linear.weight': {m}, 'scale': {b}}}, ({v},))",
-            )
+            text = f"functional_call(net, {{'linear.weight': {m}, 'scale': {u}}}, ({v},))"
         elif choice == 5:
-            self.let(scope, VECTOR, f"remat(Affine({m}, {v}))({self.pick(scope, VECTOR)})")
+            text = f"remat(Affine({m}, {v}))({u})"
         else:
-            s = self.pick(scope, NUMBER)
-            self.let(
-                scope,
-                VECTOR,
-                f"remat(Affine({m}, {v}).method)({self.pick(scope, VECTOR)}, scale={s})",
-            )
+            text = f"remat(Affine({m}, {v}).method)({self.pick(scope, VECTOR)}, scale={u})"
+        self.let(scope, VECTOR, text)
 
     def noise(self, scope, depth):
         self.uses_random = True
         v = self.pick(scope, VECTOR)
-        f = (
-            "{} * torch.rand_like({})",
-            "{} + torch.randn(3) * 0.3",
-            "F.dropout({}, 0.5)",
-            "{} * torch.bernoulli(torch.full((3,), 0.5))",
-        )
-        self.let(scope, VECTOR, self.rng.choice(f).format(v, v))
+        self.let(scope, VECTOR, self.rng.choice(NOISE).format(v))
 
     def in_place(self, scope, depth):
-        a, b = self.pick(scope, VECTOR), self.pick(scope, VECTOR)
+        a, b = self.picks(scope, "vv")
         name = self.name()
         writes = (f".add_({b})", ".sin_()", f".mul_({a}).cos_()", f"[0] = {name}[1] * 2", "[1:].tanh_()")
-        written = self.rng.choice(
-            (*writes, "(g if {} > 0 else h).mul_(3)", "(g, h)[{} > 0].sin_()", "if {} > 0: h.mul_(3)")
-        )
+        chosen = ("(g if {} > 0 else h).mul_(3)", "(g, h)[{} > 0].sin_()", "if {} > 0: h.mul_(3)")
+        written = self.rng.choice((*writes, *chosen))
         if written in writes:
-            self.emit(f"{name} = {a} * {b}")
-            self.emit(f"{name}{written}")
-        else:
-            self.flag_chooses(scope, name, a, written)
+            self.emit(f"{name} = {a} * {b}", f"{name}{written}")
+        else:  # two calls of the same code, in which a number tells what is written to
+            f, k, m = self.name("f"), self.name("k"), self.pick(scope, MATRIX)
+            given = f", {k}" if self.rng.random() < 0.5 else ""
+            self.emit(
+                f"def {f}(a{given}):",
+                f"    g, h = {m} @ a, a @ {m}",
+                f"    {written.format(k)}",
+                "    return g.sin() * h.sin()",
+                f"{name} = {a}",
+                f"for {k} in (0.5, -1.5):",
+                f"    {name} = {name} + remat({f})({name}{given})",
+            )
         scope.add(VECTOR, name, rebindable=True)
 
-    def flag_chooses(self, scope, name, a, written):
-        """Two calls of the same code, in which a number tells what is written to."""
-        f, k, m = self.name("f"), self.name("k"), self.pick(scope, MATRIX)
-        given = self.rng.random() < 0.5
-        self.emit(f"def {f}(a{f', {k}' if given else ''}):")
-        self.emit(f"    g, h = {m} @ a, a @ {m}")
-        self.emit(f"    {written.format(k)}")
-        self.emit("    return g.sin() * h.sin()")
-        self.emit(f"{name} = {a}")
-        self.emit(f"for {k} in (0.5, -1.5):")
-        self.emit(f"    {name} = {name} + remat({f})({name}{f', {k}' if given else ''})")
-
     def hide(self, scope, depth):
-        """Put a tensor where a captured function finds it another way than by a cell, or give a
-        name another value.
-        """
+        """Put a tensor where f finds it another way than by a cell, or give a name another value."""
         kind = self.rng.choice((VECTOR, VECTOR, MATRIX))
-        a, b = self.pick(scope, kind), self.pick(scope, kind)
+        a, b = self.picks(scope, kind * 2)
         choice = self.rng.randrange(5)
         if choice == 2 and self.indent > 1:  # writing a global inside a function would be a side effect
             choice = 0
-        name = self.name({0: "box", 1: "holder", 2: "G", 3: "deep", 4: "t"}[choice])
+        name = self.name(("box", "holder", "G", "deep", "t")[choice])
         if choice == 0:
             self.emit(f"{name} = [{a}, {{'k': {b} * 0.5}}]")
             scope.add(kind, f"{name}[1]['k']", rebindable=True)
         elif choice == 1:
-            self.emit(f"{name} = Holder()")
-            self.emit(f"{name}.t = {a} * 0.8")
+            self.emit(f"{name} = Holder()", f"{name}.t = {a} * 0.8")
             scope.add(kind, f"{name}.t", rebindable=True)
         elif choice == 2:
-            self.emit(f"global {name}")
-            self.emit(f"{name} = {a} + {b}")
+            self.emit(f"global {name}", f"{name} = {a} + {b}")
             scope.add(kind, name, rebindable=True)
         elif choice == 3:
-            self.emit(f"{name} = Holder()")
-            self.emit(f"{name}.inner = {{'t': (Pair({a}, {b}.cos()),)}}")
+            self.emit(f"{name} = Holder()", f"{name}.inner = {{'t': (Pair({a}, {b}.cos()),)}}")
             scope.add(kind, f"{name}.inner['t'][0].right")
         elif scope.own:
             kind, old = self.rng.choice(scope.own)
@@ -531,52 +458,28 @@ class Writer:
         """What may be rebound from here on: some at once, some later or never."""
         now = self.rng.randrange(min(len(texts), 3) + 1)
         chosen = self.rng.sample(texts, min(len(texts), 4))
-        for text in chosen[:now]:
-            self.emit(text)
+        self.emit(*chosen[:now])
         scope.rebindings += chosen[now:]
 
     def knob(self, scope, depth):
         """A number, a function or a name in some place, and a call that reads it."""
         place, n = self.name("k"), self.rng.randrange(3)
-        if n == 0:
-            target = place
-        elif n == 1:
-            self.emit(f"{place} = Holder()")
-            target = f"{place}.k"
-        else:
-            self.emit(f"{place} = {{'k': [None]}}")
-            target = f"{place}['k'][0]"
-        first, then, use = self.rng.choice(
-            (
-                ("0.7", "-1.3", "a * {}"),
-                ("torch.sin", "torch.exp", "{}(a)"),
-                ("'cos'", "'exp'", "getattr(torch, {})(a)"),
-                ("True", "False", "a.sin() if {} else a.cos()"),
-                ("nn.Tanh()", "nn.Sigmoid()", "{}(a)"),
-                ("slice(0, 2)", "slice(1, 3)", "a[{}].sum() * a"),
-            )
-        )
+        if n > 0:
+            self.emit(f"{place} = " + ("Holder()", "{'k': [None]}")[n - 1])
+        target = place + ("", ".k", "['k'][0]")[n]
+        first, then, use = self.rng.choice(KNOBS).split(" | ")
         self.emit(f"{target} = {first}")
-        v, u = self.pick(scope, VECTOR), self.pick(scope, VECTOR)
+        v, u = self.picks(scope, "vv")
         self.let(scope, VECTOR, f"remat(lambda a: {use.format(target)} * {u})({v})")
         self.rebound(scope, f"{target} = {then}")
 
     def part(self, scope, depth):
-        """A module, called in one of several ways."""
         part = self.name("part")
         self.emit(f"{part} = Part()")
         if self.rng.random() < 0.3:
             self.emit(f"{part}.forward = doubled({part}.forward)")
-        v, u, m = self.pick(scope, VECTOR), self.pick(scope, VECTOR), self.pick(scope, MATRIX)
-        text = (
-            f"remat({part})({v})",
-            f"remat(lambda a: {part}(a) * {u})({v})",
-            f"remat(functools.partial({part}.forward))({v})",
-            f"remat(lambda p, a: functional_call({part}, {{'weight': p}}, (a,)))({m}, {v})",
-            f"remat(lambda a: functional_call({part}, {{'weight': {m}, 'scale': {u}}}, (a,)))({v})",
-            f"remat(nn.Sequential({part}, nn.Tanh(), {part}))({v})",
-        )
-        self.let(scope, VECTOR, self.rng.choice(text))
+        v, u, m = self.picks(scope, "vvm")
+        self.let(scope, VECTOR, self.rng.choice(PARTS).format(v, u, m, part=part))
         self.rebound(scope, *[text.format(part) for text in REBINDINGS], f"{part}.extra = {u}")
 
     def loop(self, scope, depth):
@@ -588,13 +491,10 @@ class Writer:
     def database(self, scope, depth):
         """A module of torch's database. The parameters are put in inside of remat, or around it."""
         net, name = self.name("net"), self.rng.choice(MODULES)
-        v, u = self.pick(scope, VECTOR), self.pick(scope, VECTOR)
+        v, u = self.picks(scope, "vv")
         self.emit(f"{net} = module_of('{name}')")
-        text = (
-            f"remat(lambda a, b: module_call({net}, a, b))({v}, {u})",
-            f"module_call({net}, {v}, {u}, remat)",
-        )
-        self.let(scope, VECTOR, self.rng.choice(text))
+        inside = f"remat(lambda a, b: module_call({net}, a, b))({v}, {u})"
+        self.let(scope, VECTOR, self.rng.choice((inside, f"module_call({net}, {v}, {u}, remat)")))
         self.rebound(scope, f"{net}.eval()", f"{net}.forward = None")
 
     # Local functions and the ways to call them
@@ -604,9 +504,7 @@ class Writer:
         rng = self.rng
         f = self.name("f")
         parameters = [self.name("p") for _ in kinds]
-        default = None
-        if rng.random() < 0.3:
-            default = self.name("d")
+        default = self.name("d") if rng.random() < 0.3 else None
         text = ", ".join(parameters + ([f"{default}={self.pick(scope, VECTOR)}"] if default else []))
         self.emit(f"def {f}({text}):")
         self.indent += 1
@@ -620,102 +518,77 @@ class Writer:
             else:
                 inner.add(kind, p)
         self.statements(inner, rng.randint(1, 4), depth - 1)
-        if returns == VECTOR:
-            self.emit(f"return {self.pick(inner, VECTOR)} * {self.pick(inner, VECTOR)}")
-        elif returns == NUMBER:
-            self.emit(f"return ({self.pick(inner, VECTOR)} * {self.pick(inner, VECTOR)}).sum()")
+        if returns == "tree":
+            v, m, s, u = self.picks(inner, "vmsv")
+            self.emit(f"return {{'v': {v}, 'rest': ({m}, None, [{s}, {u}.argsort()])}}")
         else:
-            v, m, s = (self.pick(inner, k) for k in (VECTOR, MATRIX, NUMBER))
-            self.emit(
-                f"return {{'v': {v}, 'rest': ({m}, None, [{s}, {self.pick(inner, VECTOR)}.argsort()])}}"
-            )
+            v, u = self.picks(inner, "vv")
+            self.emit(f"return {v} * {u}" if returns == VECTOR else f"return ({v} * {u}).sum()")
         self.indent -= 1
         return f
 
     def call(self, scope, depth):
         rng = self.rng
         R = "remat({})" if rng.random() < 0.85 else "{}"
-        v, u, m = self.pick(scope, VECTOR), self.pick(scope, VECTOR), self.pick(scope, MATRIX)
+        v, u, m = self.picks(scope, "vvm")
         randomness = "randomness='" + rng.choice(("different", "same")) + "'"
-        choice = rng.randrange(11)
-        if choice in (0, 1):
-            f = self.define(scope, (VECTOR, MATRIX), depth)
-            self.let(scope, VECTOR, f"{R.format(f)}({v}, {m})")
-        elif choice == 2:
-            f = self.define(scope, ("tree",), depth, returns="tree")
-            out = self.name("out")
-            self.emit(f"{out} = {R.format(f)}({{'a': {v}, 'b': ({m}, 'text')}})")
-            scope.add(VECTOR, f"{out}['v']")
-            scope.add(MATRIX, f"{out}['rest'][0]")
-            scope.add(NUMBER, f"{out}['rest'][2][0]")
-        elif choice == 3:
-            f = self.define(scope, (VECTOR, VECTOR), depth)
-            self.let(scope, VECTOR, f"{R.format(f'functools.partial({f}, {v})')}({u})")
-        elif choice == 4:
-            f = self.define(scope, (), depth)
-            self.let(scope, VECTOR, f"{R.format(f)}()")
-        elif choice == 5:
-            f = self.define(scope, (VECTOR,), depth)
-            self.let(scope, VECTOR, f"{R.format(R.format(f))}({v}) + {R.format(f)}({u})")
-        elif choice == 6:
-            f = self.define(scope, (VECTOR,), depth, returns=NUMBER)
-            self.let(scope, VECTOR, f"func.grad({R.format(f)})({v})")
-        elif choice == 7:
-            f = self.define(scope, (VECTOR, VECTOR), depth)
-            self.let(scope, MATRIX, f"func.vmap({R.format(f)}, (0, None), {randomness})({m}, {v})")
-        elif choice == 8:
-            f = self.define(scope, (VECTOR, VECTOR), depth, returns=NUMBER)
-            self.let(
-                scope,
-                MATRIX,
-                f"func.vmap(func.grad({R.format(f)}, 1), (0, None), {randomness})({m}, {v})",
-            )
-        elif choice == 9:
-            f = self.define(scope, (VECTOR,), depth)
-            out = self.name("out")
-            self.emit(f"{out} = func.jvp({R.format(f)}, ({v},), ({u},))")
-            scope.add(VECTOR, f"{out}[0]")
-            scope.add(VECTOR, f"{out}[1]")
-        else:
-            f = self.define(scope, (VECTOR,), depth)
-            self.let(scope, MATRIX, f"func.jacrev({R.format(f)})({v})")
+        way = rng.choice(CALLS)
+        f = self.define(scope, way.kinds, depth, way.returns)
+        wrapped = R.format(f"functools.partial({f}, {v})" if way.is_partial else f)
+        text = way.text.format(wrapped, R.format(wrapped), v=v, u=u, m=m, randomness=randomness)
+        if way.gives in (VECTOR, MATRIX):
+            self.let(scope, way.gives, text)
+            return
+        out = self.name("out")
+        self.emit(f"{out} = {text}")
+        for place in way.gives.split():
+            scope.add(place[0], out + place[1:])
+
+
+class Way(NamedTuple):
+    """How a local function is called: the kinds of its parameters, and what it returns and the call gives."""
+
+    kinds: tuple
+    text: str
+    gives: str = VECTOR
+    returns: str = VECTOR
+    is_partial: bool = False
+
+
+CALLS = (
+    Way((VECTOR, MATRIX), "{0}({v}, {m})"),
+    Way((VECTOR, MATRIX), "{0}({v}, {m})"),
+    Way(("tree",), "{0}({{'a': {v}, 'b': ({m}, 'text')}})", "v['v'] m['rest'][0] s['rest'][2][0]", "tree"),
+    Way((VECTOR, VECTOR), "{0}({u})", is_partial=True),
+    Way((), "{0}()"),
+    Way((VECTOR,), "{1}({v}) + {0}({u})"),
+    Way((VECTOR,), "func.grad({0})({v})", returns=NUMBER),
+    Way((VECTOR, VECTOR), "func.vmap({0}, (0, None), {randomness})({m}, {v})", MATRIX),
+    Way((VECTOR, VECTOR), "func.vmap(func.grad({0}, 1), (0, None), {randomness})({m}, {v})", MATRIX, NUMBER),
+    Way((VECTOR,), "func.jvp({0}, ({v},), ({u},))", "v[0] v[1]"),
+    Way((VECTOR,), "func.jacrev({0})({v})", MATRIX),
+)
 
 
 def shrink(program, fails):
     """The same failure with as few lines, levels and statements as a greedy search finds."""
-    progress = True
-    while progress:
-        progress = False
-        for i in range(len(program.stack)):
-            smaller = Program(program.seed, program.source, program.stack[:i] + program.stack[i + 1 :])
-            if fails(smaller):
-                program, progress = smaller, True
-                break
-        i = len(program.source.splitlines())
-        while (i := i - 1) > 0:
-            lines = program.source.splitlines()
-            for instead in smaller_at(lines, i):
-                smaller = Program(program.seed, "\n".join(instead) + "\n", program.stack)
-                if fails(smaller):
-                    program, progress = smaller, True
-                    break
+    while (smaller := next(filter(fails, smaller_than(program)), None)) is not None:
+        program = smaller
     return program
 
 
-def smaller_at(lines, i):
-    """The lines of a program without number i, or with something simpler in its place."""
-    line = lines[i]
-    width = len(line) - len(line.lstrip())
-    end = i + 1
-    while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > width:
-        end += 1  # a def goes with its body
-    yield lines[:i] + lines[end:]
-    left, equals, right = line.partition(" = ")
-    if equals and right not in ("x", "w", "constant"):
-        for value in ("constant", "x", "w"):
-            yield [*lines[:i], f"{left} = {value}", *lines[end:]]
-    if "remat(" in line:
-        yield [*lines[:i], line.replace("remat(", "(", 1), *lines[i + 1 :]]
-    if " " in (value := right or line.strip().removeprefix("return ")):
-        for name in dict.fromkeys(re.findall(r"\bt\d+\b", value)):
-            yield [*lines[:i], line.replace(value, name), *lines[end:]]
+def smaller_than(program):
+    """The program under one level less, without a line, or with something simpler in its place."""
+    seed, source, names = program.seed, program.source, program.stack
+    for i in range(len(names)):
+        yield Program(seed, source, names[:i] + names[i + 1 :])
+    lines = source.splitlines()
+    for i in range(len(lines) - 1, 0, -1):
+        line, end = lines[i], i + 1
+        width = len(line) - len(line.lstrip())
+        while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > width:
+            end += 1  # a def goes with its body
+        left, equals, right = line.partition(" = ")
+        instead = [f"{left} = {v}" for v in ("constant", "x", "w")] if equals and len(right) > 8 else []
+        for replaced in ([], *[[text] for text in instead]):
+            yield Program(seed, "\n".join([*lines[:i], *replaced, *lines[end:]]) + "\n", names)
