@@ -103,26 +103,28 @@ OBSERVATIONS = {
 }
 
 
-def observe(name, f, args=(), kwargs=None):
-    """What shows of f(*args, **kwargs) under the transform: (tensors, structure and other leaves).
-
-    Each tensor that can be differentiated moves its own way with the input of the transform.
-    """
+def moving(f, args, kwargs=None, moves=differentiable):
+    """f as a function of one vector, with which each tensor that `moves` moves its own way."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-    rest = None
 
     def function(x):
-        nonlocal rest
-        moved = [
-            t.detach() * (1 + (x * x / (i + 1)).sum()).to(t.dtype) if differentiable(t) else t
-            for i, t in enumerate(leaves)
-        ]
+        moved = [*leaves]
+        for i, t in enumerate(leaves):
+            if moves(t):
+                moved[i] = t.detach() * (1 - (x * x).sum() * 0.1 / (i + 2)).to(t.dtype)
         args, kwargs = pytree.tree_unflatten(moved, spec)
         out, structure = pytree.tree_flatten(f(*args, **kwargs))
-        rest = str(structure), [None if isinstance(leaf, torch.Tensor) else leaf for leaf in out]
+        function.rest = str(structure), [None if isinstance(leaf, torch.Tensor) else leaf for leaf in out]
         return x * 2, [leaf for leaf in out if isinstance(leaf, torch.Tensor)]
 
-    return OBSERVATIONS[name](function, tensor(3, seed=9)), rest
+    function.rest = None
+    return function
+
+
+def observe(name, f, args=(), kwargs=None):
+    """What shows of f(*args, **kwargs) under the transform: (tensors, structure and other leaves)."""
+    function = moving(f, args, kwargs)
+    return OBSERVATIONS[name](function, tensor(3, seed=9)), function.rest
 
 
 # h(w, x), where w is captured and x is an argument.
