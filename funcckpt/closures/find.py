@@ -86,7 +86,6 @@ class Found:
         self._empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
-        self.holes: dict[int, Hole] = {}  # by their own ids
         self.streams: list[Any] = []
         self.opaque: list[nn.Module] = []
         draws_elsewhere = self.calls_backward = False
@@ -259,11 +258,11 @@ class Found:
             self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
-        self.holes.update(zip(map(id, holes.values()), holes.values(), strict=True))
-        for holder in {*compress(self._edges[1::2], map(holes.__contains__, self._edges[::2]))}:
-            content = self.nodes[holder].content
-            for name, item in compress(content.items(), map(holes.__contains__, map(id, content.values()))):
-                content[name] = holes[id(item)]
+        for number, holder in zip(self._edges[::2], self._edges[1::2], strict=True):
+            if number in holes:
+                content = self.nodes[holder].content
+                for name, item in content.items():
+                    content[name] = holes.get(id(item), item)
 
     def seal(self, tensors: Collection[Tensor]) -> None:
         """Let go of tensors that the graph owns from now on, and of objects that would keep them alive."""

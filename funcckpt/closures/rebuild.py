@@ -13,7 +13,6 @@ import operator
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ class Rebuilt:
     def __init__(self, found: Found, mapped: dict[int, Tensor], changed: Iterable[int] = ()) -> None:
         self._nodes = found.nodes
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
-        self._touched = {*self._dirty, *found.holes}
         # The replacement of each object, by id of the original; `_originals` is the inverse.
         self._built: dict[int, Any] = {**mapped}
         for number, x in mapped.items():
@@ -77,16 +75,17 @@ class Rebuilt:
 
     def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
         """The content of an object, with replacements."""
-        built, items = self._built, content.copy()
-        is_touched = map(self._touched.__contains__, map(id, content.values()))
-        for name, x in compress(content.items(), is_touched):
+        built, dirty = self._built, self._dirty
+        items = {}
+        for name, x in content.items():
             number = x.number if type(x) is Hole else id(x)
             if number in built:
-                items[name] = built[number]
-            elif number in self._dirty:
-                items[name] = self._make(number)
-            else:
-                items[name] = x.ref()
+                x = built[number]
+            elif number in dirty:
+                x = self._make(number)
+            elif type(x) is Hole:
+                x = x.ref()
+            items[name] = x
         return items
 
     def _make(self, number: int) -> Any:
