@@ -1,15 +1,16 @@
 """What the tests of the hook path share: the checkpoints that one test is run with, leaves, operators."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from oracles import F64 as D
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcckpt
-
-D = torch.float64
 
 
 def leaf(*shape):
@@ -38,6 +39,16 @@ def gradients(f, *xs, checkpoint=None, **options):
     y = f(*leaves) if checkpoint is None else checkpoint(f, *leaves, **options)
     y.sum().backward()
     return [y.detach(), *[x.grad for x in leaves]]
+
+
+def copying():
+    """Hooks as `save_on_cpu` has on a GPU; on a CPU it keeps the tensor itself, in a cycle (torch 2.13)."""
+    return saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
+
+
+def in_a_thread(f, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(f, *args).result()
 
 
 class Ops(TorchDispatchMode):
