@@ -10,7 +10,7 @@ from funcckpt import InputError, checkpoint, explain, policies, remat
 from funcckpt.inspect.explain import Calls, measure as measure_with
 from funcckpt.inspect.residuals import Subject
 from funcckpt.meter import measure
-from funcckpt.nn import apply_remat
+from funcckpt.nn import Remat
 
 N, D, H, LAYERS = 32, 8, 64, 4
 FIRST = 2 * N * D * H  # FLOPs of the first matmul of a block; the second takes as many
@@ -20,162 +20,142 @@ def block(p, x):
     return torch.tanh(torch.tanh(x @ p[0]) @ p[1])
 
 
-def deep(wrap, skip_last=False):
+def other(p, x):
+    return F.gelu(F.dropout(x @ p[0], 0.1)) @ p[1]
+
+
+def deep(wrap, last=None):
     def loss(ps, x):
-        for i, p in enumerate(ps):
-            x = (block if skip_last and i == LAYERS - 1 else wrap(block))(p, x)
-        return x.sum()
+        for p in ps[:-1]:
+            x = wrap(block)(p, x)
+        return (last or wrap)(block)(ps[-1], x).sum()
 
     return loss
 
 
-PS = [(torch.randn(D, H), torch.randn(H, D)) for _ in range(LAYERS)]
-X = torch.randn(N, D)
-KEPT = 4 * N * (H + D)  # both results of a block's tanh
-TWICE = 2 * FIRST  # a forward of a block
+def two_kinds(ps, x):
+    for p in ps:
+        x = remat(other)(p, remat(block)(p, x))
+    return x.sum()
 
 
-def test_blocks():
-    """Of each block its input is kept; and its first half is run again, for the second is not needed."""
-    found = explain(grad(deep(remat)), PS, X)
-    assert found.without.kept_bytes == LAYERS * KEPT
-    assert found.cost.kept_bytes == (LAYERS - 1) * 4 * N * D  # X is an argument
-    (site,) = found.sites
-    assert (site.name, site.calls, site.without) == ("remat(block)", LAYERS, found.without)
-    assert found.recomputed_flops == site.recomputed_flops
-    assert found.recomputed_flops in (LAYERS * FIRST, LAYERS * TWICE)
-    assert found.cost.peak_bytes < found.without.peak_bytes
-    assert [r.kind for r in found.residuals].count("output") == LAYERS - 1
-
-
-@pytest.mark.parametrize(
-    "f", [grad(deep(remat)), grad(deep(lambda f: f)), vmap(grad(deep(remat)), (None, 0))]
-)
-def test_to_look_changes_nothing(f):
-    cost, m = explain(f, PS, X[:, None]).cost, measure(f, PS, X[:, None])
-    assert (cost.peak_bytes, cost.flops) == (m.peak_bytes, m.flops)
-
-
-def test_nothing_is_recomputed_without():
-    plain, found = explain(grad(deep(lambda f: f)), PS, X), explain(grad(deep(remat)), PS, X)
-    assert plain.cost == plain.without == found.without
-    assert not plain.sites and "There is no checkpoint in it" in str(plain)
-
-
-def test_batched():
-    xs = torch.randn(3, N, D)
-    found = explain(vmap(grad(deep(remat)), (None, 0)), PS, xs)
-    assert found.without.kept_bytes == 3 * LAYERS * KEPT
-    assert found.cost.kept_bytes == 3 * (LAYERS - 1) * 4 * N * D
-
-
-@pytest.mark.parametrize("wrap", [remat, lambda f: lambda *args: checkpoint(f, *args)])
-def test_with_its_backward(wrap):
-    """A function that takes no derivative is measured with its backward, which leaves no gradients."""
-    x = X.clone().requires_grad_()
-    found = explain(deep(wrap), PS, x)
-    assert x.grad is None
-    assert found.without.kept_bytes == LAYERS * 4 * N * D + LAYERS * 4 * N * H
-    assert found.sites[0].calls == LAYERS and found.recomputed_flops >= LAYERS * FIRST
-    assert found.cost.peak_bytes < found.without.peak_bytes
-
-
-def test_the_last_call_is_for_nothing():
-    (site,) = explain(deep(remat), PS, X).sites
-    assert "last of the 4 calls of remat(block)" in site.advice and "FLOPs" in site.advice
-    better = explain(deep(remat, skip_last=True), PS, X)
-    assert better.recomputed_flops < site.recomputed_flops
-    assert better.cost.peak_bytes <= explain(deep(remat), PS, X).cost.peak_bytes
-
-
-def test_the_whole_function():
-    (advice,) = explain(remat(deep(lambda f: f)), PS, X).advice
-    assert "remat(deep.<locals>.loss) is the whole function" in advice and "around its parts" in advice
-
-
-def test_the_last_part():
-    def loss(p, x):
-        return remat(lambda x: block(p, x).sum())(torch.cos(x).sin())
-
-    (advice,) = explain(loss, PS[0], X).advice
-    assert "it is the last part" in advice and "Call it without a checkpoint: that saves" in advice
-
-
-def test_inputs_larger_than_residuals():
-    """The sum of a large product: addition keeps nothing, remat the large result before it."""
-
-    def loss(x):
-        y = remat(lambda y: y.sum(0) + 1)(x + 1)
-        return y.sin().sum()
-
-    (advice,) = explain(loss, torch.randn(1000, 4)).advice
-    assert "keeps no less than without" in advice and advice.endswith("Call it without a checkpoint.")
-
-
-def test_each_checkpoint_alone():
-    def other(p, x):
-        return F.gelu(x @ p[0]) @ p[1]
-
-    def loss(ps, x):
-        for p in ps:
-            x = remat(other)(p, remat(block)(p, x))
-        return x.sum()
-
-    found = explain(grad(loss), PS, X)
-    assert [(s.name, s.calls) for s in found.sites] == [
-        ("remat(block)", LAYERS),
-        ("remat(test_each_checkpoint_alone.<locals>.other)", LAYERS),
-    ]
-    assert sum(s.recomputed_flops for s in found.sites) == found.recomputed_flops
-    lines = str(found).splitlines()
-    assert [line.split("  ")[0] for line in lines[1:5]] == [
-        "as it is",
-        "without remat(block), called 4 times",
-        "without remat(test_each_checkpoint_alone.<locals>.other), called 4 times",
-        "without any",
-    ]
-
-
-def test_nested():
-    """Recomputed calls of an inner checkpoint are no calls of the forward."""
-
+def nested(ps, x):
     def pair(ps, x):
         for p in ps:
             x = remat(block)(p, x)
         return x
 
-    def loss(ps, x):
-        return remat(pair)(ps[2:], remat(pair)(ps[:2], x)).sum()
-
-    found = explain(grad(loss), PS, X)
-    assert [s.calls for s in found.sites] == [2, LAYERS]
-    assert found.without == explain(grad(deep(lambda f: f)), PS, X).cost
+    return remat(pair)(ps[2:], remat(pair)(ps[:2], x)).sum()
 
 
-def test_modules():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, D)) for _ in range(3)])
-    before = explain(model, X)
-    apply_remat(model, "?")
-    found = explain(model, X)
-    assert found.without == before.cost and found.sites[0].calls == 3
-    assert found.cost.peak_bytes < before.cost.peak_bytes
-    assert all(p.grad is None for p in model.parameters())
+def of_modules(ps, x):
+    def module(p):
+        first, second = nn.Linear(D, H, bias=False), nn.Linear(H, D, bias=False)
+        first.weight, second.weight = nn.Parameter(p[0].T), nn.Parameter(p[1].T)
+        return Remat(nn.Sequential(first, nn.Tanh(), second, nn.Tanh()))
+
+    return nn.Sequential(*map(module, ps))(x).sum()
 
 
-def test_other_policies():
-    """What `plot_tradeoff` does: each call is made with another policy."""
+def plain(f):
+    return f
+
+
+def by_hooks(f):
+    return lambda *args: checkpoint(f, *args)
+
+
+PS = [(torch.randn(D, H), torch.randn(H, D)) for _ in range(LAYERS)]
+X = torch.randn(N, D)
+KEPT = 4 * N * (H + D)  # both results of a block's tanh
+INPUT = 4 * N * D
+PER_SAMPLE = vmap(grad(deep(remat)), (None, 0))
+# The calls of each checkpointed function; what is kept as it is, and without; the samples.
+FOUND = {
+    "plain": (grad(deep(plain)), {}, LAYERS * KEPT, LAYERS * KEPT, 1),
+    "grad": (grad(deep(remat)), {"remat(block)": LAYERS}, (LAYERS - 1) * INPUT, LAYERS * KEPT, 1),
+    "vmap(grad)": (PER_SAMPLE, {"remat(block)": LAYERS}, (LAYERS - 1) * INPUT, LAYERS * KEPT, 3),
+    # A function that takes no derivative is measured with its backward.
+    "remat": (deep(remat), {"remat(block)": LAYERS}, (LAYERS - 1) * INPUT, LAYERS * KEPT, 1),
+    "hooks": (deep(by_hooks), {"checkpoint(block)": LAYERS}, (LAYERS - 1) * INPUT, LAYERS * KEPT, 1),
+    "two kinds": (
+        grad(two_kinds), {"remat(block)": LAYERS, "remat(other)": LAYERS}, (2 * LAYERS - 1) * INPUT, None, 1
+    ),
+    # Recomputed calls of an inner checkpoint are no calls of the forward.
+    "nested": (grad(nested), {"remat(nested.<locals>.pair)": 2, "remat(block)": LAYERS}, INPUT, LAYERS * KEPT, 1),
+    "modules": (of_modules, {"checkpoint(Sequential.forward)": LAYERS}, None, LAYERS * KEPT, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_costs(name):
+    f, calls, kept, without, samples = FOUND[name]
+    x = (
+        torch.randn(samples, N, D)
+        if samples > 1
+        else X.clone().requires_grad_(name in ("remat", "hooks", "modules"))
+    )
+    state = torch.get_rng_state()
+    found = explain(f, PS, x)
+    assert torch.equal(state, torch.get_rng_state()) and x.grad is None
+    assert {site.name: site.calls for site in found.sites} == calls
+    assert kept in (None, found.cost.kept_bytes / samples)
+    assert without in (None, found.without.kept_bytes / samples)
+    assert found.cost.kept_bytes == sum(r.bytes for r in found.residuals if r.kind == "output")
+    if not calls:
+        assert found.cost == found.without and "There is no checkpoint in it" in str(found)
+        return
+    assert found.cost.peak_bytes < found.without.peak_bytes and found.recomputed_flops >= LAYERS * FIRST
+    if name != "nested":
+        assert sum(site.recomputed_flops for site in found.sites) == found.recomputed_flops
+    if name in ("grad", "vmap(grad)"):  # to look changes nothing
+        m = measure(f, PS, x)
+        assert (found.cost.peak_bytes, found.cost.flops) == (m.peak_bytes, m.flops)
+    if name == "two kinds":
+        assert [line.split("  ")[0] for line in str(found).splitlines()[1:5]] == [
+            "as it is",
+            "without remat(block), called 4 times",
+            "without remat(other), called 4 times",
+            "without any",
+        ]
+
+
+def last_part(ps, x):
+    return remat(lambda x: block(ps[0], x).sum())(torch.cos(x).sin())
+
+
+def large_inputs(ps, x):
+    """The sum of a large product: addition keeps nothing, remat the large result before it."""
+    return remat(lambda y: y.sum(0) + 1)(x + 1).sin().sum()
+
+
+@pytest.mark.parametrize(
+    ("f", "words"),
+    [
+        (deep(remat), ["last of the 4 calls of remat(block)", "FLOPs"]),
+        (remat(deep(plain)), ["remat(deep.<locals>.loss) is the whole function", "around its parts"]),
+        (last_part, ["it is the last part", "Call it without a checkpoint: that saves"]),
+        (large_inputs, ["keeps no less than without", "Call it without a checkpoint."]),
+    ],
+)
+def test_advice(f, words):
+    advice = explain(f, PS, torch.randn(1000, D) if f is large_inputs else X).advice
+    assert len(advice) == 1
+    for word in words:
+        assert word in advice[0]
+
+
+def test_other_ways():
+    """The advice is good; and what `plot_tradeoff` does: each call is made with another policy."""
+    found, better = explain(deep(remat), PS, X), explain(deep(remat, last=plain), PS, X)
+    assert better.recomputed_flops < found.recomputed_flops
+    assert better.cost.peak_bytes <= found.cost.peak_bytes
     subject = Subject(grad(deep(remat)), (PS, X), {})
     cost, _ = measure_with(subject, Calls())
     more, _ = measure_with(subject, Calls(policy=policies.everything_saveable))
     without, _ = measure_with(subject, Calls(lambda key, i: True))
     assert more.flops == without.flops < cost.flops
     assert more.kept_bytes > cost.kept_bytes
-
-
-def test_randomness_is_the_same_in_each_run():
-    state = torch.get_rng_state()
-    explain(lambda x: remat(F.dropout)(x).sin().sum(), X)
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_printed():
@@ -186,8 +166,5 @@ def test_printed():
         "as it is                                                           0 B    75.0 KiB    3.3 M     819.2 k",
         "without remat(test_printed.<locals>.<lambda>), called once    50.0 KiB    75.0 KiB    2.5 M           0",
     ]
-
-
-def test_errors():
     with pytest.raises(InputError, match="a function and its arguments"):
         explain(X)

@@ -4,7 +4,6 @@ import copy
 import itertools
 import re
 
-import models
 import pytest
 import torch
 from support import Storages, assert_same, outcome
@@ -178,7 +177,7 @@ def test_the_model_and_the_batch_stay_as_they_are():
     assert wrapped == {block.name for block in plan.blocks if block.choice != "keep"}
 
 
-def test_the_table():
+def test_the_table(capsys):
     model = a_model()
     bytes = int(0.7 * peak_of(backward, copy.deepcopy(model)))
     plan = fit(model, backward, X, bytes=bytes, select=Block)
@@ -189,13 +188,13 @@ def test_the_table():
     assert {block.choice for block in plan.blocks} <= {"keep", "dots_saveable", "recompute"}
     assert sum(block.recomputed_flops for block in plan.blocks) == plan.recomputed_flops
     assert f"{plan.peak_bytes / 1024:.1f} KiB after" in peak and "%" in recomputed
-
-
-def test_progress(capsys):
-    fit(a_model(), backward, X, bytes=2**30)
     assert capsys.readouterr().err == ""  # it is no terminal
-    fit(a_model(), backward, X, bytes=2**30, progress=True)
+    fit(model, backward, X, bytes=2**30, progress=True)
     assert "fit: run 1 of the step" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"Plan\.apply: Linear lacks a block of the plan"):
+        plan.apply(nn.Linear(4, 4))
+    with pytest.raises(InputError, match=r"in Linear there is no ModuleList or Sequential .* Pass select="):
+        fit(nn.Linear(2, 2), backward, X, bytes=100)
 
 
 def test_chunk_size():
@@ -245,6 +244,13 @@ def reads_values(model, x):
         loss.backward()
 
 
+def test_a_step_that_reads_values_is_measured_on_real_tensors():
+    model = a_model(1, 2)
+    bytes = int(0.8 * peak_of(backward, copy.deepcopy(model)))
+    plan = fit(model, reads_values, X, bytes=bytes, measure_on="cpu")
+    assert plan.peak_bytes <= bytes and plan == fit(model, backward, X, bytes=bytes)
+
+
 @pytest.mark.parametrize(
     ("error", "text", "step", "options"),
     [
@@ -263,32 +269,3 @@ def reads_values(model, x):
 def test_errors(error, text, step, options):
     with pytest.raises(error, match=text):
         fit(a_model(1, 2), step, X, **{"bytes": 2**30, **options})
-
-
-def test_a_model_without_blocks():
-    plan = fit(a_model(1, 2), backward, X, bytes=2**30)
-    with pytest.raises(InputError, match=r"Plan\.apply: Linear lacks a block of the plan"):
-        plan.apply(nn.Linear(4, 4))
-    with pytest.raises(InputError, match=r"in Linear there is no ModuleList or Sequential .* Pass select="):
-        fit(nn.Linear(2, 2), backward, X, bytes=100)
-
-
-def test_a_step_that_reads_values_is_measured_on_real_tensors():
-    model = a_model(1, 2)
-    bytes = int(0.8 * peak_of(backward, copy.deepcopy(model)))
-    plan = fit(model, reads_values, X, bytes=bytes, measure_on="cpu")
-    assert plan.peak_bytes <= bytes and plan == fit(model, backward, X, bytes=bytes)
-
-
-def test_gpt2():
-    """As one writes it: the mask is given, for without it the model reads values."""
-    model, _ = models.gpt2()
-    ids = torch.randint(61, (8, 16))
-
-    def step(model, ids):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
-
-    before = measure(step, copy.deepcopy(model), ids).peak_bytes
-    plan = fit(model, step, ids, bytes=before // 2)
-    assert [block.name for block in plan.blocks] == [f"transformer.h.{i}" for i in range(4)]
-    assert measure(step, plan.apply(model), ids).peak_bytes == plan.peak_bytes <= before // 2

@@ -1,29 +1,44 @@
-"""`apply_remat` on models of others, as they are."""
+"""Models of others, with `apply_remat` and with checkpoint calls of their own under `patched`."""
 
 import copy
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
-from models import BLOCKS, SAMPLES, adapt, densenet, gpt2, trained, vision_transformer
+from models import (
+    BLOCKS,
+    SAMPLES,
+    WIDTH,
+    adapt,
+    densenet,
+    disable,
+    enable,
+    gpt2,
+    llama,
+    trained,
+    vision_transformer,
+)
+from support import tensor_bytes
 from torch.func import grad, vmap
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcckpt import EscapeError
+from funcckpt import EscapeError, TransformError, explain, patched
 from funcckpt.meter import measure
 from funcckpt.nn import Remat, apply_remat
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning"),
     # peft calls transformers by names of before.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning"),
+    pytest.mark.filterwarnings("ignore:funcckpt.checkpoint treats use_reentrant=True:UserWarning"),
 ]
+close = lambda a, e: torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
 
 
-def built(build, **sizes):
+def built(build, adapted=False, **sizes):
     torch.manual_seed(0)
     model, make = build(**sizes)
-    return model.train().double(), make
+    return (adapt(model) if adapted else model).train().double(), make
 
 
 def per_sample(model, make):
@@ -35,17 +50,46 @@ def per_sample(model, make):
     return measured.result, torch.rand(3), measured
 
 
+def backward(model, make):
+    parameters = trained(model)
+    loss, batch = make(model, parameters, dict(model.named_buffers()))
+    torch.manual_seed(2)
+    gradients = torch.autograd.grad(loss(parameters, batch[0]), list(parameters.values()))
+    return gradients, torch.rand(3)
+
+
+def assert_as_without(model, make, wrapped, context):
+    for run in (backward, per_sample):
+        expected = run(model, make)
+        with context():
+            found = run(wrapped, make)
+        close(found[:2], expected[:2])
+    return found[2].peak_bytes / expected[2].peak_bytes
+
+
 @pytest.mark.parametrize("build", BLOCKS, ids=lambda f: f.__name__)
-def test_per_sample_gradients(build):
+def test_apply_remat(build):
     plain, make = built(build)
     wrapped = apply_remat(copy.deepcopy(plain), BLOCKS[build])
-    expected, plain_after, without = per_sample(plain, make)
-    actual, after, measured = per_sample(wrapped, make)
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-12)
-    assert torch.equal(after, plain_after)
-    assert measured.peak_bytes < 0.8 * without.peak_bytes
+    assert assert_as_without(plain, make, wrapped, nullcontext) < 0.8
+
+
+@pytest.mark.parametrize(
+    "build, use_reentrant",
+    [(build, False) for build in BLOCKS] + [(gpt2, True), (llama, True)],
+    ids=lambda case: getattr(case, "__name__", {True: "reentrant", False: ""}.get(case)),
+)
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_patched(build, train, use_reentrant):
+    plain, make = built(build)
+    model = copy.deepcopy(plain)
+    enable(model, use_reentrant)  # in transformers it checkpoints in training only
+    plain.train(train), model.train(train)
+    if train:
+        with pytest.raises(RuntimeError):
+            per_sample(model, make)
+    assert assert_as_without(plain, make, model, patched) < (0.8 if train else 1.01)
+    disable(model)
 
 
 @pytest.mark.parametrize("build", [b for b in BLOCKS if b is not densenet], ids=lambda f: f.__name__)
@@ -56,64 +100,60 @@ def test_a_block_keeps_its_input(build):
         model, make = built(build, depth=depth)
         apply_remat(model, BLOCKS[build])
         kept.append(per_sample(model, make)[2].marks["saved"])
-        blocks = [m for m in model.modules() if isinstance(m, Remat)]
         sizes = []
-        for block in blocks:
+        for block in [m for m in model.modules() if isinstance(m, Remat)]:
             block.register_forward_pre_hook(lambda _, args, into=sizes: into.append(args[0].numel() * 8))
         per_sample(model, make)
         inputs.append(SAMPLES * sum(sizes))
     assert kept[1] - kept[0] == inputs[1] - inputs[0] > 0
 
 
-def test_a_cache_is_named():
+@pytest.mark.parametrize("build, tokens", [(llama, 16), (vision_transformer, 17)], ids=["llama", "vit"])
+def test_frozen_parameters_cost_nothing(build, tokens):
+    """Per-sample gradients of the adapters: each block more costs the bytes of its input, and no other."""
+    peaks = []
+    for depth in (2, 6):
+        model, make = built(build, adapted=True, depth=depth)
+        enable(model)
+        with patched():
+            gradients, _, measured = per_sample(model, make)
+        assert measured.end_bytes == tensor_bytes(gradients)
+        peaks.append(measured.peak_bytes)
+    assert peaks[1] - peaks[0] == 4 * (SAMPLES * tokens * WIDTH * 8)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_adapters_below_inputs_that_need_no_gradient(use_reentrant):
+    """Torch's reentrant checkpoint gives none there, with a warning; transformers has a hook against it."""
+    plain, make = built(llama, adapted=True)
+    model = copy.deepcopy(plain)
+    enable(model, use_reentrant)
+    assert_as_without(plain, make, model, patched)
+
+
+def test_what_is_named():
     model, make = built(gpt2, use_cache=True)
     apply_remat(model, BLOCKS[gpt2])
     with pytest.raises(EscapeError, match=r"GPT2Block.*attribute 'keys'.*use_cache=False"):
         per_sample(model, make)
+    model, make = built(gpt2)
+    model.activation_checkpointing_enable()
+    with pytest.raises(TransformError, match=r"model\.disable_input_require_grads\(\)"), patched():
+        per_sample(model, make)
 
 
-@pytest.mark.parametrize("build", BLOCKS, ids=lambda f: f.__name__)
-def test_plain_backward(build):
-    results = []
-    plain, make = built(build)
-    for model in (apply_remat(copy.deepcopy(plain), BLOCKS[build]), plain):
-        parameters = trained(model)
-        loss, batch = make(model, parameters, dict(model.named_buffers()))
-        torch.manual_seed(2)
-        results.append(torch.autograd.grad(loss(parameters, batch[0]), list(parameters.values())))
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
-
-
-class Shapes(TorchDispatchMode):
-    """Of all tensors that are made, below functorch."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.seen |= {tuple(x.shape) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)}
-        return out
-
-
-def test_no_gradient_of_a_frozen_parameter_is_made():
-    """Per-sample gradients of adapters in a frozen model."""
-    torch.manual_seed(0)
-    plain, make = vision_transformer()
-    adapt(plain).double()
-    wrapped = apply_remat(copy.deepcopy(plain), "blocks.*")
-    weight = plain.blocks[0].mlp.fc1.weight.shape
-    of_weight = {(SAMPLES, *weight), (SAMPLES, *weight[::-1])}
-
-    def run(model, parameters):
-        loss, batch = make(model, parameters, dict(model.named_buffers()))
-        torch.manual_seed(2)
-        with Shapes() as shapes:
-            return vmap(grad(loss), (None, 0), randomness="different")(parameters, batch), shapes.seen
-
-    gradients, seen = run(wrapped, trained(wrapped))
-    assert not of_weight & seen
-    assert of_weight & run(wrapped, dict(wrapped.named_parameters()))[1]  # what it would look like
-    for name, expected in run(plain, trained(plain))[0].items():
-        torch.testing.assert_close(gradients[name], expected, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize(
+    "build, name",
+    [(gpt2, "GPT2Block.forward"), (vision_transformer, "forward of Block")],
+    ids=["gpt2", "timm"],
+)
+def test_explain_names_the_block(build, name):
+    model, make = built(build)
+    enable(model)
+    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    loss, batch = make(model, parameters, {})
+    with patched():
+        (site,) = explain(vmap(grad(loss), (None, 0), randomness="different"), parameters, batch).sites
+        (eager,) = explain(lambda: loss(dict(model.named_parameters()), batch[0])).sites
+    assert site.calls == eager.calls == 4
+    assert all(re.fullmatch(rf"(remat|checkpoint)\(.*{name}\)", found.name) for found in (site, eager))

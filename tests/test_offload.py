@@ -9,8 +9,8 @@ import tempfile
 
 import pytest
 import torch
+from oracles import tensor
 from support import assert_same
-from test_scan import tensor
 from torch.func import functionalize, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,9 +72,6 @@ def test_files_under_functionalize():
     assert_same(run("host"), run(None))
     with pytest.raises(InputError, match=r'functionalize\. Pass "host"'):
         run("disk")
-
-
-def test_wrong_place():
     with pytest.raises(InputError, match="offload='tape' is not None, 'host' or 'disk'"):
         scan(lambda c, x: (c, None), tensor(3), length=3, offload="tape")
 
@@ -141,34 +138,35 @@ def late(monkeypatch):
     return stream
 
 
-def by_remat(f):
-    return remat(f, policy=everything)
-
-
-def by_hooks(f):
-    return lambda *args: checkpoint(f, *args, context_fn=contexts)
-
-
 def everything(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_CPU_OFFLOAD
-
-
-def contexts():
-    return create_selective_checkpoint_contexts(everything)
 
 
 def plainly(f):
     return f
 
 
+def by_remat(f):
+    return remat(f, policy=everything)
+
+
+def by_hooks(f):
+    contexts = lambda: create_selective_checkpoint_contexts(everything)
+    return lambda *args: checkpoint(f, *args, context_fn=contexts)
+
+
 def read_only(x, w):
-    return (x @ w).tanh().exp()
+    return (x @ w).tanh().exp().sin().exp()
 
 
 def writes_inside(x, w):
     y = x @ w
     z = y.exp()
     return y.mul_(2).sin() + z
+
+
+def simply(wrap, f, x, w):
+    return wrap(f)(x, w).sum()
 
 
 def changed_by_the_caller(wrap, f, x, w):
@@ -179,50 +177,31 @@ def changed_by_the_caller(wrap, f, x, w):
     return z
 
 
-def simply(wrap, f, x, w):
-    return wrap(f)(x, w).sum()
-
-
-@pytest.mark.parametrize("wrap", [by_remat, by_hooks])
-def test_the_memory_of_the_host_is_pinned(late, wrap, monkeypatch):
-    asked = []
-
-    def host_memory(x, pinned):
-        asked.append(pinned)
-        return torch.empty_like(x)
-
-    monkeypatch.setattr(offload, "_host_memory", host_memory)
-    x, w = torch.randn(2, 3, requires_grad=True), torch.randn(3, 3)
-    wrap(read_only)(x, w).sum().backward()
-    assert asked and all(asked)
+def under_hooks(wrap, f, x, w):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        return wrap(f)(x, w).sum()
 
 
 @pytest.mark.parametrize("f", [read_only, writes_inside])
-@pytest.mark.parametrize("use", [simply, changed_by_the_caller])
+@pytest.mark.parametrize("use", [simply, changed_by_the_caller, under_hooks])
 @pytest.mark.parametrize("wrap", [by_remat, by_hooks])
-def test_copies_that_come_late(late, wrap, use, f):
-    """What is copied is what was there, whoever writes to it."""
+def test_copies_that_come_late(late, wrap, use, f, monkeypatch):
+    """What is copied is what was there, whoever writes to it; into pinned memory."""
+    pinned = []
+    host_memory = lambda x, pinned_: pinned.append(pinned_) or torch.empty_like(x)
+    monkeypatch.setattr(offload, "_host_memory", lambda x, pinned: host_memory(x, pinned))
+    if (
+        use is under_hooks and wrap is by_remat
+    ):  # where nothing else waits: nobody has what was copied any more
+        monkeypatch.setattr(offload.Offloaded, "is_about_to_be_written", lambda away: None)
+        f = read_only
 
     def gradients(wrap):
         x, w = tensor(3, 3).requires_grad_(), tensor(3, 3).requires_grad_()
         return torch.autograd.grad(use(wrap, f, x, w), [x, w])
 
     assert_same(gradients(wrap), gradients(plainly))
-    assert late.count >= 2
-
-
-def test_hooks_of_the_caller_read_what_was_copied(late, monkeypatch):
-    """Where nothing else waits, since nobody has what was copied any more."""
-    monkeypatch.setattr(offload.Offloaded, "is_about_to_be_written", lambda away: None)
-
-    def gradients(wrap):
-        x, w = tensor(3, 3).requires_grad_(), tensor(3, 3).requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
-            y = wrap(read_only)(x, w).sum()
-        return torch.autograd.grad(y, [x, w])
-
-    assert_same(gradients(by_remat), gradients(plainly))
-    assert late.count >= 2
+    assert late.count >= 2 and all(pinned)
 
 
 def test_copies_that_come_late_under_transforms(late):
@@ -235,8 +214,7 @@ def test_copies_that_come_late_under_transforms(late):
 @pytest.mark.parametrize("wrap", [by_remat, by_hooks])
 def test_copies_back_are_ahead_of_their_use(late, wrap):
     """All are begun before the first one is waited for."""
-    x = tensor(3, 3).requires_grad_()
-    y = wrap(lambda x, w: (x @ w).tanh().exp().sin().exp())(x, tensor(3, 3))
+    y = wrap(read_only)(tensor(3, 3).requires_grad_(), tensor(3, 3))
     there = late.count
     late.waits.clear()
     y.sum().backward()

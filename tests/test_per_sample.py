@@ -55,26 +55,16 @@ def test_norms_and_clipped_sum(chunk_size):
     rows = by_hand(parameters, loss, x, y)
     norms = gradient_norms(loss, parameters, x, y, chunk_size=chunk_size)
     close(norms, rows.norm(dim=1))
-    assert not norms.requires_grad
     bound = float(norms.median())
     result = clipped_sum(loss, parameters, x, y, max_norm=bound, eps=0.0, chunk_size=chunk_size)
     close(flat(result.sum), (rows * (bound / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0))
     close(result.norms, norms)
+    assert not norms.requires_grad and not any(t.requires_grad for t in result.sum.values())
     assert list(result.sum) == list(parameters)
+    nested = lambda tree, batch: loss(tree["all"][0], *batch["xy"])
+    total = clipped_sum(nested, {"all": [parameters]}, {"xy": [x, y]}, max_norm=bound, eps=0.0).sum
+    close(total, {"all": [result.sum]})
     assert {k: v.shape for k, v in result.sum.items()} == {k: v.shape for k, v in parameters.items()}
-
-
-def test_scalars_pytrees_and_several_inputs():
-    def loss(parameters, batch):
-        return (parameters["a"] * batch["x"] + parameters["b"][0] @ batch["y"]).sin()
-
-    parameters = {"a": torch.tensor(0.5, dtype=F64), "b": [torch.randn(2, dtype=F64)]}
-    batch = {"x": torch.randn(4, dtype=F64), "y": torch.randn(4, 2, dtype=F64)}
-    slope = (0.5 * batch["x"] + batch["y"] @ parameters["b"][0]).cos()
-    rows = slope[:, None] * torch.cat([batch["x"][:, None], batch["y"]], 1)
-    close(gradient_norms(loss, parameters, batch, chunk_size=3), rows.norm(dim=1))
-    total = clipped_sum(loss, parameters, batch, max_norm=1e9).sum
-    close(torch.cat([total["a"][None], total["b"][0]]), rows.sum(0))
 
 
 def test_memory_of_a_clipped_sum():
@@ -88,8 +78,8 @@ def test_memory_of_a_clipped_sum():
 
     peaks = {}
     for size in (None, 2):
-        with Storages().known(w, x) as storages:
-            result = clipped_sum(loss, w, x, max_norm=1.0, chunk_size=size)
+        with Storages().known(w, x) as storages:  # parameters that require grad record nothing
+            result = clipped_sum(loss, w.requires_grad_(), x, max_norm=1.0, chunk_size=size)
         peaks[size] = storages.peak
         assert storages.live == tensor_bytes(result)
     assert peaks[None] > 64 * one
@@ -134,19 +124,12 @@ def test_an_empty_batch():
         close(result.sum, {name: torch.zeros_like(p) for name, p in parameters.items()})
         norms = gradient_norms(loss, parameters, x[:0], y[:0], **options)
         assert result.norms.shape == norms.shape == (0,) and norms.dtype is F64
-    with pytest.raises(funcckpt.InputError, match="at least two"):
-        noise_scale(loss, parameters, x[:0], y[:0])
+    for n in (0, 1):
+        with pytest.raises(funcckpt.InputError, match="at least two"):
+            noise_scale(loss, parameters, x[:n], y[:n])
     assert influence(loss, parameters, (x, y), (x[:0], y[:0])).shape == (0, 7)
     with pytest.raises(funcckpt.InputError, match="no training sample"):
         influence(loss, parameters, (x[:0], y[:0]), (x, y))
-
-
-def test_module_parameters_that_require_grad_record_nothing():
-    _, parameters, loss, x, y = problem()
-    with Storages().known(*parameters.values(), x, y) as storages:
-        result = clipped_sum(loss, parameters, x, y, max_norm=1.0)
-        assert storages.live == tensor_bytes(result)
-    assert all(p.requires_grad for p in parameters.values())
 
 
 def test_randomness():
@@ -178,23 +161,6 @@ def test_noise_scale():
         close(result.scale, noise / signal)
 
 
-def test_noise_scale_is_unbiased():
-    """Over many batches, the means are the true values, by Monte Carlo within five standard errors."""
-    torch.manual_seed(0)
-    mean, deviation = torch.tensor([0.3, -0.2], dtype=F64), torch.tensor([1.0, 0.5], dtype=F64)
-    data = mean + deviation * torch.randn(4000, 3, 2, dtype=F64)
-
-    def loss(w, x):
-        return (w * x).sum()
-
-    results = [noise_scale(loss, torch.zeros(2, dtype=F64), batch) for batch in data]
-    for values, truth in [
-        (torch.stack([r.noise for r in results]), deviation.square().sum()),
-        (torch.stack([r.signal for r in results]), mean.square().sum()),
-    ]:
-        assert (values.mean() - truth).abs() < 5 * values.std() / len(values) ** 0.5
-
-
 def least_squares():
     torch.manual_seed(0)
     x, y = torch.randn(12, 3, dtype=F64), torch.randn(12, dtype=F64)
@@ -221,15 +187,6 @@ def test_influence_is_the_derivative_of_a_weighted_fit(chunk_size):
     w = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     actual = influence(loss, w, (x, y), (u, v), tolerance=1e-12, chunk_size=chunk_size)
     close(actual, expected)
-
-
-def test_influence_with_damping():
-    loss, x, y, u, v = least_squares()
-    w = torch.randn(3, dtype=F64)
-    hessian = 2 * x.T @ x / 12 + 0.5 * torch.eye(3, dtype=F64)
-    train, test = 2 * (x @ w - y)[:, None] * x, 2 * (u @ w - v)[:, None] * u
-    actual = influence(loss, w, (x, y), (u, v), damping=0.5, tolerance=1e-12)
-    close(actual, -test @ torch.linalg.solve(hessian, train.T))
 
 
 def test_influence_of_a_model():
@@ -276,18 +233,12 @@ def test_influence_errors():
         ((torch.ones(2, 3),), {"bytes": 9, "chunk_size": 2}, funcckpt.OptionError, "not both"),
         ((), {}, funcckpt.InputError, "no tensor at all"),
         ((torch.ones(2, 3),), {"chunk_size": 0}, funcckpt.OptionError, "chunk_size=0"),
-        ((torch.ones(2, 3),), {"max_norm": 0.0}, funcckpt.OptionError, "max_norm"),
         ((torch.ones(2, 3),), {"max_norm": float("nan")}, funcckpt.OptionError, "max_norm"),
     ],
 )
 def test_errors(batch, options, error, message):
     with pytest.raises(error, match=message):
         clipped_sum(lambda w, *xs: w.sum(), torch.ones(3), *batch, **{"max_norm": 1.0, **options})
-
-
-def test_noise_scale_of_one_sample():
-    with pytest.raises(funcckpt.InputError, match="at least two"):
-        noise_scale(lambda w, x: (w * x).sum(), torch.ones(3), torch.ones(1, 3))
 
 
 # -- Opacus ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The pictures show what was measured."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch.func import grad, vmap
 from funcckpt import InputError, OptionError, checkpoint, explain, remat
 from funcckpt.inspect.plot import plot_memory, plot_tradeoff
 from funcckpt.meter import measure
-from funcckpt.policies.budget import pareto
 
 PS = [torch.randn(16, 16) for _ in range(4)]
 X = torch.randn(64, 16)
@@ -51,7 +51,7 @@ def lines(ax):
     }
 
 
-def test_saw_tooth(pyplot):
+def test_memory(pyplot):
     variants = {"plain": grad(deep(lambda f: f)), "remat": grad(deep(remat))}
     ax = plot_memory(variants, PS, X)
     drawn = lines(ax)
@@ -61,9 +61,6 @@ def test_saw_tooth(pyplot):
         assert max(drawn[name]) * 2**10 == m.peak_bytes
         assert len(drawn[name]) == m.ops.total()
     ax.figure.canvas.draw()
-
-
-def test_with_and_without(pyplot):
     _, ax = pyplot.subplots()
     assert plot_memory(vmap(grad(deep(remat)), (None, 0)), PS, torch.randn(2, 64, 16), ax=ax) is ax
     assert list(lines(ax)) == ["loss, without remat", "loss"]
@@ -71,45 +68,36 @@ def test_with_and_without(pyplot):
 
 
 def test_tradeoff(pyplot):
-    ax = plot_tradeoff(hooked, PS, X, policies={"mm": MM})
-    found = explain(hooked, PS, X)
-    points = {
-        text.get_text(): (line.get_xdata()[0], line.get_ydata()[0])
-        for text, line in zip(ax.texts, [line for line in ax.lines if len(line.get_xdata()) == 1])
-    }
-    assert ax.get_xlabel() == "recomputed kFLOPs" and ax.get_ylabel() == "peak live KiB"
-    assert points["no remat"] == (0, found.without.peak_bytes / 2**10)
-    assert points["no policy"] == (found.recomputed_flops / 1e3, found.cost.peak_bytes / 2**10)
-    assert points["mm"][0] == 0
-    ax.figure.canvas.draw()
-
-
-def test_ink_is_the_readers(pyplot):
     """No text or axis has a colour of its own, so that a dark style shows them light."""
     with pyplot.style.context("dark_background"):
-        for ax in (plot_memory(deep(remat), PS, X), plot_tradeoff(hooked, PS, X, policies=[None])):
-            texts = [*ax.texts, *ax.get_legend().get_texts(), ax.xaxis.label, ax.yaxis.label]
+        ax = plot_tradeoff(hooked, PS, X, policies={"mm": MM})
+        found = explain(hooked, PS, X)
+        single = [line for line in ax.lines if len(line.get_xdata()) == 1]
+        points = {
+            text.get_text(): (line.get_xdata()[0], line.get_ydata()[0])
+            for text, line in zip(ax.texts, single)
+        }
+        assert ax.get_xlabel() == "recomputed kFLOPs" and ax.get_ylabel() == "peak live KiB"
+        assert points["no remat"] == (0, found.without.peak_bytes / 2**10)
+        assert points["no policy"] == (found.recomputed_flops / 1e3, found.cost.peak_bytes / 2**10)
+        assert points["mm"][0] == 0
+        ax.figure.canvas.draw()
+        for drawn in (ax, plot_memory(hooked, PS, X)):
+            labels = [drawn.xaxis.label, drawn.yaxis.label]
+            texts = [*drawn.texts, *drawn.get_legend().get_texts(), *labels]
             assert {text.get_color() for text in texts} == {"white"}
 
 
-def test_front():
-    points = {"a": (0, 10), "b": (1, 5), "worse": (2, 5), "same": (1, 5), "c": (3, 1), "worst": (4, 11)}
-    assert pareto(points, points.__getitem__) == ["a", "b", "c"]
-
-
-def test_errors(pyplot):
+def test_errors(pyplot, monkeypatch):
     with pytest.raises(InputError, match="a function and its arguments, not list"):
         plot_memory([torch.sin], X)
     with pytest.raises(InputError, match="no checkpoint in f"):
         plot_tradeoff(deep(lambda f: f), PS, X, policies=[None])
 
-
-@pytest.mark.parametrize("plot", [plot_memory, plot_tradeoff])
-def test_without_matplotlib(plot, monkeypatch):
     def missing(name):
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    options = {"policies": []} if plot is plot_tradeoff else {}
-    with pytest.raises(OptionError, match=r"needs matplotlib: pip install 'funcckpt\[plot\]'"):
-        plot(torch.sin, X, **options)
+    for plot in (plot_memory, partial(plot_tradeoff, policies=[])):
+        with pytest.raises(OptionError, match=r"needs matplotlib: pip install 'funcckpt\[plot\]'"):
+            plot(torch.sin, X)
