@@ -266,8 +266,9 @@ class Call(UserProgram):
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
-        for i, (x, version) in enumerate(self._constants):
-            is_written, update = tensors.version_of(x) != version, updates.get(id(x))
+        versions = tensors.versions_of([*map(_tensor, self._constants)])
+        for i, ((x, before), version) in enumerate(zip(self._constants, versions, strict=True)):
+            is_written, update = version != before, updates.get(id(x))
             if update is None:
                 if is_written:
                     raise self._changed_inside(x, self.found.where(id(x)))
