@@ -54,12 +54,6 @@ def gpt2(depth=4, use_cache=False):
 SIZES = dict(hidden_size=WIDTH, intermediate_size=64, num_attention_heads=4)
 
 
-def bert(depth=4):
-    return of_transformers(
-        "BertConfig", "BertForMaskedLM", vocab_size=61, max_position_embeddings=32, num_hidden_layers=depth, **SIZES
-    )  # fmt: skip
-
-
 def llama(depth=4):
     return of_transformers(
         "LlamaConfig", "LlamaForCausalLM", vocab_size=61, max_position_embeddings=32, num_hidden_layers=depth,
@@ -119,14 +113,6 @@ def vision_transformer(depth=4):
     return model, images
 
 
-def mixer(depth=4):
-    timm = library_of_models("timm")
-    model = timm.models.MlpMixer(
-        num_classes=7, img_size=32, patch_size=8, num_blocks=depth, embed_dim=WIDTH, proj_drop_rate=0.1
-    )
-    return model, images
-
-
 def densenet(depth=4):
     model = torchvision().models.DenseNet(
         growth_rate=8, block_config=(depth, depth), num_init_features=16, drop_rate=0.1, num_classes=7
@@ -138,7 +124,6 @@ def densenet(depth=4):
 # What `apply_remat` is to select.
 BLOCKS = {
     gpt2: "GradientCheckpointingLayer",
-    bert: "GradientCheckpointingLayer",
     llama: "model.layers.*",
     t5: "GradientCheckpointingLayer",
     vit: "GradientCheckpointingLayer",
@@ -146,7 +131,6 @@ BLOCKS = {
     vision_transformer: "blocks.*",
     resnet: "BasicBlock",
     swin: "SwinTransformerBlock",
-    mixer: "blocks.*",
     densenet: "features.denseblock*.denselayer*",
 }
 

@@ -4,10 +4,10 @@ once: by the forward.
 
 import pytest
 import torch
-from oracles import F64, compare, tensor, total
+from oracles import F64, FORWARD, REVERSE, compare, tensor, total
 from support import WRAPS, assert_same, no_remat
 from torch import nn
-from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, vmap
 from torch.nn import functional as F
 
 from funcckpt import MutationError, remat
@@ -34,9 +34,7 @@ def rows(n=8):
 NORMS = {
     "data": lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False, dtype=F64), nn.Linear(3, 3, dtype=F64)),
     "affine": lambda: nn.Sequential(nn.Linear(3, 3, dtype=F64), nn.BatchNorm1d(3, dtype=F64)),
-    "frozen": lambda: nn.Sequential(nn.BatchNorm1d(3, dtype=F64).requires_grad_(False), nn.Tanh()),
     "cumulative": lambda: nn.Sequential(nn.BatchNorm1d(3, momentum=None, dtype=F64), nn.Tanh()),
-    "eval": lambda: nn.Sequential(nn.BatchNorm1d(3, dtype=F64).eval(), nn.Tanh()),
     "instance": lambda: nn.Sequential(
         nn.Unflatten(1, (3, 1)),
         nn.Conv1d(3, 4, 3, padding=2, dtype=F64),
@@ -46,20 +44,19 @@ NORMS = {
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("order", [1, 2])
-def test_statistics_are_updated_once(same, norm, depth, needs_grad, order):
+def test_statistics_are_updated_once(same, norm, depth, order):
     """One forward, one update; as many recomputations as there may be, none."""
 
     def run(wrap):
-        model, x, w = NORMS[norm](), rows().detach().requires_grad_(needs_grad), rows(1)
-        wrt = [w, *([x] if needs_grad else []), *[p for p in model.parameters() if p.requires_grad]]
+        model, x, w = NORMS[norm](), rows(), rows(1)
+        wrt = [w, x, *[p for p in model.parameters() if p.requires_grad]]
 
         def at(depth, x):
             return ((wrap(at)(depth - 1, x) if depth else model(x)) * w[0, 0]).sin()
 
-        y = wrap(at)(depth - 1, x) if depth else (wrap(model)(x) * w[0, 0]).sin()
+        y = wrap(at)(depth, x)
         first = torch.autograd.grad(y.sum(), wrt, create_graph=True, allow_unused=True)
         model.eval()
         again = sum(g.square().sum() for g in first if g is not None) if order == 2 else y.sum()
@@ -171,17 +168,8 @@ class Outer(nn.Module):
         return self.wrap(self.model)(x)
 
 
-UNDER = {
-    "grad": lambda f, p: grad(f)(p),
-    "grad_grad": lambda f, p: grad(lambda p: total(grad(f)(p)))(p),
-    "vjp": lambda f, p: vjp(f, p)[1](torch.ones((), dtype=F64)),
-    "jvp": lambda f, p: jvp(f, (p,), (p,)),
-    "vmap_grad": lambda f, p: vmap(grad(f))({name: torch.stack([x, x * 2]) for name, x in p.items()}),
-}
-
-
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-@pytest.mark.parametrize("transform", UNDER)
+@pytest.mark.parametrize("transform", ["grad", "grad_grad", "vjp", "jvp", "vmap_grad"])
 @pytest.mark.parametrize("given", [False, True])
 def test_statistics_under_transforms(wrap, transform, given):
     """The module's own; or made and written to inside of the transform, which torch allows under vmap, too."""
@@ -190,16 +178,17 @@ def test_statistics_under_transforms(wrap, transform, given):
         torch.manual_seed(5)
         model = NORMS["affine"]()
         own = {name: b.clone() for name, b in model.named_buffers()}
+        other = model[0].weight.detach()
 
-        def loss(p):
-            zero = p["0.weight"].detach().sum() * 0
+        def loss(bias):
+            zero = bias.detach().sum() * 0
             buffers = {name: b + zero.to(b.dtype) for name, b in own.items()} if given else {}
-            state = {f"model.{name}": x for name, x in {**p, **buffers}.items()}
+            state = {"0.bias": bias, "0.weight": other * bias.exp(), **buffers}
+            state = {f"model.{name}": x for name, x in state.items()}
             y = functional_call(Outer(wrap, model), state, (tensor(4, 3),))
             return total(y) + sum(b.detach().sum() for b in buffers.values())
 
-        p = {name: x.detach() for name, x in model.named_parameters()}
-        return UNDER[transform](loss, p), [b.clone() for b in model.buffers()]
+        return (REVERSE | FORWARD)[transform](loss, tensor(3)), [b.clone() for b in model.buffers()]
 
     compare(lambda each: run(wrap if each is remat else no_remat), remat, allowed=(MutationError,))
 

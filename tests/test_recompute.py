@@ -1,7 +1,6 @@
 """What a recomputation does not run, and that nobody can tell."""
 
 import ctypes
-import itertools
 import warnings
 from contextlib import contextmanager
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import assert_same
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -138,47 +137,15 @@ def one_sample_after_the_other(wrap):
         torch.autograd.grad(net(wrap, ws, x).square().sum(), ws)
 
 
-def all_cotangents_at_once(wrap):
-    ws = [w.requires_grad_() for w in weights()]
-    y = net(wrap, ws, points()).sum(0)
-    return torch.autograd.grad(y, ws, torch.eye(D, dtype=y.dtype), is_grads_batched=True)
-
-
 @pytest.mark.parametrize(
-    ("run", "in_plain_eager"),
-    [
-        (backward, backward),
-        (under_grad, backward),
-        (per_sample, one_sample_after_the_other),
-        (jacobian, all_cotangents_at_once),
-    ],
+    ("run", "in_plain_eager"), [(under_grad, backward), (per_sample, one_sample_after_the_other)]
 )
 def test_no_more_than_early_stop(run, in_plain_eager):
     """Torch's checkpoint does not go under a transform: it does the same job in plain eager code."""
     assert measure(run, remat).flops == measure(in_plain_eager, stop).flops
 
 
-def without_its_last_product(x, w1, w2):
-    return F.layer_norm(F.gelu(x @ w1), (H,))
-
-
-def test_no_more_than_early_stop_in_a_hessian():
-    """There it is tangents that are recomputed, of all that a block has for inputs, as far as the backward
-    needs them: as often as there are blocks. Torch's checkpoint has no forward mode.
-    """
-    x, (w1, w2) = points()[:2], weights()[:2]
-    zeros = torch.zeros_like(w1), torch.zeros_like(w2)
-    push = lambda t: jvp(without_its_last_product, (x, w1, w2), (t, *zeros))
-    once = measure(vmap(push), torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)).flops
-    without = measure(second_derivatives, lambda f: f).flops
-    assert measure(second_derivatives, remat).flops - without <= L * once
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [grad, lambda f: vmap(grad(f), (None, 0)), jacrev],
-    ids=["grad", "vmap(grad)", "jacrev"],
-)
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f), (None, 0))], ids=["grad", "vmap(grad)"])
 def test_blocks_of_a_real_size(monkeypatch, transform):
     """24 blocks of width 256 and 1024 inside, 64 x 128 tokens: with the thresholds that users have."""
     monkeypatch.undo()
@@ -245,34 +212,6 @@ def test_memory_is_no_more_than_without_it(monkeypatch):
     assert lean <= measure(under_grad, remat).peak_bytes
 
 
-def test_where_all_is_needed_nothing_is_watched_any_more(monkeypatch):
-    def f(x, w):
-        return (x @ w).sin()
-
-    x, w = draw(N, D), draw(D, H)
-    grad(lambda w: remat(f)(x, w).sum())(w)
-    monkeypatch.setattr(recompute.Replay, "__enter__", None)
-    grad(lambda w: remat(f)(x, w).sum())(w)
-
-
-@pytest.mark.parametrize("transform", [grad, lambda f: lambda w: vmap(grad(f))(w[None])])
-def test_once_it_is_known_what_is_needed_the_pullback_is_not_watched(monkeypatch, transform):
-    watched = []
-    seen = recompute.Replay.__torch_dispatch__
-
-    def sees(self, func, *args):
-        watched[-1].append(func)
-        return seen(self, func, *args)
-
-    monkeypatch.setattr(recompute.Replay, "__torch_dispatch__", sees)
-    x, w = draw(N, D), draw(D, H)
-    for _ in range(3):
-        watched.append([])
-        transform(lambda w: remat(lambda x, w: (x @ w).sin().cos() @ w.mT)(x, w).sum())(w)
-    first, *others = map(len, watched)
-    assert others[0] == others[1] < first / 2
-
-
 v = torch.linspace(-1, 1, D * D, dtype=torch.float64).view(D, D)
 
 
@@ -317,15 +256,8 @@ def statistics(x, w):
     return (x @ v * before).sin().sum() + (y * (v @ mean)).cos().sum()
 
 
-ANYWHERE = [
-    statistics,
-    reads_before_it_is_written,
-    shapes_in_place,
-    several_outputs,
-    pieces,
-    attention,
-    differentiated_checkpoint,
-]
+ANYWHERE = [statistics, reads_before_it_is_written, shapes_in_place, several_outputs, pieces, attention]
+ANYWHERE.append(differentiated_checkpoint)
 
 
 def by_item(x, w):
@@ -340,17 +272,13 @@ def by_numpy(x, w):
     return ((x @ w).sin() * torch.from_numpy(numpy.sin((x.detach() @ v).numpy()))).sum()
 
 
-def by_list(x, w):
-    return ((x @ w).sin() * (x.detach() @ v).tolist()[0][0]).sum()
-
-
 def by_address(x, w):
     y = x.detach() @ v
     assert y.data_ptr() == y.untyped_storage().data_ptr()
     return ((x @ w).sin() * y).sum()
 
 
-EAGER_ONLY = [by_item, by_branch, by_numpy, by_list, by_address]
+EAGER_ONLY = [by_item, by_branch, by_numpy, by_address]
 
 
 def gradients(f, transform):
@@ -402,18 +330,6 @@ def test_a_kernel_that_nobody_sees_is_given_memory():
     assert_close(gradients(remat(f), "plain"), gradients(f, "plain"))
 
 
-def test_errors_of_f_are_its_own():
-    runs = itertools.count()
-
-    def f(x):
-        if next(runs):
-            raise ArithmeticError("only once")
-        return (x @ v).sin()
-
-    with pytest.raises(ArithmeticError, match="only once"):
-        remat(f)(points().requires_grad_()).sum().backward()
-
-
 class Overwrites(torch.autograd.Function):
     """Its backward writes to what it has saved, where no version counter sees it."""
 
@@ -443,47 +359,31 @@ def test_a_pullback_that_writes_unseen_to_what_a_product_reads():
         assert_close(run(remat), expected)
 
 
-class ReadsLate(torch.autograd.Function):
-    """Its backward reads a product, in some runs."""
-
-    reads = False
-
-    @staticmethod
-    def forward(ctx, x, product):
-        ctx.save_for_backward(product)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, ct):
-        (product,) = ctx.saved_tensors
-        if not ReadsLate.reads:
-            return ct, None
-        try:
-            return ct * product.sum(), None
-        except Exception as error:
-            raise ArithmeticError from error
-
-
 @pytest.mark.parametrize("catches", [False, True])
-def test_a_pullback_that_reads_what_it_did_not_read_the_last_time(monkeypatch, catches):
+def test_a_pullback_that_reads_what_it_did_not_read_the_last_time(catches):
     """The recomputation has stopped to watch by then, and runs again."""
-    w = weights()[0]
+    w, reads = weights()[0], False
 
-    class Catches(ReadsLate):
+    class ReadsLate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, product):
+            ctx.save_for_backward(product)
+            return x * 1
+
         @staticmethod
         def backward(ctx, ct):
             try:
-                return ReadsLate.backward(ctx, ct)
-            except ArithmeticError:
-                return ct * 0, None
+                return ct * ctx.saved_tensors[0].sum() if reads else ct, None
+            except Exception:
+                if catches:
+                    return ct * 0, None
+                raise
 
     def run(wrap):
         x = points().requires_grad_()
-        function = Catches if catches else ReadsLate
-        return torch.autograd.grad(wrap(lambda x: function.apply(x.sin(), x @ w).sum())(x), x)
+        return torch.autograd.grad(wrap(lambda x: ReadsLate.apply(x.sin(), x @ w).sum())(x), x)
 
-    for reads in (False, False, True, True, False, True):
-        monkeypatch.setattr(ReadsLate, "reads", reads)
+    for reads in (False, False, True, True, False, True):  # noqa: B007
         assert_close(run(remat), run(lambda f: f))
 
 
