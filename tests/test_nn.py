@@ -267,7 +267,7 @@ class Kept(nn.Module):
 )
 def test_what_is_run_again_and_what_is_kept(wrap, runs, kept):
     model, x = wrap([Kept() for _ in range(7)]), torch.randn(1000, requires_grad=True)
-    with torch.no_grad():
+    with torch.inference_mode():
         model(x)
     with Storages().known(x) as storages:
         out = model(x)

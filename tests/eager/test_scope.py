@@ -1,14 +1,13 @@
 """checkpoint_scope: gradients, what is kept, what is recomputed when, and who else is around."""
 
 import gc
-import random
 import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Counter, Storages, assert_same, seeds
+from support import Counter, Storages, assert_same
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,7 +15,7 @@ from funcckpt import checkpoint, checkpoint_scope, world
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import MutationError, TransformError
 
-from .implementations import D, Ops, copying, draw, in_a_thread, leaf, plain
+from .implementations import D, Ops, draw, in_a_thread, leaf, plain
 
 
 @pytest.fixture(autouse=True)
@@ -214,76 +213,6 @@ def test_batched_gradients_with_dropout():
         return torch.autograd.grad(y, a, torch.eye(16, dtype=D), is_grads_batched=True)[0]
 
     assert_same(f(checkpoint_scope), f(nullcontext))
-
-
-def random_program(seed, scope, call, leaves):
-    """A few dozen random steps; every choice is drawn before it is known who runs them."""
-    draw = random.Random(seed)
-    alive, opened = list(leaves), []
-    try:
-        take_steps(draw, scope, call, leaves, alive, opened)
-    finally:  # a checkpoint around it may stop early
-        while opened:
-            opened.pop().__exit__(None, None, None)
-    return sum(x.tanh().sum() for x in alive)
-
-
-def take_steps(draw, scope, call, leaves, alive, opened):
-    for _ in range(30):
-        x, y = draw.choice(alive), draw.choice(alive)
-        step = draw.randrange(13)
-        if step == 0:
-            opened.append(scope())
-            opened[-1].__enter__()
-        elif step == 1 and opened:
-            opened.pop().__exit__(None, None, None)
-        elif step == 2:
-            alive.append(x * y.sin())
-        elif step == 3:
-            alive.append((x @ y.t()).tanh() @ y)
-        elif step == 4:
-            alive.append(F.dropout(x, 0.3).exp().clamp(max=2))
-        elif step == 5:
-            alive.append(x.t().reshape(4, 4).softmax(0))
-        elif step == 6:
-            alive.append(call(lambda x, y: (x * y).tanh().sin(), x, y))
-        elif step == 7:
-            z = x.clone()
-            z[1:].mul_(2)
-            z.add_(y)
-            alive.append(z)
-        elif step == 8:
-            with copying():
-                alive.append((x.exp() + y).tanh())
-        elif step == 9:
-            alive.append(F.layer_norm(x, (4,)) + torch.rand_like(y))
-        elif step == 10 and len(alive) > 3:
-            del alive[draw.randrange(len(alive))]
-        elif step == 11:
-            alive.append(torch.cat([x[:2], y[2:]]).square().tanh())
-        elif step == 12:
-            (g,) = torch.autograd.grad(
-                x.sum(), leaves[0], retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            alive.append(x * g.detach().tanh())
-
-
-@pytest.mark.parametrize("seed", seeds(60, 100))
-def test_random_programs(seed):
-    def run(scope, call):
-        torch.manual_seed(seed)
-        leaves = [leaf(4, 4) for _ in range(2)]
-        loss = random_program(seed, scope, call, leaves)
-        first = torch.autograd.grad(
-            loss, leaves, retain_graph=True, materialize_grads=True, allow_unused=True
-        )
-        again = torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
-        return loss.detach(), first, again, torch.rand(2)
-
-    plain = run(nullcontext, lambda f, *args: f(*args))
-    assert_same(run(checkpoint_scope, checkpoint), plain)
-    assert_same(run(checkpoint_scope, lambda f, *args: f(*args)), plain)
-    assert_same(run(nullcontext, checkpoint), plain)
 
 
 # -- what is kept, and when it is recomputed ------------------------------------------------------------
