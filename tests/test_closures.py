@@ -24,7 +24,7 @@ from compositions.functions import Cube, Pair
 from oracles import CAPTURES, F64, compare, tensor
 from support import WRAPS, registered
 from torch import nn
-from torch.func import jacfwd, vmap
+from torch.func import jacfwd
 from torch.overrides import TorchFunctionMode
 
 from funcckpt import ClosureError, EscapeError, MutationError, remat
@@ -254,8 +254,9 @@ LIFTED |= {
     "deque": held_by(lambda w: collections.deque([w, w * 2], maxlen=2), lambda o: o[-1] + o[0]),
     "frozenset": held_by(lambda w: frozenset([w]), lambda o: next(iter(o))),
     "own_dict": held_by(lambda w: OwnDict(w=w), lambda o: o.w),
-    "user_dict": held_by(lambda w: collections.UserDict(w=w), lambda o: o["w"]),
     "cached_property": held_by(lambda w: (o := Attributes(w), o.squared)[0], lambda o: o.squared),
+    "getattr": held_by(Attributes, lambda o: getattr(o, chr(119))),
+    "vars": held_by(Attributes, lambda o: vars(o)[chr(119)]),
     "property": held_by(Attributes, lambda o: o.doubled),
     "slots_of_a_base": held_by(SlotsBelow, lambda o: o.w),
     "frozen_dataclass": held_by(FrozenData, lambda o: o.w),
@@ -264,15 +265,13 @@ LIFTED |= {
         lambda w: (o := Attributes(w), setattr(o, "me", [o]))[0], lambda o: o.me[0].me[0].w
     ),
     "delegate": held_by(lambda w: Delegate(Attributes(w)), lambda o: o.w),
-    "captured_and_argument": lambda wrap, w, x: wrap(lambda v, z: act(w, x) * (v if v is w else z))(w, x),
+    "captured_and_argument": lambda wrap, w, x: wrap(lambda v, z: act(w, x) * v * z)(w, x),
     "object_argument": lambda wrap, w, x: wrap(lambda x, o: act(o.w[0], x))(x, o=Slots([w])),
     "static_argument": lambda wrap, w, x: wrap(lambda o, x: act(o.w, x), static_argnums=0)(Attributes(w), x),
     "function_argument": lambda wrap, w, x: wrap(lambda f, x: f(x) * 2)(lambda z: act(w, z), x),
     "bound_tensor_method": lambda wrap, w, x: wrap(w.mul)(x) + x,
     "custom_function": lambda wrap, w, x: wrap(lambda: Cube.apply(w, x)[0])() * wrap(Cube.apply)(w, x)[1],
-    "partial_of_remat": lambda wrap, w, x: functools.partial(wrap(lambda n, w, x: act(w, x) ** n), 2)(w, x),
     "jacfwd_inside": lambda wrap, w, x: wrap(jacfwd(act, argnums=1))(w, x),
-    "vmap_inside": lambda wrap, w, x: wrap(vmap(lambda x, w: w.cos() * x, (0, None), out_dims=1))(x, w),
     "method_descriptor": lambda wrap, w, x: wrap(torch.Tensor.mul)(w, x),
     "constructor": lambda wrap, w, x: wrap(Pair)(w, x),
     "twice_the_same": lambda wrap, w, x: wrap(lambda q, k: act(q * 2 if q is k else q, x))(w, w),

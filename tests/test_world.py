@@ -89,6 +89,7 @@ WAYS = [(name, way) for name in RANDOM for way in EAGER]
 WAYS += [(name, way) for name in [*RANDOM][:5] for way in (*BATCHED, *TRACED)]
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize(("name", "transforms"), WAYS)
 def test_random(name, transforms):
     compare(lambda wrap: in_stack(transforms, lambda wrap: chain(wrap, RANDOM[name]), wrap), remat)
