@@ -120,16 +120,8 @@ class Box:
         self.content = content
 
 
-class SlottedBox:
-    __slots__ = ("content",)
-
-    def __init__(self, content):
-        self.content = content
-
-
 BOXES = {
     "object": Box,
-    "slots": SlottedBox,
     "object_in_list": lambda y: [1, {"a": Box([y])}],
     "set": lambda y: {y},
     "function": lambda y: lambda: y,
@@ -227,7 +219,6 @@ def stores_its_input():
 
 STORES = {
     "dict": stored(lambda o, h: o.table.update(h=h), lambda o: o.table["h"]),
-    "attribute": stored(lambda o, h: setattr(o, "kept", h), lambda o: o.kept),
     "list in a list": stored(lambda o, h: o.items.append([h]), lambda o: o.items[0][0]),
     "new object": stored(lambda o, h: setattr(o, "kept", Box(h)), lambda o: o.kept.content),
     "closure": stored(lambda o, h: setattr(o, "kept", lambda: h), lambda o: o.kept()),

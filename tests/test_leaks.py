@@ -4,7 +4,6 @@ import collections
 import contextlib
 import gc
 import inspect
-import itertools
 import weakref
 from contextlib import contextmanager
 
@@ -16,7 +15,7 @@ from torch.func import functional_call, grad, vjp, vmap
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcckpt import FuncckptError, remat
+from funcckpt import remat
 
 
 class Births(TorchDispatchMode):
@@ -84,13 +83,9 @@ def closing_over(wrap):
     return lambda x: wrap(lambda x: body(x * w))(x)
 
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
-
-
 def functional(wrap):
-    net = model()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
     params = {k: v.detach() for k, v in net.named_parameters()}
     return lambda x: wrap(lambda p, x: functional_call(net, p, (x,)))(params, x)
 
@@ -98,7 +93,6 @@ def functional(wrap):
 FUNCTIONS = {
     "new_each_time": lambda wrap: lambda x: wrap(lambda x: body(x))(x),
     "closure": closing_over,
-    "module": lambda wrap: wrap(model()),
     "functional_call": functional,
     "nested": lambda wrap: wrap(lambda x: wrap(body)(x) * x),
     "values": lambda wrap: wrap(body, determinism_check="values"),
@@ -147,21 +141,6 @@ def test_calls_leave_nothing(function, call):
     """A remat made anew for each of 30 calls."""
     CALLS[call](FUNCTIONS[function](remat))
     assert_no_growth(lambda: CALLS[call](FUNCTIONS[function](remat)), 30)
-
-
-def test_errors_leave_nothing():
-    def fails(x):
-        raise ValueError(body(x).shape)
-
-    def run():
-        for name in ("backward", "grad", "vmap_grad", "jvp"):
-            lengths = itertools.chain([3, 2, 1])
-            for f in (fails, lambda x, lengths=lengths: x[: next(lengths)].sin()):
-                with contextlib.suppress(ValueError, FuncckptError):
-                    CALLS[name](remat(f))
-        gc.collect()  # a traceback is a cycle with its frames, in plain torch as well
-
-    assert_no_growth(run, 30)
 
 
 # ---------------------------------------------------------------- between forward and backward

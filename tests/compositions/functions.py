@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from support import registered
 from torch import nn
-from torch.func import functional_call, grad, jacrev, jvp, vmap
-from torch.nn import functional as F
+from torch.func import functional_call, grad, vmap
 
 FUNCTIONS = {}
 case = registered(FUNCTIONS)
@@ -101,14 +100,6 @@ def module_functional_call(remat):
 # Transforms and autograd inside
 
 
-@whole
-def func_transforms_inside(x, w):
-    rows = vmap(lambda row: torch.sin(row * x))(w)
-    jac = jacrev(lambda y: torch.tanh(w @ y))(x)
-    _, tangent = jvp(lambda y: (w @ y).sin(), (x,), (x.cos(),))
-    return rows.sum(0) + jac @ x + tangent
-
-
 @case
 def vmap_of_grad_inside(remat):
     loss = remat(lambda row, y: ((row * y).sin().sum() - 1) ** 2)
@@ -156,29 +147,6 @@ def custom_function_takes_closure(remat):
     return fn
 
 
-class HalfSine(torch.autograd.Function):
-    """No jvp: forward mode is refused, by torch itself."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return torch.sin(x) / 2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        return torch.cos(ctx.saved_tensors[0]) / 2 * g
-
-
-@whole
-def custom_function_without_jvp(x, w):
-    return HalfSine.apply(w @ x) * x
-
-
 @whole
 def no_grad_and_detach_inside(x, w):
     with torch.no_grad():
@@ -192,16 +160,6 @@ def no_grad_and_detach_inside(x, w):
 @whole
 def solve(x, w):
     return torch.linalg.solve(w @ w.mT + 2 * torch.eye(3), x)
-
-
-@whole
-def cumprod(x, w):
-    return torch.cumprod(w @ x, 0) + torch.logsumexp(w, 0)
-
-
-@whole
-def normalized(x, w):
-    return F.layer_norm(F.silu(w * x).sum(0) * x, (3,)) + w[torch.tensor([2, 0, 2]), 1]
 
 
 @whole
@@ -232,12 +190,6 @@ def integer_and_boolean_outputs(x, w):
 
 
 @case
-def integer_operands(remat):
-    f = remat(lambda x, i, mask, w: (w[i] * x * mask, i + 1, mask.logical_not()))
-    return lambda x, w: f(x, torch.tensor([1, 1, 0]), torch.tensor([True, False, True]), w)
-
-
-@case
 def view_outputs(remat):
     f = remat(lambda x, w: (x[1:], w.t(), x.view(3, 1), w[0], w.diagonal(), x.expand(2, 3)))
 
@@ -261,16 +213,6 @@ def inputs_as_outputs(remat):
     def fn(x, w):
         v, y, z, h = f(x, w)
         return (v @ y) * z + h, y, v
-
-    return fn
-
-
-@case
-def output_is_a_closure(remat):
-    def fn(x, w):
-        h = w @ x
-        a, b = remat(lambda y: (h, y * 2))(x)
-        return a.sin() * b
 
     return fn
 

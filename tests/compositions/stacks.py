@@ -134,10 +134,6 @@ INNER = {
     # Nothing that fn sees is batched: it is drawn anew for each sample all the same.
     "vmap_different_unbatched": lambda fn, x, w: vmap(scaled(fn, x, w), randomness="different")(SCALES),
     "vmap_same_unbatched": lambda fn, x, w: vmap(scaled(fn, x, w), randomness="same")(SCALES),
-    # torch refuses None for what is batched, and allows it for what is not.
-    "vmap_out_none": lambda fn, x, w: vmap(lambda s: (fn(x, w), s), out_dims=(None, 0), randomness="same")(
-        SCALES
-    ),
     "functionalized": lambda fn, x, w: functionalize(fn)(x, w),
     "functionalized_views": lambda fn, x, w: functionalize(fn, remove="mutations_and_views")(x, w),
 }
@@ -237,13 +233,6 @@ def double_backward(fn, x, w):
 
 
 @eager
-def triple_backward(fn, x, w):
-    first = gradients(scalar(fn(x, w)), (x, w), create_graph=True)
-    (second,) = torch.autograd.grad(scalar(first), x, create_graph=True)
-    return gradients(scalar(second), (x, w))
-
-
-@eager
 def double_backward_in_cotangent(fn, x, w):
     """The linear part alone: gradients of the pullback with regard to the cotangent."""
     out = [o for o in split(fn(x, w))[0] if o.requires_grad]
@@ -321,7 +310,6 @@ OUTER |= {
     "jacobian": functional("jacobian", outputs),
     "jacobian_vectorized": functional("jacobian", outputs, create_graph=True, vectorize=True),
     "jacobian_forward": functional("jacobian", outputs, **forward_mode),
-    "hessian_vectorized": functional("hessian", cost, vectorize=True),
     "hessian_forward_over_reverse": functional("hessian", cost, **forward_over_reverse),
     "traced": traced,
     # The graph is a function like another: its gradient must not end at a detach.

@@ -17,7 +17,7 @@ SECOND = "batched_grad fwd_over_rev rev_over_rev grad_dtypes".split()
 # The plain kinds, captured tensors, nesting, outputs, and operators with formulas of their own.
 NAMES = (
     "view_outputs trees closure_over_everything nested_three_deep_with_closures inputs_as_outputs solve "
-    "normalized vmap_of_grad_inside integer_and_boolean_outputs unused_inputs"
+    "vmap_of_grad_inside integer_and_boolean_outputs unused_inputs"
 ).split()
 
 

@@ -17,7 +17,7 @@ from .functions import FUNCTIONS
 from .stacks import stack
 from .test_matrix import inputs
 
-SOME = "trees closure_over_everything module_functional_call nested cumprod solve".split()
+SOME = "trees closure_over_everything module_functional_call nested solve".split()
 REVERSE = (
     "vjp_twice | vjp_vmap | vmap_nested | backward | double_backward | vmap_x grad_both | grad_both grad_both | "
     "jacrev_x jacrev_x | vmap_x vmap_w grad_both | grad_both vmap_x grad_x | backward vmap_x grad_both"
