@@ -77,20 +77,14 @@ X = (f32, (N, D), 4 * N * D, "argument x", None)
 XS = (f32, (B, N, D), 4 * B * N * D, "argument x", None)
 
 
-def tanh(*batch):
-    shape = (*batch, N, H)
-    return f32, shape, 4 * N * H * (batch or (1,))[0], f"output of aten.tanh at {TANH}", None
+def output(operator, where, width, *batch, name=None):
+    rows = (batch or (1,))[0] * N
+    return f32, (*batch, N, width), 4 * rows * width, f"output of aten.{operator} at {where}", name
 
 
-def square(*batch):
-    shape = (*batch, N, H)
-    return f32, shape, 4 * N * H * (batch or (1,))[0], f"output of aten.mul at {SQUARE}", "square"
-
-
-def exp(function, *batch):
-    shape = (*batch, N, 2)
-    where = line(function, "exp()")
-    return f32, shape, 4 * N * 2 * (batch or (1,))[0], f"output of aten.exp at {where}", None
+tanh = functools.partial(output, "tanh", TANH, H)
+square = functools.partial(output, "mul", SQUARE, H, name="square")
+exp = lambda function, *batch: output("exp", line(function, "exp()"), 2, *batch)
 
 
 # -- exact records --------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ def test_where_it_holds():
     with funcckpt.patched():
         with funcckpt.patched():
             works()
+        with active(False):
+            refused()
         with pytest.raises(ValueError, match="mine"), funcckpt.patched():
             raise ValueError("mine")
         works()
@@ -77,6 +79,8 @@ def test_where_it_holds():
         with funcckpt.patched():
             works()
         in_a_thread(works)
+        with active(False):
+            refused()
         with funcckpt.patched():
             funcckpt.uninstall()
             works()
