@@ -1,6 +1,5 @@
 """The benchmarks run and agree with each other; the README and the documentation say what they have found."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -8,34 +7,27 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
-import common  # noqa: E402
-import readme  # noqa: E402
+import common
+import loops
+import overhead
+import per_sample
+import readme
 
-SCRIPTS = [
-    *("bilevel", "chunks", "depth", "functorch_grad", "langevin", "loops"),
-    *("maml", "per_sample", "power_iteration", "sampler", "sizes", "small_models"),
-]
-
-
-def problems(script):
-    return importlib.import_module(script).PROBLEMS
+ALL = {**loops.BENCHMARKS, **per_sample.BENCHMARKS}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # Opacus
-@pytest.mark.parametrize(
-    ("script", "problem"),
-    [(s, p) for s in SCRIPTS for p in list(problems(s))[: 3 if s == "per_sample" else 1]],
-)
-def test_methods_agree_at_toy_size(script, problem):
-    rows = common.compare(problem, problems(script)[problem](True), rounds=script != "chunks")
-    for row in rows:
-        assert "saved tensor hooks" in row["error"] if "error" in row else row["peak_bytes"] > 0
-        assert row.get("difference", 0) < 1e-4
-    assert sum("difference" in row for row in rows) > 2 or script == "chunks"
+@pytest.mark.parametrize("name", ALL)
+def test_methods_agree_at_toy_size(name):
+    for problem in list(ALL[name].problems)[: 3 if name == "per_sample" else 1]:
+        rows = common.compare(problem, ALL[name].problems[problem](True), rounds=ALL[name].rounds > 0)
+        for row in rows:
+            assert "saved tensor hooks" in row["error"] if "error" in row else row["peak_bytes"] > 0
+            assert row.get("difference", 0) < 1e-4
+        assert sum("difference" in row for row in rows) > 2 or name == "chunks"
 
 
 @pytest.mark.exhaustive
@@ -43,7 +35,8 @@ def test_methods_agree_at_toy_size(script, problem):
 def test_the_script_for_plans(problem):
     import fit
 
-    rows = {row["method"]: row for row in common.compare(problem, fit.PROBLEMS[problem](True), rounds=0)}
+    found = common.compare(problem, fit.BENCHMARKS["fit"].problems[problem](True), rounds=0)
+    rows = {row["method"]: row for row in found}
     for way in ("every second block", "every block"):
         for key in ("peak_bytes", "flops"):
             assert rows[f"fit, bytes of {way}"][key] <= rows[way][key]
@@ -51,63 +44,44 @@ def test_the_script_for_plans(problem):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["eager", "eager, remat"])
-def test_the_script_for_what_is_compiled(method):
+def test_the_script_for_what_is_compiled():
     import compiled
 
-    for problem in compiled.PROBLEMS:
-        row = compiled.measured(problem, method, toy=True, rounds=1)
-        assert row["seconds"] > 0 and row["problem"] == problem
+    for method in ("eager", "eager, remat"):
+        for problem in compiled.PROBLEMS:
+            row = compiled.measured(problem, method, toy=True, rounds=1)
+            assert row["seconds"] > 0 and row["problem"] == problem
 
 
 @pytest.mark.exhaustive
 def test_the_script_for_a_gpu(capsys):
     import gpu
 
-    rows = gpu.main(["--toy"])
-    plain, ours = rows[:2]
+    assert [gpu.largest(lambda batch, n=n: batch <= n) for n in range(20)] == [*range(20)]
+    plain, ours = gpu.main(["--toy"])[:2]
     assert ours["largest_batch"] > plain["largest_batch"] > 1
     assert ours["allocated_bytes"] < plain["allocated_bytes"]
     assert "largest" in capsys.readouterr().out
 
 
-def test_the_overhead_of_tiny_functions(capsys, tmp_path):
-    import overhead
-
-    rows = overhead.main(["--toy", "--out", str(tmp_path / "overhead.json")])
-    assert {row["problem"] for row in rows} == {*overhead.CASES}
-    assert all(row["seconds"] > 0 for row in rows)
-    assert json.loads((tmp_path / "overhead.json").read_text())["rows"] == rows
-    assert capsys.readouterr().out.count(" to torch\n") == 6
-
-
-def test_the_script_for_calls_in_plain_eager_code(capsys, tmp_path):
-    import eager_overhead
-
-    path = tmp_path / "found.json"
-    rows = eager_overhead.main(["--toy", "--out", str(path)])
-    assert [row["case"] for row in rows] == [*eager_overhead.CASES]
-    assert all(row["forward"]["ratio"] > 0 < row["forward and backward"]["ratio"] for row in rows)
-    assert json.loads(path.read_text())["rows"] == rows
-    assert "a transformer layer" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("n", range(1, 20))
-def test_the_largest_batch(n):
-    import gpu
-
-    assert gpu.largest(lambda batch: batch <= n) == n
+@pytest.mark.parametrize("name", ["overhead", "eager_overhead"])
+def test_the_script_for_calls(name, capsys, tmp_path):
+    rows = overhead.main([name, "--toy", "--out", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["rows"] == rows and found["about"]["command"].endswith(name + ".py" * (name == "overhead"))
+    printed = capsys.readouterr().out
+    if name == "overhead":
+        assert {row["problem"] for row in rows} == {*overhead.CASES} and printed.count(" to torch\n") == 6
+        assert all(row["seconds"] > 0 for row in rows)
+    else:
+        assert [row["case"] for row in rows] == [*overhead.EAGER_CASES] and "a transformer layer" in printed
+        assert all(row["forward"]["ratio"] > 0 < row["forward and backward"]["ratio"] for row in rows)
 
 
 def test_resident_memory_is_that_of_the_meter():
     """What is larger than any storage that glibc keeps for itself."""
     x = torch.ones(1 << 24)
-
-    def run():
-        y = x + 1
-        return (y * 2).sum()
-
-    grown = common.resident_growth(run)
+    grown = common.resident_growth(lambda: ((x + 1) * 2).sum())
     assert grown is None or abs(grown - 2 * x.nbytes) < 0.1 * x.nbytes
 
 
@@ -120,14 +94,13 @@ def test_tables_of_the_pages():
     assert "<!-- results: costs -->" in readme.PAGES[0].read_text()
 
 
-@pytest.mark.parametrize(
-    ("script", "problem"), [("functorch_grad", "cos(sin(x)), 10 times"), ("loops", "128 steps")]
-)
-def test_results_are_not_worse_than_recorded(script, problem):
-    recorded = readme.load(script)
+@pytest.mark.parametrize("name", ["functorch_grad", "loops"])
+def test_results_are_not_worse_than_recorded(name):
+    recorded = readme.load(name)
     if recorded["about"]["torch"].split("+")[0] != torch.__version__.split("+")[0]:
         pytest.skip("recorded with another version of torch, which may keep other tensors")
-    methods = problems(script)[problem](False)
+    problem = {"functorch_grad": "cos(sin(x)), 10 times", "loops": "128 steps"}[name]
+    methods = ALL[name].problems[problem](False)
     rows = [row for row in recorded["rows"] if row["problem"] == problem and row.get("flops") is not None]
     rows = [row for row in rows if any(name in row["method"] for name in ("remat", "scan", "while_loop"))]
     assert rows

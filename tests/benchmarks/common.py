@@ -1,6 +1,7 @@
 """What the benchmarks share: jobs with their bytes, FLOPs and time, the machine in words, tables and JSON.
 
-A benchmark is a script that names its problems, and for each the methods that solve it; `main` does the rest.
+A benchmark names its problems, and for each the methods that solve it; `main` does the rest. A script may have
+several: ``python tests/benchmarks/loops.py sampler`` runs another than the one that has its name.
 Of each method it tells
 
 * the most bytes that are alive at a time, and the FLOPs: those of `funcckpt.meter`, exact. For JAX the bytes are
@@ -55,6 +56,16 @@ class Job:
 Methods = dict[str, Callable[[], Job]]
 
 
+@dataclass
+class Benchmark:
+    """The methods of each problem, given whether the sizes are to be those of a toy."""
+
+    problems: dict[str, Callable[[bool], Methods]]
+    rounds: int = 3  # that time is the best of; 0 for bytes and FLOPs alone
+    summary: Callable[[list[Row]], Any] = lambda rows: None  # what else is to be in the JSON
+    draw: Callable[[], None] = lambda: None  # called when a JSON of record has been written
+
+
 def none(f: Callable) -> Callable:
     """The wrapper that does nothing."""
     return f
@@ -62,6 +73,16 @@ def none(f: Callable) -> Callable:
 
 def torch_checkpoint(f: Callable) -> Callable:
     return lambda *args: checkpoint(f, *args, use_reentrant=False)
+
+
+def in_plain_eager(f: Callable, argnum: int = 0) -> Callable:
+    """The gradient of f by plain autograd."""
+
+    def run(*args: Any) -> torch.Tensor:
+        x = args[argnum].detach().requires_grad_()
+        return torch.autograd.grad(f(*args[:argnum], x, *args[argnum + 1 :]), x)[0]
+
+    return run
 
 
 def of_torch(
@@ -82,9 +103,10 @@ def as_meta(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_jax(f: Callable, *args: Any) -> Job:
-    """`f(*args)`, compiled."""
+    """`f(*args)`, compiled; tensors become arrays."""
     import jax
 
+    args = pytree.tree_map_only(torch.Tensor, lambda x: jax.numpy.asarray(x.detach().numpy()), args)
     compiled = jax.jit(f).lower(*args).compile()
 
     def cost():
@@ -98,65 +120,59 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def main(
-    script: str,
-    problems: dict[str, Callable[[bool], Methods]],
-    *,
-    rounds: int = 3,
-    summary: Callable[[list[Row]], Any] = lambda rows: None,
-    draw: Callable[[], None] = lambda: None,
-    arguments: Sequence[str] | None = None,
-) -> None:
-    """Run a benchmark.
-
-    Parameters
-    ----------
-    script
-        Its file.
-    problems
-        The methods of each, given whether the sizes are to be those of a toy.
-    rounds
-        That time is the best of; 0 for bytes and FLOPs alone.
-    summary
-        What else is to be in the JSON, made from all rows.
-    draw
-        Called when a JSON of record has been written.
-    """
-    options = _options(script, rounds).parse_args(arguments)
-    torch.set_num_threads(1)
-    # What is freed goes back to the system, and is counted when it comes anew.
-    _map_storages_above(1 << 16)
-    measured = [_costs(name, methods(options.toy), options.rounds > 0) for name, methods in problems.items()]
-    _map_storages_above(1 << 25)
-    rows: list[Row] = []
-    for jobs, of_problem in measured:
-        _run(jobs, of_problem, options.rounds)
-        _print_table(list(of_problem.values()))
-        rows += of_problem.values()
-    write(script, {"rows": rows, "summary": summary(rows)}, options)
-    if not (options.toy or options.out):
-        draw()
-
-
-def _options(script: str, rounds: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=f"Benchmark {Path(script).stem}.")
+def options_of(script: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
+    """What all scripts are told on the command line, and what `more` describes."""
+    parser = argparse.ArgumentParser(description=f"Benchmarks of {Path(script).name}.")
     parser.add_argument("--toy", action="store_true", help="sizes that take seconds; nothing is written")
-    parser.add_argument("--rounds", type=int, default=rounds, help="that time is the best of")
     parser.add_argument("--out", type=Path, help="the JSON (default: in results)")
+    for name, how in more.items():
+        parser.add_argument(name if name == "name" else f"--{name}", **how)
     return parser
 
 
-def write(script: str, found: dict[str, Any], options: argparse.Namespace) -> None:
+def main(script: str, *, arguments: Sequence[str] | None = None, **benchmarks: Benchmark) -> None:
+    """Run one of the benchmarks of a script."""
+    parser = options_of(
+        script,
+        name={
+            "nargs": "?",
+            "choices": benchmarks,
+            "default": Path(script).stem,
+            "help": "which (%(default)s)",
+        },
+        rounds={"type": int, "help": "that time is the best of"},
+    )
+    options = parser.parse_args(arguments)
+    benchmark = benchmarks[options.name]
+    rounds = benchmark.rounds if options.rounds is None else options.rounds
+    torch.set_num_threads(1)
+    # What is freed goes back to the system, and is counted when it comes anew.
+    _map_storages_above(1 << 16)
+    measured = [_costs(name, of(options.toy), rounds > 0) for name, of in benchmark.problems.items()]
+    _map_storages_above(1 << 25)
+    rows: list[Row] = []
+    for jobs, of_problem in measured:
+        _run(jobs, of_problem, rounds)
+        _print_table(list(of_problem.values()))
+        rows += of_problem.values()
+    write(script, {"rows": rows, "summary": benchmark.summary(rows)}, options, options.name)
+    if not (options.toy or options.out):
+        benchmark.draw()
+
+
+def write(script: str, found: dict[str, Any], options: argparse.Namespace, name: str = "") -> None:
     """The JSON of record: what was found, with commit, machine and command."""
-    path = options.out or RESULTS / f"{Path(script).stem}.json"
+    name = name or Path(script).stem
+    path = options.out or RESULTS / f"{name}.json"
     if options.out or not options.toy:
-        path.write_text(json.dumps({"about": about(script), **found}, indent=1) + "\n")
+        path.write_text(json.dumps({"about": about(script, name), **found}, indent=1) + "\n")
 
 
-def about(script: str) -> dict[str, Any]:
+def about(script: str, name: str) -> dict[str, Any]:
+    script = Path(script).name
     return {
         "commit": COMMIT,
-        "command": f"python tests/benchmarks/{Path(script).name}",
+        "command": f"python tests/benchmarks/{script}" + f" {name}" * (script != f"{name}.py"),
         "hardware": hardware(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -298,6 +314,17 @@ def _print_table(rows: list[Row]) -> None:
         cells = [form(row[key]) if row.get(key) is not None else "" for key, form in COLUMNS.values()]
         said = row["error"][:100] if "error" in row else "".join(f"{cell:>12}" for cell in cells)
         print(f"{row['method']:46}{said}", flush=True)
+
+
+def exponents(
+    sizes: Sequence[float], rows: list[Row], key: str = "peak_bytes", digits: int = 2
+) -> dict[str, float]:
+    """Of each method: the slope of `key` against the last of these sizes."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if key in row:
+            found.setdefault(row["method"], []).append(row[key])
+    return {name: round(exponent(sizes, values[-len(sizes) :]), digits) for name, values in found.items()}
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:

@@ -10,7 +10,6 @@ call after that, the best of some; and by how much the resident memory grows in 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,12 +17,11 @@ import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, best_times, hardware, is_installed, none, resident_growth, write
-from per_sample import jax_gradients, numbers, per_sample_gradients
+from common import Row, best_times, hardware, is_installed, none, options_of, resident_growth, write
+from per_sample import detached, jax_gradients, numbers, per_sample_gradients
 from torch_models import GRU, Transformer
 
 from funcckpt import remat
@@ -49,11 +47,9 @@ def job(problem: str, method: str, toy: bool) -> Any:
     else:
         model = lambda wrap: GRU(wrap, 256, width, 16)
         of_jax = lambda jax_models, wrap: jax_models.gru(wrap, 16)
-    parameters = {name: p.detach() for name, p in model(none).named_parameters()}
+    parameters = detached(model(none))
     if method in PEERS:
-        import jax_models
-
-        return jax_gradients(partial(of_jax, jax_models), PEERS[method], parameters, x, y).run
+        return jax_gradients(of_jax, PEERS[method], parameters, x, y).run
     wrap, is_compiled = METHODS[method]
     run = per_sample_gradients(model(wrap))
     return partial(torch.compile(run, fullgraph=True) if is_compiled else run, parameters, x, y)
@@ -76,14 +72,11 @@ def measured(problem: str, method: str, toy: bool, rounds: int) -> Row:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--toy", action="store_true", help="sizes that take seconds; nothing is written")
-    parser.add_argument("--rounds", type=int, default=5, help="that time is the best of")
-    parser.add_argument("--out", type=Path, help="the JSON (default: in results)")
-    parser.add_argument(
-        "--one", nargs=2, metavar=("PROBLEM", "METHOD"), help="print the row of this one alone"
-    )
-    options = parser.parse_args(arguments)
+    options = options_of(
+        __file__,
+        rounds={"type": int, "default": 5, "help": "that time is the best of"},
+        one={"nargs": 2, "metavar": ("PROBLEM", "METHOD"), "help": "print the row of this one alone"},
+    ).parse_args(arguments)
     if options.one:
         print(json.dumps(measured(*options.one, options.toy, options.rounds)))
         return []

@@ -14,10 +14,11 @@ those of meta tensors, without the parameters.
 
 import copy
 import itertools
+from functools import partial
 
 import torch
 import torch._functorch.config as config
-from common import Job, Methods, main
+from common import Benchmark, Job, Methods, main
 from torch import nn
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.aot_autograd import aot_function
@@ -108,37 +109,29 @@ def partitioned(model, x, budget):
     return m.peak_bytes, m.flops
 
 
-def deep(name: str):
+def deep(name: str, toy: bool) -> Methods:
     step = STEPS[name]
+    model, x = a_job(4 if toy else 8, toy)
+    wrapped = {
+        "nothing": copy.deepcopy(model),
+        "every second block": apply_remat(copy.deepcopy(model), "every 2"),
+        "every block": apply_remat(copy.deepcopy(model), "layers.*"),
+    }
+    peaks = {what: cost(step, model, x)[0] for what, model in wrapped.items()}
+    bytes = {f"fit, bytes of {what}": peaks[what] for what in list(wrapped)[1:]}
+    bytes |= {f"fit, {part} of the bytes": int(part * peaks["nothing"]) for part in (0.75, 0.5, 0.25)}
+    budgets = (1.0, 0.75, 0.5, 0.25, 0.1) if step is backward else ()
 
-    def problem(toy: bool) -> Methods:
-        model, x = a_job(4 if toy else 8, toy)
-        wrapped = {
-            "nothing": copy.deepcopy(model),
-            "every second block": apply_remat(copy.deepcopy(model), "every 2"),
-            "every block": apply_remat(copy.deepcopy(model), "layers.*"),
-        }
-        peaks = {what: cost(step, model, x)[0] for what, model in wrapped.items()}
-        for part in (0.75, 0.5, 0.25):
-            peaks[f"{part} of the bytes"] = int(part * peaks["nothing"])
+    def planned(bytes):
+        plan = fit(model, step, x, bytes=bytes)
+        return plan.peak_bytes, plan.flops
 
-        def planned(bytes):
-            plan = fit(model, step, x, bytes=bytes)
-            return plan.peak_bytes, plan.flops
-
-        found = {what: lambda m=model: Job(None, lambda: cost(step, m, x)) for what, model in wrapped.items()}
-        for what, bytes in list(peaks.items())[1:]:
-            found[f"fit, bytes of {what}" if what in wrapped else f"fit, {what}"] = lambda n=bytes: Job(
-                None, lambda: planned(n)
-            )
-        if step is backward:
-            for budget in (1.0, 0.75, 0.5, 0.25, 0.1):
-                found[f"activation_memory_budget={budget}"] = lambda b=budget: Job(
-                    None, lambda: partitioned(model, x, b)
-                )
-        return found
-
-    return problem
+    costs = {
+        **{what: partial(cost, step, m, x) for what, m in wrapped.items()},
+        **{what: partial(planned, n) for what, n in bytes.items()},
+        **{f"activation_memory_budget={b}": partial(partitioned, model, x, b) for b in budgets},
+    }
+    return {what: partial(Job, None, cost) for what, cost in costs.items()}
 
 
 def against_all_plans(rows):
@@ -169,7 +162,9 @@ def against_all_plans(rows):
     return found
 
 
-PROBLEMS = {name: deep(name) for name in STEPS}
+BENCHMARKS = {
+    "fit": Benchmark({name: partial(deep, name) for name in STEPS}, rounds=0, summary=against_all_plans)
+}
 
 if __name__ == "__main__":
-    main(__file__, PROBLEMS, rounds=0, summary=against_all_plans)
+    main(__file__, **BENCHMARKS)

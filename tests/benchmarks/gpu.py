@@ -13,16 +13,14 @@ than the FLOPs says that a part of the recomputation is hidden behind what else 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import as_meta, none, write
+from common import as_meta, none, options_of, write
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 from torch_models import Transformer, cross_entropy
@@ -148,11 +146,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU; nothing is written")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="the JSON (default: in results)")
-    options = parser.parse_args(arguments)
+    options = options_of(__file__, device={"default": "cuda"}).parse_args(arguments)
     device = Device("cpu" if options.toy else options.device)
     rows = []
     for name, dtype in DTYPES.items():

@@ -1,23 +1,29 @@
-"""What a call of remat costs beside what it computes, and a call of torch.utils.checkpoint.
+"""What a call of remat costs beside what it computes, and a call of torch's checkpoint.
 
-    python tests/benchmarks/overhead.py
+    python tests/benchmarks/overhead.py [overhead|eager_overhead] [--only module] [--seconds 3] [--rounds 60]
 
-Tensors are tiny, so that the time is that of the calls. All variants of a row take turns, call by call,
-and one thread computes; only the ratios mean something.
+Tensors are tiny, so that the time is that of the calls. All variants of a row take turns: call by call, and the time
+is that which one in twenty falls below; for `eager_overhead`, which compares `checkpoint` with torch's in plain eager
+code, in short rounds, of which the best counts. One thread computes; only the ratios mean something.
 """
 
-import argparse
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-from common import Row, none, torch_checkpoint, write
+import torch.nn.functional as F
+from common import Row, best_times, none, options_of, torch_checkpoint, write
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from funcckpt import remat
+from funcckpt import checkpoint, remat
+
+# -- overhead ----------------------------------------------------------------------------------------------
 
 x, xs = torch.randn(8), torch.randn(4, 8)
 leaf = torch.randn(8, requires_grad=True)
@@ -85,11 +91,15 @@ def under(transform, wrap, f=tiny):
     return lambda: transform(lambda x: g(x).sum())(x)
 
 
-def model(transform, wrap, depth=4):
-    m = Model(wrap, depth)
+def samples(f):
+    return lambda _: vmap(grad(f))(xs)
+
+
+def of_model(wrap):
+    m = Model(wrap, 4)
     parameters = dict(m.named_parameters())
     loss = lambda p, x: functional_call(m, p, (x,)).sum()
-    return lambda: transform(loss)(parameters)
+    return lambda: vmap(grad(loss), (None, 0))(parameters, xs)
 
 
 WRAPPERS = {"no remat": none, "torch": torch_checkpoint, "remat": remat}
@@ -105,20 +115,13 @@ CASES: dict[str, tuple[tuple[str, list[str]], Callable]] = {
     "grad": (UNDER_TRANSFORMS, lambda wrap: under(grad, wrap)),
     "grad, torch.sin": (UNDER_TRANSFORMS, lambda wrap: under(grad, wrap, of_torch)),
     "jvp": (UNDER_TRANSFORMS, lambda wrap: under(lambda f: lambda x: jvp(f, (x,), (x,)), wrap)),
-    "vmap(grad)": (UNDER_TRANSFORMS, lambda wrap: under(lambda f: lambda _: vmap(grad(f))(xs), wrap)),
-    "vmap(grad), torch.sin": (
-        UNDER_TRANSFORMS,
-        lambda wrap: under(lambda f: lambda _: vmap(grad(f))(xs), wrap, of_torch),
-    ),
-    "vmap(grad), 4 modules": (
-        UNDER_TRANSFORMS,
-        lambda wrap: model(lambda f: lambda p: vmap(grad(f), (None, 0))(p, xs), wrap),
-    ),
+    "vmap(grad)": (UNDER_TRANSFORMS, lambda wrap: under(samples, wrap)),
+    "vmap(grad), torch.sin": (UNDER_TRANSFORMS, lambda wrap: under(samples, wrap, of_torch)),
+    "vmap(grad), 4 modules": (UNDER_TRANSFORMS, of_model),
 }
 
 
 def best(runs: list[Callable], seconds: float) -> list[float]:
-    """The time of a call of each, in turns: that which one in twenty falls below."""
     times: list[list[float]] = [[] for _ in runs]
     end = time.perf_counter() + seconds
     while not times[0] or time.perf_counter() < end:
@@ -130,37 +133,129 @@ def best(runs: list[Callable], seconds: float) -> list[float]:
     return [sorted(column)[len(column) // 20] for column in times]
 
 
-def compare(name: str, seconds: float) -> list[Row]:
+def overhead(name: str, options: Any) -> list[Row]:
     (reference, methods), case = CASES[name]
-    times = dict(zip(methods, best([case(WRAPPERS[method]) for method in methods], seconds), strict=True))
+    found = best([case(WRAPPERS[method]) for method in methods], 0 if options.toy else options.seconds)
+    times = dict(zip(methods, found, strict=True))
+    cells = "".join([f"{times[m] * 1e6:10.1f}" if m in times else " " * 10 for m in WRAPPERS])
+    print(f"{name:24}{cells}{times['remat'] / times[reference]:8.2f}  to {reference}", flush=True)
     return [
         {"problem": name, "method": m, "seconds": t, "time_ratio": round(t / times[reference], 3)}
         for m, t in times.items()
     ]
 
 
-def print_row(rows: list[Row]) -> None:
-    microseconds = {row["method"]: f"{row['seconds'] * 1e6:10.1f}" for row in rows}
-    cells = "".join([microseconds.get(method, " " * 10) for method in WRAPPERS])
-    reference = next(row["method"] for row in rows if row["time_ratio"] == 1)
-    print(f"{rows[0]['problem']:24}{cells}{rows[-1]['time_ratio']:8.2f}  to {reference}", flush=True)
+# -- eager_overhead ----------------------------------------------------------------------------------------
+
+CALLS = 40
+theirs, ours = (partial(f, use_reentrant=False) for f in (checkpoint_of_torch, checkpoint))
+
+small, image = torch.ones(4, 4, requires_grad=True), torch.ones(2, 2, 4, 4, requires_grad=True)
+w = torch.ones(4, 4, requires_grad=True)
+linear = nn.Linear(4, 4)
+transformer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+convolution = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU())
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+block = OwnBlock()
+
+
+def ten(x):
+    for _ in range(10):
+        x = x.sin()
+    return x
+
+
+def closure(w):
+    return lambda x: (x * w).sin()
+
+
+def nested(wrap):
+    return lambda x: wrap(torch.sin, x.exp()).exp()
+
+
+EAGER_CASES: dict[str, Callable[[Callable], Any]] = {
+    "one operator": lambda wrap: wrap(torch.sin, small),
+    "without random state": lambda wrap: wrap(torch.sin, small, preserve_rng_state=False),
+    "a module": lambda wrap: wrap(linear, small),
+    "a module of one's own": lambda wrap: wrap(block, small),
+    "a method": lambda wrap: wrap(block.forward, small),
+    "a function of a module": lambda wrap: wrap(lambda x: block(x), small),
+    "an MLP": lambda wrap: wrap(mlp, small),
+    "a transformer layer": lambda wrap: wrap(transformer, small),
+    "batch_norm": lambda wrap: wrap(normed, small),
+    "convolution, batch_norm": lambda wrap: wrap(convolution, image),
+    "dropout": lambda wrap: wrap(lambda x: F.dropout(x, 0.5), small),
+    "closure": lambda wrap: wrap(closure(w), small),
+    "keyword argument": lambda wrap: wrap(lambda x, *, w: (x * w).sin(), small, w=small),
+    "list argument": lambda wrap: wrap(lambda xs: xs[0] * xs[1], [small, small]),
+    "nested": lambda wrap: wrap(nested(wrap), small),
+    "ten operators": lambda wrap: wrap(ten, small),
+}
+
+
+def eager_overhead(name: str, options: Any) -> list[Row]:
+    """Microseconds of a call, and of one with its backward."""
+    rounds, calls = (2, 1) if options.toy else (options.rounds, CALLS)
+    row: Row = {"case": name}
+    cells = ""
+    for column, is_backward in (("forward", False), ("forward and backward", True)):
+
+        def run(wrap: Callable, is_backward: bool = is_backward) -> None:
+            for _ in range(calls):
+                y = EAGER_CASES[name](wrap)
+                if is_backward:
+                    y.backward(torch.ones_like(y))
+
+        times, _ = best_times({"torch": partial(run, theirs), "ours": partial(run, ours)}, rounds)
+        found = {way: round(1e6 * time / calls, 2) for way, time in times.items()}
+        row[column] = {**found, "ratio": round(times["ours"] / times["torch"], 3)}
+        cells += f"{found['torch']:10.1f}{found['ours']:10.1f}{row[column]['ratio']:8.2f}"
+    print(f"{name:26}{cells}", flush=True)
+    return [row]
+
+
+# What runs a case, all cases, and the head of the table.
+BENCHMARKS: dict[str, tuple[Callable, dict[str, Any], str]] = {
+    "overhead": (
+        overhead,
+        CASES,
+        f"{'microseconds a call':24}" + "".join([f"{method:>10}" for method in WRAPPERS]) + "   ratio",
+    ),
+    "eager_overhead": (
+        eager_overhead,
+        EAGER_CASES,
+        f"{'microseconds a call':26}{'forward':^28}{'forward and backward':^30}\n{'':26}"
+        + f"{'torch':>10}{'ours':>10}{'ratio':>8}" * 2,
+    ),
+}
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3, help="for each row")
-    parser.add_argument("--only", default="", help="rows whose name contains this; nothing is written")
-    parser.add_argument("--toy", action="store_true", help="one call of each; nothing is written")
-    parser.add_argument("--out", type=Path, help="the JSON (default: in results)")
-    options = parser.parse_args(arguments)
+    options = options_of(
+        __file__,
+        name={"nargs": "?", "choices": BENCHMARKS, "default": "overhead"},
+        seconds={"type": float, "default": 3, "help": "for each row of overhead"},
+        rounds={"type": int, "default": 60, "help": "of eager_overhead"},
+        only={"default": "", "help": "rows whose name contains this; nothing is written"},
+    ).parse_args(arguments)
     torch.set_num_threads(1)
-    print(f"{'microseconds a call':24}" + "".join([f"{method:>10}" for method in WRAPPERS]) + "   ratio")
-    rows = []
-    for name in [name for name in CASES if options.only in name]:
-        rows += (found := compare(name, 0 if options.toy else options.seconds))
-        print_row(found)
+    run, cases, head = BENCHMARKS[options.name]
+    print(head)
+    rows = [row for name in cases if options.only in name for row in run(name, options)]
     if not options.only:
-        write(__file__, {"rows": rows}, options)
+        write(__file__, {"rows": rows}, options, options.name)
     return rows
 
 

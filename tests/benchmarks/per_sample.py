@@ -1,45 +1,90 @@
-"""What do per-sample gradients take: bytes, FLOPs and time, of three models, by each of the ways to get them?
+"""What do per-sample gradients take, by each of the ways to get them?
 
-    python tests/benchmarks/per_sample.py
+    python tests/benchmarks/per_sample.py [per_sample|sizes|chunks|depth|small_models]
 
-A small transformer (12 blocks), a ResNet-18 of a quarter of the width with group norms, and a GRU, with a
-loss for each sample. Compared are ``vmap(grad(loss), (None, 0, 0))``; the same with `remat` around the blocks (of
-the GRU, around 16 steps at a time), with ``chunk_size=`` and with both; and peers, where they are installed:
-``jax.vmap(jax.grad(loss))``, compiled, with and without `jax.checkpoint` around the same blocks, and Opacus'
-`GradSampleModule`. `torch.utils.checkpoint` refuses a transform; in plain eager code it gives the gradient of the
-batch, one and not one for each sample, which shows what the recomputation by itself can take.
+per_sample    Of three models: a small transformer (12 blocks), a ResNet-18 of a quarter of the width with group norms,
+              and a GRU. Compared are ``vmap(grad(loss), (None, 0, 0))``; the same with `remat` around the blocks (of
+              the GRU, around 16 steps at a time), with ``chunk_size=`` and with both; and peers, where they are
+              installed: ``jax.vmap(jax.grad(loss))``, compiled, with and without `jax.checkpoint` around the same
+              blocks, and Opacus' `GradSampleModule`. `torch.utils.checkpoint` refuses a transform; in plain eager
+              code it gives the gradient of the batch, which shows what the recomputation by itself can take.
+sizes         What `remat`, and the policy that keeps products, cost and save by the size of the model: a transformer of
+              6 blocks, and 8 samples of 128 tokens, in several widths.
+chunks        When `chunk_size` wins over `remat`. The longer the sample, the more bytes its forward keeps for its
+              backward (its activations), for the same bytes of its gradient: from a fraction of the gradient to many
+              times as much. A transformer of 6 blocks of width 64 and 8 samples; all gradients at once, and their
+              clipped sum, which holds those of a chunk. Bytes and FLOPs are those of meta tensors.
+depth         How bytes and time grow with the number of blocks: the transformer of ``python -m funcckpt`` with 4 to 96.
+              The gradient with respect to what goes into the first block, in which nothing but activations grows
+              with depth, and per-sample gradients, which are themselves as large as the parameters; with `remat`
+              around each block, and around √n segments as well; and `torch.utils.checkpoint` in plain eager code,
+              for the first of the two. The summary has the exponents. Bytes and FLOPs are those of meta tensors.
+small_models  What `nn.Remat` costs in small models of transformers (``pip install ".[models]"``; 6 layers of width 64,
+              8 samples of 48 tokens). And one block of a model, forward and backward in plain eager, in models of 1
+              to 256 blocks: the summary has the exponent of the time of that one call.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from common import Job, Methods, is_installed, main, none, of_jax, of_torch, torch_checkpoint
+from common import (
+    Benchmark,
+    Job,
+    Methods,
+    exponents,
+    in_plain_eager,
+    is_installed,
+    main,
+    none,
+    of_jax,
+    of_torch,
+    torch_checkpoint,
+)
+from overhead import Block
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch_models import GRU, ResNet18, Transformer, cross_entropy
+from torch.func import functional_call, grad, vjp, vmap
+from torch_models import GRU, ResNet18, Shape, Transformer, block, cross_entropy, init
 
-from funcckpt import remat
+from funcckpt import policies, remat
+from funcckpt.meter import measure
+from funcckpt.nn import Remat, apply_remat
+from funcckpt.per_sample import clipped_sum
+
+sys.path.append(str(Path(__file__).parents[1]))
+from models import library_of_models  # of the tests
 
 CHUNKS = 4
 
 
+def loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    return lambda p, x, y: cross_entropy(functional_call(model, p, (x[None],)), y[None])
+
+
 def per_sample_gradients(model: nn.Module, chunk_size: int | None = None) -> Callable[..., list[Tensor]]:
-    def loss(parameters, x, y):
-        return cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
+    gradients = vmap(grad(loss_of(model)), (None, 0, 0), chunk_size=chunk_size)
+    return lambda *args: list(gradients(*args).values())
 
-    def run(parameters, x, y):
-        return list(vmap(grad(loss), (None, 0, 0), chunk_size=chunk_size)(parameters, x, y).values())
 
-    return run
+def detached(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def numbers(below: int, *shape: int) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(1))
+
+
+# -- per_sample --------------------------------------------------------------------------------------------
 
 
 def batch_gradient(model: nn.Module) -> Callable[..., Sequence[Tensor]]:
-    def run(x, y):
-        return torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
-
-    return run
+    return lambda x, y: torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
 
 
 def opacus_gradients(model: nn.Module) -> Callable[..., list[Tensor]]:
@@ -59,45 +104,41 @@ def opacus_gradients(model: nn.Module) -> Callable[..., list[Tensor]]:
 
 def jax_gradients(jax_model: Callable[..., Callable], wrapped: bool, *args) -> Job:
     import jax
-    from jax_models import cross_entropy
+    import jax_models
 
-    model = jax_model(jax.checkpoint if wrapped else none)
+    model = jax_model(jax_models, jax.checkpoint if wrapped else none)
+    parameters, *batch = args
 
     def run(values, x, y):
-        loss = lambda values, x, y: cross_entropy(model(dict(zip(names, values, strict=True)), x), y)
+        loss = lambda values, x, y: jax_models.cross_entropy(
+            model(dict(zip(parameters, values, strict=True)), x), y
+        )
         return jax.vmap(jax.grad(loss), (None, 0, 0))(values, x, y)
 
-    parameters, *batch = args
-    names = list(parameters)
-    values = [jax.numpy.asarray(x.detach().numpy()) for x in parameters.values()]
-    return of_jax(run, values, *[jax.numpy.asarray(x.numpy()) for x in batch])
+    return of_jax(run, list(parameters.values()), *batch)
 
 
 def methods(
     model: Callable[..., nn.Module], jax_model: Callable[..., Callable], x: Tensor, y: Tensor
 ) -> Methods:
-    """`model(wrap)` and ``jax_model(wrap)`` make the same model; x and y are a batch."""
+    """`model(wrap)` and ``jax_model(jax_models, wrap)`` make the same model; x and y are a batch."""
 
     def seeded(wrap):
         torch.manual_seed(0)
         return model(wrap)
 
-    parameters = {name: p.detach() for name, p in seeded(none).named_parameters()}
-    args, chunk = (parameters, x, y), len(x) // CHUNKS
+    args, chunk = (detached(seeded(none)), x, y), len(x) // CHUNKS
+    ways = {
+        "vmap(grad)": (none, None), "remat": (remat, None),
+        f"chunk_size={chunk}": (none, chunk), f"remat, chunk_size={chunk}": (remat, chunk),
+    }  # fmt: skip
     found: Methods = {
-        "vmap(grad)": lambda: of_torch(per_sample_gradients(seeded(none)), *args),
-        "remat": lambda: of_torch(per_sample_gradients(seeded(remat)), *args),
-        f"chunk_size={chunk}": lambda: of_torch(per_sample_gradients(seeded(none), chunk), *args),
-        f"remat, chunk_size={chunk}": lambda: of_torch(per_sample_gradients(seeded(remat), chunk), *args),
+        name: lambda wrap=wrap, n=n: of_torch(per_sample_gradients(seeded(wrap), n), *args)
+        for name, (wrap, n) in ways.items()
     }
     if is_installed("jax"):
-
-        def by_jax(wrapped):
-            import jax_models
-
-            return jax_gradients(lambda wrap: jax_model(jax_models, wrap), wrapped, *args)
-
-        found |= {"JAX": lambda: by_jax(False), "JAX, jax.checkpoint": lambda: by_jax(True)}
+        found["JAX"] = partial(jax_gradients, jax_model, False, *args)
+        found["JAX, jax.checkpoint"] = partial(jax_gradients, jax_model, True, *args)
     if is_installed("opacus"):
         found["Opacus"] = lambda: of_torch(opacus_gradients(seeded(none)), x, y)
     found["gradient of the batch, torch.utils.checkpoint"] = lambda: of_torch(
@@ -106,17 +147,12 @@ def methods(
     return found
 
 
-def numbers(below: int, *shape: int) -> Tensor:
-    return torch.randint(below, shape, generator=torch.Generator().manual_seed(1))
-
-
 def transformer(toy: bool) -> Methods:
     layers, width, context = (2, 16, 16) if toy else (12, 64, 128)
     return methods(
         lambda wrap: Transformer(wrap, 256, layers, width, 4),
         lambda jax_models, wrap: jax_models.transformer(wrap, 4),
-        numbers(256, 8, context),
-        numbers(256, 8, context),
+        *[numbers(256, 8, context)] * 2,
     )
 
 
@@ -135,12 +171,220 @@ def gru(toy: bool) -> Methods:
     return methods(
         lambda wrap: GRU(wrap, 256, width, 16),
         lambda jax_models, wrap: jax_models.gru(wrap, 16),
-        numbers(256, 8, steps),
-        numbers(256, 8, steps),
+        *[numbers(256, 8, steps)] * 2,
     )
 
 
-PROBLEMS = {"transformer": transformer, "ResNet-18": resnet, "GRU": gru}
+# -- sizes -------------------------------------------------------------------------------------------------
+
+
+def of_width(width: int, toy: bool) -> Methods:
+    layers, context = (2, 8) if toy else (6, 128)
+    model = lambda wrap: Transformer(wrap, 256, layers, width // 4 if toy else width, 4)
+    args = detached(model(none)), *[numbers(256, 8, context)] * 2
+    dots = partial(remat, policy=policies.dots_saveable)
+    return {
+        name: lambda wrap=wrap: of_torch(per_sample_gradients(model(wrap)), *args)
+        for name, wrap in {"plain": none, "remat": remat, "remat, dots_saveable": dots}.items()
+    }
+
+
+# -- chunks ------------------------------------------------------------------------------------------------
+
+POSITIONS = [4, 16, 64, 256]
+
+
+def model_on_meta(wrap: Callable, toy: bool = False) -> nn.Module:
+    with torch.device("meta"):
+        return Transformer(wrap, 256, 2 if toy else 6, 16 if toy else 64, 4)
+
+
+def given(positions: int, toy: bool = False) -> tuple:
+    tokens = torch.empty(8, positions, dtype=torch.long, device="meta")
+    return detached(model_on_meta(none, toy)), tokens, tokens
+
+
+def clipped(model: nn.Module, chunk_size: int | None) -> Callable:
+    return lambda p, x, y: clipped_sum(loss_of(model), p, x, y, max_norm=1.0, chunk_size=chunk_size)
+
+
+def chunks(positions: int, toy: bool) -> Methods:
+    args = given(positions // 4 if toy else positions, toy)
+    return {
+        f"{name}: {', '.join(filter(None, (way, chunk and f'chunk_size={chunk}'))) or 'neither'}": (
+            lambda job=job, wrap=wrap, chunk=chunk: of_torch(job(model_on_meta(wrap, toy), chunk), *args)
+        )
+        for name, job in (("all gradients", per_sample_gradients), ("clipped sum", clipped))
+        for chunk in (None, 2)
+        for way, wrap in (("", none), ("remat", remat))
+    }
+
+
+def of_a_sample(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes of the gradient of one sample, and bytes that its forward keeps without remat."""
+    loss = loss_of(model_on_meta(none))
+
+    def kept(positions):
+        parameters, x, y = given(positions)
+        return measure(lambda: vjp(lambda p: loss(p, x[0], y[0]), parameters)).end_bytes
+
+    return {
+        "gradient_bytes": sum(p.nbytes for p in given(1)[0].values()),
+        "activation_bytes": [kept(n) for n in POSITIONS],
+    }
+
+
+# -- depth -------------------------------------------------------------------------------------------------
+
+DEPTHS = [4, 8, 16, 32, 64, 96]
+
+
+def in_turn(wrap: Callable) -> Callable:
+    wrapped = wrap(block)
+
+    def run(blocks, x):
+        for p in blocks:
+            x = wrapped(p, x)
+        return x
+
+    return run
+
+
+def in_segments(blocks: Sequence[Any], x: Tensor) -> Tensor:
+    length = math.isqrt(len(blocks))
+    segment = remat(in_turn(remat))
+    for start in range(0, len(blocks), length):
+        x = segment(blocks[start : start + length], x)
+    return x
+
+
+def squares(run: Callable) -> Callable:
+    return lambda blocks, x: run(blocks, x).square().sum()
+
+
+DEEP = {
+    "input": lambda run: grad(squares(run), argnums=1),
+    "per sample": lambda run: lambda p, x: vmap(grad(squares(run)), (None, 0))(p, torch.stack([x, -x])),
+}
+
+
+def deep(depth: int, kind: str, toy: bool) -> Methods:
+    shape = Shape(depth // 4, 16, 2, 16) if toy else Shape(depth, 64, 4, 128)
+    g = torch.Generator().manual_seed(0)
+    blocks = init(shape, generator=g)["blocks"]
+    x = torch.randn(shape.context, shape.width, generator=g)
+    runs = {"no remat": none, "remat(block)": remat}
+    runs = {name: DEEP[kind](in_turn(wrap)) for name, wrap in runs.items()}
+    runs["remat(segment), remat(block)"] = DEEP[kind](in_segments)
+    if kind == "input":
+        run = in_plain_eager(squares(in_turn(torch_checkpoint)), argnum=1)
+        runs["torch.utils.checkpoint, plain eager"] = run
+    return {name: partial(of_torch, run, blocks, x, on_meta=True) for name, run in runs.items()}
+
+
+def exponents_of_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of bytes and time, for each kind of gradient and each method."""
+    found = {}
+    for kind in DEEP:
+        of_kind = [row for row in rows if row["problem"].endswith(f": {kind}")]
+        of = {
+            name: exponents(DEPTHS, of_kind, key)
+            for name, key in (("bytes", "peak_bytes"), ("time", "seconds"))
+        }
+        found[kind] = {way: {name: slopes[way] for name, slopes in of.items()} for way in of["bytes"]}
+    return found
+
+
+# -- small_models ------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH, TOKENS, WORDS = 6, 64, 48, 128
+BLOCKS = [1, 4, 16, 64, 256]
+
+
+def gpt2() -> nn.Module:
+    transformers = library_of_models("transformers")
+    sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": TOKENS, "vocab_size": WORDS}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        **sizes, **off, bos_token_id=0, eos_token_id=0, attn_implementation="eager", use_cache=False
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    transformers = library_of_models("transformers")
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    sizes |= {"num_attention_heads": 4, "vocab_size": WORDS, "max_position_embeddings": TOKENS}
+    config = transformers.LlamaConfig(**sizes, attn_implementation="eager", use_cache=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+def of_transformers(make: Callable[[], nn.Module], toy: bool) -> Methods:
+    ids = torch.randint(0, WORDS, (2, 8) if toy else (8, TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def method(wrap):
+        torch.manual_seed(0)
+        model = wrap(make())
+
+        def loss(parameters, ids):
+            ids = ids[None]
+            return functional_call(model, parameters, (), {"input_ids": ids, "labels": ids}).loss
+
+        return of_torch(vmap(grad(loss), (None, 0)), detached(model), ids)
+
+    blocks = "GradientCheckpointingLayer"
+    ways = {
+        "plain": none,
+        "Remat": lambda model: apply_remat(model, blocks),
+        "Remat, dots_saveable": lambda model: apply_remat(model, blocks, policy=policies.dots_saveable),
+    }
+    return {name: partial(method, wrap) for name, wrap in ways.items()}
+
+
+def one_call(blocks: int, toy: bool) -> Methods:
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def method(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block() for _ in range(blocks)])
+        f = wrap(model[-1])
+
+        def calls(x):
+            for _ in range(1 if toy else 200):
+                (g,) = torch.autograd.grad(f(x).sum(), x)
+            return g
+
+        return of_torch(calls, x)
+
+    ways = {"torch.utils.checkpoint": torch_checkpoint, "remat(block)": remat, "Remat(block)": Remat}
+    return {name: partial(method, wrap) for name, wrap in ways.items()}
+
+
+def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
+    return exponents(BLOCKS, [row for row in rows if "blocks" in row["problem"]], "seconds", 3)
+
+
+BENCHMARKS = {
+    "per_sample": Benchmark({"transformer": transformer, "ResNet-18": resnet, "GRU": gru}, rounds=2),
+    "sizes": Benchmark({f"width {width}": partial(of_width, width) for width in (32, 64, 128, 256)}),
+    "chunks": Benchmark(
+        {f"{n} positions": partial(chunks, n) for n in POSITIONS}, rounds=0, summary=of_a_sample
+    ),
+    "depth": Benchmark(
+        {f"{n} blocks: {kind}": partial(deep, n, kind) for kind in DEEP for n in DEPTHS},
+        rounds=2,
+        summary=exponents_of_depth,
+    ),
+    "small_models": Benchmark(
+        {
+            "GPT-2": partial(of_transformers, gpt2),
+            "Llama": partial(of_transformers, llama),
+            **{f"one of {n} blocks": partial(one_call, n) for n in BLOCKS},
+        },
+        rounds=10,
+        summary=growth,
+    ),
+}
 
 if __name__ == "__main__":
-    main(__file__, PROBLEMS, rounds=2)
+    main(__file__, **BENCHMARKS)

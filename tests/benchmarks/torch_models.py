@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,3 +121,66 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Of one sample with a batch dimension of 1, or the sum over a batch; the mean over positions."""
     positions = max(1, targets[0].numel())
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum") / positions
+
+
+# -- the model of ``python -m funcckpt`` as pure functions of a pytree of parameters, for one sequence ------------
+
+
+class Shape(NamedTuple):
+    """Sizes of the model; `width` is a multiple of `heads`."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+
+def init(shape: Shape, *, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    layers, width, heads, context = shape
+    residual = 1 / math.sqrt(2 * layers)  # The stream's variance is the sum over layers.
+
+    def normal(*size: int, std: float) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=dtype) * std
+
+    def block_parameters() -> dict[str, Tensor]:
+        return {
+            "attention_norm": torch.ones(width, dtype=dtype),
+            "qkv": normal(3, heads, width, width // heads, std=1 / math.sqrt(width)),
+            "merge": normal(width, width, std=residual / math.sqrt(width)),
+            "mlp_norm": torch.ones(width, dtype=dtype),
+            "up": normal(width, 4 * width, std=1 / math.sqrt(width)),
+            "down": normal(4 * width, width, std=residual / math.sqrt(4 * width)),
+        }
+
+    return {
+        "embedding": normal(256, width, std=1.0),
+        "position": normal(context, width, std=0.1),
+        "blocks": [block_parameters() for _ in range(layers)],
+        "norm": torch.ones(width, dtype=dtype),
+        "unembedding": normal(width, 256, std=1 / math.sqrt(width)),
+    }
+
+
+def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One transformer block: ``(context, width)`` to the same."""
+    context, width = x.shape
+    q, k, v = F.rms_norm(x, (width,), p["attention_norm"]) @ p["qkv"]  # (3, heads, context, size)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    future = torch.ones(context, context, dtype=torch.bool, device=x.device).triu(1)
+    mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    x = x + mixed.transpose(0, 1).reshape(context, width) @ p["merge"]
+    return x + F.gelu(F.rms_norm(x, (width,), p["mlp_norm"]) @ p["up"]) @ p["down"]
+
+
+def loss_with(wrap: Wrap) -> Callable[..., Tensor]:
+    """The mean cross-entropy of one sequence, each block put through `wrap`."""
+    wrapped = wrap(block)
+
+    def loss(parameters: dict[str, Any], inputs: Tensor, targets: Tensor) -> Tensor:
+        x = parameters["embedding"][inputs] + parameters["position"]
+        for p in parameters["blocks"]:
+            x = wrapped(p, x)
+        x = F.rms_norm(x, x.shape[-1:], parameters["norm"])
+        return F.cross_entropy(x @ parameters["unembedding"], targets)
+
+    return loss
