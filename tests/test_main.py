@@ -71,10 +71,10 @@ def test_table_of_a_file(tmp_path, capsys):
     file.write_bytes(b"x" * 25)
     main([str(file), *OPTIONS])
     table = capsys.readouterr().out
-    assert "6 layers of width 16, 3 sequences of 24 bytes" in table
-    for row in ["peak live bytes", "saved bytes", "FLOPs", "time"]:
-        assert sum(line.startswith(row) for line in table.splitlines()) == 1
-    assert torch_refuses() in table
+    assert "6 layers of width 16, 3 sequences of 24 bytes" in table and torch_refuses() in table
+    ratios = {line[:16].strip(): float(line.split()[-1]) for line in table.splitlines()[4:8]}
+    assert [*ratios] == ["peak live bytes", "saved bytes", "FLOPs", "time"]
+    assert ratios["saved bytes"] < 0.25 and 1 < ratios["FLOPs"] < 1.5
     assert len(own_sources()) > 100_000
 
 
