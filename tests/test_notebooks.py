@@ -8,19 +8,13 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-
-
-def read(path):
-    return json.loads(path.read_text())
+assert [path.name.split("-")[0] for path in NOTEBOOKS] == [str(i + 1) for i in range(len(NOTEBOOKS))] != []
 
 
 def text_of(cell):
     """What a code cell printed or returned, without plots."""
-    texts = []
-    for output in cell.get("outputs", []):
-        found = output.get("text") or output.get("data", {}).get("text/plain", "")
-        texts.append("".join(found))
-    return "".join(texts)
+    outputs = cell.get("outputs", [])
+    return "".join(["".join(o.get("text") or o.get("data", {}).get("text/plain", "")) for o in outputs])
 
 
 def without_digits(text):
@@ -28,18 +22,13 @@ def without_digits(text):
     return re.sub(r"\s+", " ", re.sub(r"[-+.\d]+", "0", text))
 
 
-def test_there_are_some():
-    assert NOTEBOOKS
-    assert [path.name.split("-")[0] for path in NOTEBOOKS] == [str(i + 1) for i in range(len(NOTEBOOKS))]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_committed_with_outputs(path):
-    cells = [cell for cell in read(path)["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), (
-        "run it anew, and save"
-    )
-    assert f"`jupyter execute --inplace notebooks/{path.name}`" in "".join(read(path)["cells"][0]["source"])
+    first, *_ = every = json.loads(path.read_text())["cells"]
+    cells = [cell for cell in every if cell["cell_type"] == "code"]
+    counts = [cell["execution_count"] for cell in cells]
+    assert counts == list(range(1, len(cells) + 1)), "run it anew, and save"
+    assert f"`jupyter execute --inplace notebooks/{path.name}`" in "".join(first["source"])
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs), "no plot"

@@ -42,12 +42,21 @@ def mebibytes(n: int) -> str:
     return f"{n / 2**20:,.1f}" if n < 100 * 2**20 else f"{n / 2**20:,.0f}"
 
 
+def by_problem(name: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """{problem: {method: row}}"""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in load(name)["rows"]:
+        found.setdefault(row["problem"], {})[row["method"]] = row
+    return found
+
+
 def grid(name: str, problems: Sequence[str] = ()) -> list[str]:
     """A table for each problem, or for those that are named: a line for each method."""
-    rows = load(name)["rows"]
     lines = []
-    for problem in problems or dict.fromkeys(row["problem"] for row in rows):
-        of_it = [row for row in rows if row["problem"] == problem and "error" not in row]
+    for problem, rows in by_problem(name).items():
+        if problems and problem not in problems:
+            continue
+        of_it = [row for row in rows.values() if "error" not in row]
         is_timed = ["time_ratio"] if "time_ratio" in of_it[0] else []
         body = [
             [
@@ -64,26 +73,12 @@ def grid(name: str, problems: Sequence[str] = ()) -> list[str]:
 
 def costs() -> list[str]:
     """Of `remat`, in parts of what it takes without, by the width of the model."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in load("sizes")["rows"]:
-        found.setdefault(row["problem"], {})[row["method"]] = row
+    ratio = lambda of, key: f"{of['remat'][key] / of['plain'][key]:.2f}"
     body = [
-        [
-            problem,
-            *[f"{of['remat'][key] / of['plain'][key]:.2f}" for key in ("peak_bytes", "flops")],
-            f"{of['remat']['time_ratio']:.2f}",
-        ]
-        for problem, of in found.items()
+        [problem, *[ratio(of, key) for key in ("peak_bytes", "flops")], f"{of['remat']['time_ratio']:.2f}"]
+        for problem, of in by_problem("sizes").items()
     ]
     return table(["transformer of 6 blocks", "peak bytes", "FLOPs", "time"], body) + sources("sizes")
-
-
-def peaks(name: str, problem: str) -> dict[str, str]:
-    return {
-        row["method"]: mebibytes(row["peak_bytes"]) if "peak_bytes" in row else "refuses"
-        for row in load(name)["rows"]
-        if row["problem"] == problem
-    }
 
 
 def issues() -> list[str]:
@@ -105,54 +100,44 @@ def issues() -> list[str]:
     head = ["peak MiB", "torch.func", f"`{in_eager}`, plain eager", "`remat`", "`scan`", "`jax.checkpoint`"]
     body = []
     for name, problem, title, columns in lines:
-        found = peaks(name, problem)
-        body.append([title, *[found.get(method, "") for method in columns]])
+        rows = by_problem(name)[problem]
+        said = {
+            m: mebibytes(row["peak_bytes"]) if "peak_bytes" in row else "refuses" for m, row in rows.items()
+        }
+        body.append([title, *[said.get(method, "") for method in columns]])
     columns = [column for column in zip(head, *body, strict=True) if any(column[1:])]
     head, *body = zip(*columns, strict=True)
     return table(head, body) + sources(*dict.fromkeys(name for name, *_ in lines))
 
 
 def depth() -> list[str]:
-    found = load("depth")
-    peaks = {(row["problem"], row["method"]): row["peak_bytes"] for row in found["rows"]}
+    summary, rows = load("depth")["summary"], by_problem("depth")
 
     def cells(kind: str, method: str) -> list[str]:
-        if method not in found["summary"][kind]:
+        if method not in summary[kind]:
             return ["", "", ""]
-        of_it = found["summary"][kind][method]
-        ends = [mebibytes(peaks[f"{n} blocks: {kind}", method]) for n in (4, 96)]
-        return [" to ".join(ends), f"n^{of_it['bytes']:.2f}", f"n^{of_it['time']:.2f}"]
+        ends = [mebibytes(rows[f"{n} blocks: {kind}"][method]["peak_bytes"]) for n in (4, 96)]
+        return [" to ".join(ends), *[f"n^{summary[kind][method][what]:.2f}" for what in ("bytes", "time")]]
 
-    head = [
-        "4 to 96 blocks",
-        *[f"{kind}: {what}" for kind in ("`grad`", "`vmap(grad)`") for what in ("MiB", "bytes", "time")],
-    ]
-    lines = table(
-        head,
-        [
-            [method, *cells("input", method), *cells("per sample", method)]
-            for method in found["summary"]["input"]
-        ],
-    )
-    return lines + sources("depth")
+    kinds = ("`grad`", "`vmap(grad)`")
+    head = ["4 to 96 blocks", *[f"{kind}: {what}" for kind in kinds for what in ("MiB", "bytes", "time")]]
+    body = [[way, *cells("input", way), *cells("per sample", way)] for way in summary["input"]]
+    return table(head, body) + sources("depth")
 
 
 def chunks() -> list[str]:
-    found = load("chunks")
-    gradient = found["summary"]["gradient_bytes"]
-    peaks: dict[str, dict[str, int]] = {}
-    for row in found["rows"]:
-        job, way = row["method"].split(": ")
-        peaks.setdefault(row["problem"], {})[f"{job}, {way}"] = row["peak_bytes"]
+    summary = load("chunks")["summary"]
+    gradient = summary["gradient_bytes"]
     ways = ["remat", "chunk_size=2", "remat, chunk_size=2"]
     jobs = {"all gradients": "all", "clipped sum": "clipped sum"}
     head = ["activations / gradient", *[f"{said}: {way}" for said in jobs.values() for way in ways]]
+    peaks = [{way: row["peak_bytes"] for way, row in rows.items()} for rows in by_problem("chunks").values()]
     body = [
         [
             f"{activations / gradient:.1f}",
-            *[f"{of[f'{job}, {way}'] / of[f'{job}, neither']:.2f}" for job in jobs for way in ways],
+            *[f"{of[f'{job}: {way}'] / of[f'{job}: neither']:.2f}" for job in jobs for way in ways],
         ]
-        for of, activations in zip(peaks.values(), found["summary"]["activation_bytes"], strict=True)
+        for of, activations in zip(peaks, summary["activation_bytes"], strict=True)
     ]
     return table(head, body) + sources("chunks")
 
@@ -184,13 +169,11 @@ def loops() -> list[str]:
 
 def overhead() -> list[str]:
     """Of calls of `remat`, to what each case is compared with."""
-    ratios: dict[str, dict[str, float]] = {}
-    for row in load("overhead")["rows"]:
-        ratios.setdefault(row["problem"], {})[row["method"]] = row["time_ratio"]
     body = []
-    for case, of in ratios.items():
-        peer = next(method for method, ratio in of.items() if ratio == 1)
-        body.append([case, "`torch.utils.checkpoint`" if peer == "torch" else peer, f"{of['remat']:.2f}"])
+    for case, of in by_problem("overhead").items():
+        peer = next(method for method, row in of.items() if row["time_ratio"] == 1)
+        said = "`torch.utils.checkpoint`" if peer == "torch" else peer
+        body.append([case, said, f"{of['remat']['time_ratio']:.2f}"])
     return table(["`remat`", "compared with", "time"], body) + sources("overhead")
 
 
@@ -205,10 +188,8 @@ def eager_overhead() -> list[str]:
 
 
 def compiled() -> list[str]:
-    rows = load("compiled")["rows"]
     lines = []
-    for problem in dict.fromkeys(row["problem"] for row in rows):
-        of_it = {row["method"]: row for row in rows if row["problem"] == problem}
+    for problem, of_it in by_problem("compiled").items():
         body = [
             [
                 method,
