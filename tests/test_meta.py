@@ -22,18 +22,6 @@ class Momentum:
         return state, tree_map(lambda p, m: p - rate * m, p, state)
 
 
-class Adam:
-    def init(self, p):
-        return 0, *(tree_map(torch.zeros_like, p) for _ in range(2))
-
-    def update(self, state, p, g, rate):
-        t, m, v = state
-        t, m = t + 1, tree_map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
-        v = tree_map(lambda v, g: 0.999 * v + 0.001 * g * g, v, g)
-        root = lambda v: (v / (1 - 0.999**t)).sqrt() + 1e-8
-        return (t, m, v), tree_map(lambda p, m, v: p - rate * m / (1 - 0.9**t) / root(v), p, m, v)
-
-
 class OfTorchopt:
     """A functional optimizer of torchopt; its rate is not learned."""
 
@@ -49,7 +37,6 @@ class OfTorchopt:
 
 OPTIMIZERS = {
     "momentum": Momentum,
-    "adam": Adam,
     "torchopt's sgd": lambda: OfTorchopt("sgd", momentum=0.9),
     "torchopt's adam": lambda: OfTorchopt("adam"),
     "torchopt's rmsprop": lambda: OfTorchopt("rmsprop"),
