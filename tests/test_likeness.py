@@ -242,6 +242,29 @@ def hook_on_a_copy(wrap):
     return torch.autograd.grad(y.sum(), x)
 
 
+@program
+def a_buffer_that_f_registers(wrap):
+    module, x = nn.Tanh(), leaf(3)
+
+    def f(x):
+        if not module._buffers:
+            module.register_buffer("cache", torch.ones(3, dtype=F64), persistent=False)
+        return module(x) * module.cache
+
+    return torch.autograd.grad(wrap(f)(x).sum(), x)
+
+
+@program
+def a_leaf_of_its_own_trained_by_backward(wrap):
+    def f(x):
+        w = torch.ones(3, dtype=F64, requires_grad=True)
+        (w * x.detach().sin()).square().sum().backward()
+        return x.exp() * w.grad
+
+    x = leaf(3)
+    return torch.autograd.grad(wrap(f)(x * 2).sum(), x)
+
+
 class Halved(torch.Tensor):
     """It says what operators do."""
 

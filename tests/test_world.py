@@ -161,6 +161,16 @@ def seeded_inside(wrap):
     return x.grad, first, torch.rand(2)
 
 
+@program
+def put_back_inside(wrap):
+    torch.manual_seed(7)
+    x = tensor(3, requires_grad=True)
+    y = wrap(put_back)(x)
+    first = torch.rand(2)
+    y.sum().backward()
+    return x.grad, first, torch.rand(2)
+
+
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_without_a_checkpoint(name, wrap):

@@ -194,7 +194,7 @@ class Call(UserProgram):
         for x, (attributes, is_parameter) in zip(inputs, self._attributes, strict=False):
             if attributes:
                 x.__dict__.update(attributes | x.__dict__)
-            if is_parameter:
+            if is_parameter and not isinstance(x, nn.Parameter):
                 x._is_param = True  # type: ignore[attr-defined]
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 

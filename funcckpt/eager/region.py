@@ -160,8 +160,10 @@ class Region:
         with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0]:
             out = f(*args, **kwargs)
         self._complete = True
-        # Streams that did not move are left alone: another thread may draw from them.
-        self._states = world.moved(self._states)
+        # Streams that did not move are left alone: another thread may draw from them. But f may have put back
+        # a stream from which it drew.
+        if not found.moves_streams:
+            self._states = world.moved(self._states)
         if gradients:
             tensors.check_gradients(gradients, self._name, found.where)
         # Only buffers that f has updated matter.
