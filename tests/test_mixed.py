@@ -10,7 +10,19 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from support import assert_same
 from test_scan import LOOPS, tensor
-from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch import nn
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
 from torch.nn import functional as F
 
 from funcckpt import InputError, inner_grad, remat
@@ -238,16 +250,26 @@ def test_inner_gradients_in_inner_gradients():
     same(run)
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        lambda y: F.layer_norm(y, (3,)),
-        lambda y: F.batch_norm(y, None, None, training=True),
-        lambda y: F.instance_norm(y[None])[0],
-        lambda y: F.glu(torch.cat([y, y.cos()], 1)),
-    ],
-    ids=["layer_norm", "batch_norm", "instance_norm", "glu"],
-)
+NORM = nn.LayerNorm(3, elementwise_affine=False)
+NORMS = {"a": [NORM, nn.BatchNorm1d(3, affine=False, track_running_stats=False)]}
+UNFIT = {
+    "layer_norm": lambda y: F.layer_norm(y, (3,)),
+    "batch_norm": lambda y: F.batch_norm(y, None, None, training=True),
+    "instance_norm": lambda y: F.instance_norm(y[None])[0],
+    "glu": lambda y: F.glu(torch.cat([y, y.cos()], 1)),
+    "module": NORM,
+    "batch_norm_module": NORMS["a"][1],
+    "glu_module": lambda y: nn.GLU()(torch.cat([y, y.cos()], 1)),
+    "method": NORM.forward,
+    "in_containers": lambda y: NORMS["a"][0](y),
+    "in_a_module": nn.Sequential(nn.Tanh(), NORM),
+    "functional_call": lambda y: functional_call(NORM, {}, (y,)),
+    "made_inside": lambda y: nn.Sequential(nn.LayerNorm(3, elementwise_affine=False), nn.Tanh())(y),
+    "in_a_checkpoint": lambda y: remat(NORM)(y),
+}
+
+
+@pytest.mark.parametrize("op", UNFIT.values(), ids=UNFIT)
 def test_operators_of_which_torch_has_no_right_mixed_derivative(op):
     """Reverse over forward mode is wrong for them in torch 2.11 to 2.15; reverse over reverse is not."""
 

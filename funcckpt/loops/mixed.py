@@ -22,11 +22,13 @@ from itertools import compress, islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import functorch, wrappers
+from ..closures import Found, kinds
+from ..closures.code import about
 from ..core import dispatch
 from ..core.call import Call, Options
 from ..core.program import Derived, Jvp, Program, Tensors, Vjp, Vmap, is_differentiable
@@ -111,9 +113,8 @@ def inner_grad(
         places = {id(x): i for i, x in enumerate(inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
         program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
-        call.fits_mixed_mode = _UNFIT.isdisjoint(call.found.names)
-        # Code of installed packages was not read.
-        unfit = _Unfit() if call.fits_mixed_mode and call.found.draws_elsewhere else None
+        call.fits_mixed_mode, is_sure = _fits(call.found)
+        unfit = None if is_sure else _Unfit()
         with unfit or nullcontext():
             outputs = iter(dispatch.bind(program, inputs))
         call.fits_mixed_mode &= unfit is None or not unfit.found
@@ -139,6 +140,15 @@ def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
 
 # By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu).
 _UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
+_MODULES = {name for name, kind in vars(nn).items() if isinstance(kind, type)}
+
+
+def _fits(found: Found) -> tuple[bool, bool]:
+    """Whether a loss names none of these, as far as its code was read; and whether that is sure."""
+    of_modules = [about(node.cls).names for node in found.nodes.values() if node.kind is kinds.MODULE]
+    fits = all(map(_UNFIT.isdisjoint, (found.names, *of_modules)))
+    # Code of installed packages was not read, nor that of modules of torch which the loss makes itself.
+    return fits, not fits or (not found.draws_elsewhere and _MODULES.isdisjoint(found.names))
 
 
 class _Unfit(world.Mode):
