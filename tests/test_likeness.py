@@ -25,6 +25,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 from funcckpt import MutationError, policies, remat
+from funcckpt.nn import Remat
 
 PROGRAMS = {}
 program = registered(PROGRAMS)
@@ -453,3 +454,23 @@ def test_an_installed_package(by, transform, tmp_path, monkeypatch):
         return observe(transform, twice, (tensor(3),)), random.random(), np.random.rand()
 
     compare(run, remat)
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return x.sin() * self.count
+
+
+def test_a_counter_that_is_assigned_at_levels():
+    """Torch takes away only one level that is over: what is stored must not collect them."""
+
+    def run(block):
+        found = [vmap(grad(lambda x: block(block(x)).sum()))(tensor(2, 3)) for _ in range(3)]
+        return found, block.count + 0
+
+    assert_same(run(Remat(Counted())), run(Counted()))

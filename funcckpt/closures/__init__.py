@@ -5,6 +5,6 @@ whether it has changed), `rebuild` (f around other tensors).
 """
 
 from .find import Found
-from .rebuild import Rebuilt, stored
+from .rebuild import Rebuilt, stored, unwrap_stored
 
-__all__ = ["Found", "Rebuilt", "stored"]
+__all__ = ["Found", "Rebuilt", "stored", "unwrap_stored"]

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch import wrappers
 from . import kinds
 from .code import is_library
 from .find import Found
@@ -180,6 +181,15 @@ def _made_anew(node: Node) -> set[str]:
     if node.kind is not kinds.MODULE or not node.value._forward_pre_hooks:
         return set()
     return {name.rpartition("_")[0] for name in node.value._parameters}
+
+
+def unwrap_stored(found: Found, changed: Iterable[int]) -> None:
+    """Take the tensors that f stored out of the levels at which it ran, once these are over."""
+    # Torch takes away only one level that is over, and would refuse what f stores in its next call.
+    for node in map(found.nodes.__getitem__, changed):
+        now = kinds.read(node.kind, node.value, node.names)
+        alive = {name: wrappers.alive(x) for name, x in now.items() if isinstance(x, Tensor)}
+        _put(node.kind, node.value, now, {**now, **alive})
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]:

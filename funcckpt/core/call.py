@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Found, Rebuilt, stored
+from ..closures import Found, Rebuilt, stored, unwrap_stored
 from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
@@ -46,6 +46,8 @@ class Call(UserProgram):
 
     # What f returned, after its first run.
     _outputs: Outputs | None = None
+    # The ids of the objects to which f has assigned something in its first run.
+    _assigned: Collection[int] = ()
 
     def __init__(
         self, f: Any, name: str, options: Options, args: Any, kwargs: Any, lifts_all: bool = False
@@ -126,6 +128,7 @@ class Call(UserProgram):
                 self.kept = None
         if self._buffers is not None:
             outputs = self._buffers.settle(outputs)
+        unwrap_stored(self.found, self._assigned)
         self.seal()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
@@ -251,7 +254,8 @@ class Call(UserProgram):
             self._settle_updates(updates)
         self._outputs = Outputs(self.name, out, [*inputs, *map(_tensor, self._constants)])
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
-        for x, where in stored(found, found.changed()):
+        self._assigned = found.changed()
+        for x, where in stored(found, self._assigned):
             if id(x) in map(id, inputs) or not wrappers.is_constant(x):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
