@@ -188,8 +188,10 @@ def unwrap_stored(found: Found, changed: Iterable[int]) -> None:
     # Torch takes away only one level that is over, and would refuse what f stores in its next call.
     for node in map(found.nodes.__getitem__, changed):
         now = kinds.read(node.kind, node.value, node.names)
-        alive = {name: wrappers.alive(x) for name, x in now.items() if isinstance(x, Tensor)}
-        _put(node.kind, node.value, now, {**now, **alive})
+        of_levels = [(name, x) for name, x in now.items() if isinstance(x, Tensor)]
+        alive = {name: wrappers.alive(x) for name, x in of_levels if wrappers.is_dead_tensor_wrapper(x)}
+        if alive:
+            _put(node.kind, node.value, now, {**now, **alive})
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]:
