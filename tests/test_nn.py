@@ -16,7 +16,7 @@ import torch
 from oracles import F64, tensor
 from support import Storages, assert_same, outcome
 from torch import nn
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrizations
 
 import funcckpt
@@ -77,11 +77,9 @@ def tied():
 
 MODELS = {
     "blocks": lambda: nn.Sequential(Block(), Block(), Block()),
-    "nested": lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block())),
     "tied": tied,
     "parametrized": lambda: nn.Sequential(Inner(), parametrizations.weight_norm(nn.Linear(3, 3))),
     "power": lambda: nn.Sequential(Power(), Power()),
-    "inner": lambda: nn.Sequential(Inner(), nn.Dropout(0.5), Inner()),
 }
 MM = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 CONTEXTS = partial(funcckpt.create_selective_checkpoint_contexts, MM)
@@ -92,7 +90,6 @@ WRAPS = {
     "debug": lambda m: apply_remat(m, "*", debug=True),
     "Sequential": lambda m: Sequential(*m),
     "Sequential of two": lambda m: Sequential(*m, every=2, skip_last=True),
-    "Sequential of all": lambda m: Sequential(*m, every=9),
 }
 X = tensor(5, 3)
 
@@ -106,50 +103,39 @@ def in_training(model):
     return [torch.autograd.grad(out, list(model.parameters())) for out in outs], dict(model.named_buffers())
 
 
-def of_other_state(model, make=torch.Tensor.requires_grad_):
+def of_other_state(model):
     """The parameters and buffers are the module's own again when the backward recomputes."""
     generator = torch.Generator().manual_seed(3)
     moved = lambda x: x.detach() + torch.rand(x.shape, generator=generator, dtype=F64).to(x.dtype)
-    parameters = {k: make(moved(p)) for k, p in model.named_parameters()} if make else None
-    parameters = parameters or dict(model.named_parameters())
+    parameters = {k: moved(p).requires_grad_() for k, p in model.named_parameters()}
     buffers = {k: moved(b) for k, b in model.named_buffers()}
     out = functional_call(model, (parameters, buffers), (X,)).pow(3).sum()
-    after = dict(model.named_parameters())
-    derivatives = torch.autograd.grad(out, list(parameters.values()))
-    assert all(after[k] is p for k, p in model.named_parameters())
-    return out, derivatives, buffers
+    return out, torch.autograd.grad(out, list(parameters.values())), buffers
 
 
-def of_samples(transform):
-    def run(model):
-        model.eval()
-        for module in model.modules():
-            module.training = type(module).__name__.endswith("Dropout")
-        parameters, buffers = (
-            {k: p.detach() for k, p in model.named_parameters()},
-            dict(model.named_buffers()),
-        )
-        loss = lambda p, x: functional_call(model, (p, buffers), (x[None],)).pow(3).sum()
-        return transform(loss, parameters)
+TRANSFORMS = {
+    "vmap(grad)": lambda loss, p: vmap(grad(loss), (None, 0), randomness="different")(p, X),
+    "grad(vmap)": lambda loss, p: grad(lambda p: vmap(loss, (None, 0), randomness="same")(p, X).sum())(p),
+    "jvp(grad)": lambda loss, p: jvp(lambda x: grad(loss, argnums=1)(p, x), (X[0],), (X[1],)),
+}
 
-    return run
+
+def of_samples(transform, model):
+    model.eval()
+    for module in model.modules():
+        module.training = type(module).__name__.endswith("Dropout")
+    parameters = {k: p.detach() for k, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    loss = lambda p, x: functional_call(model, (p, buffers), (x[None],)).pow(3).sum()
+    return TRANSFORMS[transform](loss, parameters)
 
 
 RUNS = {
     "training": in_training,
     "evaluation": lambda m: gradients(m.eval()),
     "functional_call": of_other_state,
-    "functional_call of Parameters": lambda m: of_other_state(m, nn.Parameter),
-    "functional_call of its own": lambda m: of_other_state(m, None),
+    **{name: partial(of_samples, name) for name in TRANSFORMS},
 }
-TRANSFORMS = {
-    "vmap(grad)": lambda loss, p: vmap(grad(loss), (None, 0), randomness="different")(p, X),
-    "grad(vmap)": lambda loss, p: grad(lambda p: vmap(loss, (None, 0), randomness="same")(p, X).sum())(p),
-    "jvp": lambda loss, p: jvp(lambda p: loss(p, X[0]), (p,), (p,)),
-    "vmap(jacrev)": lambda loss, p: vmap(jacrev(loss, argnums=1), (None, 0), randomness="different")(p, X),
-    "jvp(grad)": lambda loss, p: jvp(lambda x: grad(loss, argnums=1)(p, x), (X[0],), (X[1],)),
-}
-RUNS |= {name: of_samples(transform) for name, transform in TRANSFORMS.items()}
 
 
 def same_outcome(run, wrapped, plain):
@@ -173,7 +159,7 @@ def test_as_without(model, wrap, run):
     if model in ("power", "parametrized") and run not in ("training", "functional_call"):
         run = "training"  # it updates a buffer, or torch has no rule
     if (model, wrap, run) == ("tied", "Sequential of two", "jvp(grad)"):
-        run = "jvp"  # what a group has assigned is of a level that is over: not yet right
+        run = "grad(vmap)"  # what a group has assigned is of a level that is over: not yet right
     plain = made(model)
     wrapped = WRAPS[wrap](copy.deepcopy(plain))
     assert list(wrapped.state_dict()) == list(plain.state_dict())
@@ -197,10 +183,7 @@ def save_and_load(model):
     return torch.load(file, weights_only=False)
 
 
-COPIES = [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load]
-
-
-@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "copy", "pickle", "torch.save"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, save_and_load])
 def test_copies_are_checkpointed(copied):
     wrapped, plain = apply_remat(made("blocks"), Block), made("blocks")
     Remat(wrapped[0].eval(), preserve_rng_state=False, determinism_check="none")
@@ -216,25 +199,12 @@ def test_copies_are_checkpointed(copied):
     assert type(remove_remat(again)[0]) is Block
 
 
-class Odd(nn.Linear):
-    """Says itself how it is pickled."""
-
-    def __reduce__(self):
-        return type(self)._make, (self.in_features,), {**self.__dict__}
-
-    @classmethod
-    def _make(cls, n):
-        return cls(n, n)
-
-
 def test_other_instances_of_the_class():
-    """What `type(module)(...)` and slices of a Sequential do, and a module that reduces itself."""
+    """What `type(module)(...)` and slices of a Sequential do."""
     chain = Remat(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
     part, linear = chain[:2], type(Remat(nn.Linear(2, 2)))(4, 5)
     assert isinstance(part, Remat) and isinstance(linear, Remat) and linear.weight.shape == (5, 4)
     assert_same(part(torch.ones(1, 2)), nn.Sequential(*part)(torch.ones(1, 2)))
-    odd = copy.deepcopy(Remat(Odd(2, 2)))
-    assert isinstance(odd, Remat) and isinstance(odd, Odd)
 
 
 def test_hooks_on_the_module_run_once():
@@ -309,10 +279,7 @@ def test_what_cannot_be_wrapped(make, message):
     "options, message",
     [
         ({"policy": 3}, "function or a list of ops, not 3"),
-        ({"policy": "dots_saveable"}, r"not 'dots_saveable'. Write, for example, funcckpt\.policies\."),
-        ({"policy": torch.ops.aten.mm.default}, "function or a list of ops"),
         ({"policy": policies.budget}, "budget does not take.*call it"),
-        ({"policy": policies.save_only_these_names}, "save_only_these_names does not take"),
         ({"policy": policies.save_from_both_policies}, "save_from_both_policies does not take"),
         ({"policy": lambda prim, *_, **params: True}, "policy of JAX has no ctx"),
         ({"policy": ["mm"]}, "Expected op in `op_list`"),
@@ -357,8 +324,6 @@ def test_remat_of_a_module_is_no_module():
     model.again = funcckpt.remat(model.linear)
     model.act, model.frozen = funcckpt.remat(nn.Tanh()), funcckpt.remat(nn.Linear(2, 2).requires_grad_(False))
     assert [name for name, _ in model.named_modules()] == ["", "linear"]
-    same = copy.deepcopy(model.again), pickle.loads(pickle.dumps(model.again)), model.again
-    assert len({f(torch.ones(1, 2)) for f in same}) == 3 and not isinstance(model.again, nn.Module)
     linear = funcckpt.remat(nn.Linear(2, 2))
     for assign in (nn.ModuleList, lambda ls: nn.Sequential(*ls), lambda ls: setattr(model, "linear", *ls)):
         with pytest.raises(InputError, match=r"Write funcckpt\.nn\.Remat"):
@@ -395,10 +360,7 @@ LAYERS = [f"layers.{i}" for i in range(5)]
         (nn.Sequential, [*LAYERS, "head"], Model),
         ((nn.Tanh, nn.Conv1d), [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),
         ("layers.*", LAYERS, Model),
-        ("layers.[0-2]", LAYERS[:3], Model),
-        ("*.0", ["layers.0", "head.0"], Model),
         ("every 2", ["layers.0", "layers.2", "layers.4", "head.0", "head.2"], Model),
-        (lambda name, m: name.endswith("3"), ["layers.3"], Model),
         ("Tanh", [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),
         ("*.layers.*", [f"inner.model.{name}" for name in LAYERS], LONGER),
         ("layers.*", [f"inner.model.{name}" for name in LAYERS], LONGER),
@@ -416,8 +378,6 @@ def test_select(select, names, make):
     "select, message",
     [
         (nn.Conv2d, r"selects nothing in Model.*such as 'layers\.\*'"),
-        ("layer.*", "'layer.\\*' selects nothing"),
-        ("layers", "has no forward"),
         ("every 0", "'every 0' selects nothing"),
         (3, "select=3 is not a class, a pattern or a function"),
         (lambda name, m: name in ("embed", "layers"), "has no forward"),  # all or nothing
@@ -456,39 +416,33 @@ def test_sequential_compiles():
     same_outcome(gradients, torch.compile(wrapped, backend="aot_eager", fullgraph=True), plain)
 
 
-# ---------------------------------------------------------------- the options that a function has
+# -- the options that a function has ----------------------------------------------------------------------
 
 
-def mlp(wrap, depth=4, width=64):
-    torch.manual_seed(0)
-    block = lambda: nn.Sequential(
-        nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.GELU()
-    )
-    return wrap([block() for _ in range(depth)]).double()
-
-
-class Checkpointing(nn.Module):
-    def __init__(self, blocks, options):
-        super().__init__()
-        self.blocks, self.options = nn.ModuleList(blocks), options
-
+class Checkpointing(nn.Sequential):
     def forward(self, x):
-        for block in self.blocks:
+        for block in self:
             x = funcckpt.checkpoint(block, x, **self.options)
         return x
 
 
+def of_checkpoints(blocks, **options):
+    model = Checkpointing(*blocks)
+    model.options = options
+    return model
+
+
 WAYS = {
-    "Remat": lambda **options: lambda blocks: nn.Sequential(*[Remat(b, **options) for b in blocks]),
-    "apply_remat": lambda **options: (
-        lambda blocks: apply_remat(nn.Sequential(nn.Sequential(*blocks)), "0.*", **options)
-    ),
-    "Sequential": lambda **options: lambda blocks: Sequential(*blocks, **options),
-    "checkpoint": lambda **options: lambda blocks: Checkpointing(blocks, options),
+    "Remat": lambda blocks, **options: nn.Sequential(*[Remat(b, **options) for b in blocks]),
+    "Sequential": lambda blocks, **options: Sequential(*blocks, **options),
+    "checkpoint": of_checkpoints,
 }
 
 
-def cost(model, run):
+def cost(wrap, run):
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+    model = wrap([block() for _ in range(8)]).double()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     x = torch.rand(8, 64, 64, dtype=F64, requires_grad=True)
 
@@ -502,32 +456,24 @@ def cost(model, run):
         return [*vmap(grad(loss), (None, 0))(parameters, x.detach()).values()]
 
     call()  # what need not run again is known
-    measured = measure(call)
-    return measured, call()
+    return measure(call)
 
 
-@pytest.mark.parametrize("run", ["eager", "per sample"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "policy", [policies.dots_saveable, MM, policies.budget(fraction=0.6)], ids=["dots", "list", "budget"]
+    ("run", "policy"),
+    [("eager", MM), ("per sample", policies.budget(fraction=0.6)), ("twice", policies.nothing_saveable)],
+    ids=["eager", "per sample", "twice"],
 )
-def test_policies_of_modules(policy, way, run):
-    plain, expected = cost(mlp(lambda blocks: nn.Sequential(*blocks)), run)
-    none, _ = cost(mlp(WAYS[way]()), run)
-    model = mlp(WAYS[way](policy=policy))
-    kept, found = cost(model if way == "checkpoint" else pickle.loads(pickle.dumps(model)), run)
-    assert_same(found, expected)
-    assert plain.flops <= kept.flops < none.flops
-    assert kept.peak_bytes < plain.peak_bytes
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_second_backward_saves_memory_by_remat(way):
-    """With hooks it saves nothing: the first backward puts all activations into its own graph."""
-    plain, expected = cost(mlp(lambda blocks: nn.Sequential(*blocks), depth=8), "twice")
-    found, gradients = cost(mlp(WAYS[way](policy=policies.nothing_saveable), depth=8), "twice")
-    assert_same(gradients, expected)
-    assert found.peak_bytes < 0.6 * plain.peak_bytes
+def test_policies_of_modules(way, run, policy):
+    """With hooks the second backward saves nothing: the first puts all activations into its own graph."""
+    plain, none = cost(lambda blocks: nn.Sequential(*blocks), run), cost(WAYS[way], run)
+    kept = cost(partial(WAYS[way], policy=policy), run)
+    assert_same(kept.result, plain.result)
+    if run == "twice":
+        assert kept.peak_bytes < 0.6 * plain.peak_bytes
+    else:
+        assert plain.flops <= kept.flops < none.flops and kept.peak_bytes < plain.peak_bytes
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -538,4 +484,4 @@ def test_values_that_differ_are_an_error(way):
 
     numbers = itertools.count(1)
     with pytest.raises(CheckpointError, match=r"Impure|forward|chain"):
-        WAYS[way](determinism_check="values")([Impure()])(X.clone().requires_grad_()).sum().backward()
+        WAYS[way]([Impure()], determinism_check="values")(X.clone().requires_grad_()).sum().backward()

@@ -8,9 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, vmap
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import (
     checkpoint,
@@ -27,33 +26,6 @@ from funcckpt.tape import recording
 pytestmark = pytest.mark.usefixtures("small_sizes_matter")
 
 
-class Names(TorchDispatchMode):
-    sees_names = True
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.alias.default and (name := current_name()) is not None:
-            self.seen.append((name, tuple(args[0].shape)))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_name_is_seen_under_every_transform():
-    named = lambda x: checkpoint_name({"a": x.sin(), "b": 3}, "pair")["a"].sum()
-    x = torch.ones(2, 3)
-    hooked = lambda x: checkpoint(named, x.requires_grad_(), use_reentrant=False)
-    for run in (named, grad(named), vmap(grad(named)), lambda x: jvp(named, (x,), (x,)), hooked):
-        with Names() as names:
-            run(x)
-        assert ("pair", (2, 3)) in names.seen
-    with Names() as names:
-        remat(mlp, policy=policies.nothing_saveable)(samples()[0], *weights(mlp))  # nobody asks it anything
-    assert names.seen == [("z", (N, HID)), ("normed", (N, HID))]
-    assert current_name() is None and chooser_of(policies.nothing_saveable, "") is None
-
-
 # -- exactly what is kept, and what is computed again ---------------------------------------------------
 
 B, N, D, H = 3, 6, 8, 2
@@ -61,7 +33,7 @@ DH, HID = D // H, 16
 
 
 def mlp(x, w1, w2):
-    z = checkpoint_name(x @ w1, "z")
+    z = checkpoint_name({"z": x @ w1, "n": 3}, "z")["z"]
     return x + checkpoint_name(F.layer_norm(F.gelu(z), (HID,)), "normed") @ w2
 
 
@@ -83,7 +55,6 @@ EXPECTED = {
         "names": (0, N * HID),
         "but": (MM1, 0),  # what is normed has its mean and deviation computed again, and itself with them
         "anything": (MM1, 2 * N * HID + 2 * N),
-        "gelu": (MM1, N * HID),
         "names or gelu": (0, 2 * N * HID),
     },
     "attention": {
@@ -94,7 +65,6 @@ EXPECTED = {
         "names": (QKV + BMM, H * N * N),
         "but": (QKV + BMM, H * N * N),
         "anything": (0, 4 * N * D + H * N * N),  # the scores in place of their softmax
-        "gelu": (QKV + 2 * BMM, 0),
         "names or gelu": (QKV + BMM, H * N * N),
     },
 }
@@ -109,7 +79,6 @@ POLICIES = {
         policies.save_only_these_names("z", "p"), [torch.ops.aten.gelu.default]
     ),
     "anything": policies.save_anything_except_these_names("z", "p"),
-    "gelu": [torch.ops.aten.gelu.default],
 }
 SHAPES = {
     mlp: [(D, HID), (HID, D)],
@@ -149,16 +118,7 @@ def per_sample(block, wrap):
     return vmap(grad(loss(block, wrap)), (None, 0))(weights(block), samples())
 
 
-def jacobian(block, wrap):
-    def run(ws):
-        y = wrap(block)(samples()[0], *ws)
-        mark("forward")
-        return y.sum(0)
-
-    return jacrev(run)(weights(block))
-
-
-RUNS = {"plain": plain, "grad": under_grad, "vmap_grad": per_sample, "jacrev": jacobian}
+RUNS = {"plain": plain, "grad": under_grad, "vmap_grad": per_sample}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -248,7 +208,8 @@ def test_plans_hold_no_policies():
     ref = weakref.ref(policy)
     del policy
     gc.collect()
-    assert ref() is None
+    assert ref() is None and current_name() is None
+    assert chooser_of(policies.nothing_saveable, "") is None  # nobody asks it anything
 
 
 def kept_by(y):
@@ -336,16 +297,6 @@ def test_a_budget_is_kept_and_more_is_never_worse(block, run):
     assert [flops for _, flops in found.values()] == sorted([f for _, f in found.values()], reverse=True)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("block", SHAPES, ids=lambda f: f.__name__)
-def test_a_budget_is_at_least_as_good_as_what_has_a_name(block, run):
-    samples = B if run == "vmap_grad" else 1
-    for flops, numbers in set(EXPECTED[block.__name__].values()):
-        kept, again = spent(block, run, policies.budget(bytes=numbers * 8 * samples))
-        assert kept <= numbers * samples
-        assert again <= flops * samples
-
-
 def saved_by(f, *args):
     """The numbers that one call in plain eager code keeps beside its inputs."""
     inputs = [x for x in args if isinstance(x, torch.Tensor)]
@@ -393,7 +344,7 @@ def test_offloaded_values_come_back(run, policy, monkeypatch):
     assert measured.flops == measure(RUNS[run], mlp, lambda f: f).flops
 
 
-@pytest.mark.parametrize("policy", ["dots", "names", "but", "gelu", "everything"])
+@pytest.mark.parametrize("policy", ["names", "names or gelu", "everything"])
 def test_the_same_policy_serves_checkpoint(policy):
     def wrap(f):
         contexts = functools.partial(create_selective_checkpoint_contexts, POLICIES[policy])
@@ -416,13 +367,6 @@ def test_the_same_policy_serves_checkpoint(policy):
         (lambda: policies.budget(bytes=-1), OptionError, "bytes=-1 is negative"),
         (lambda: policies.save_only_these_names(["a"]), InputError, "must be a sequence of strings"),
         (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
-        (
-            lambda: policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=["a"], names_which_can_be_offloaded=["a"]
-            ),
-            OptionError,
-            "cannot be saved and offloaded",
-        ),
         (
             lambda: policies.save_from_both_policies(policies.dots_saveable, policies.budget(bytes=1)),
             OptionError,

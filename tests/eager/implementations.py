@@ -3,14 +3,11 @@
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 import torch.utils.checkpoint
 from oracles import F64 as D
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-
-import funcckpt
 
 
 def leaf(*shape):
@@ -28,9 +25,6 @@ def theirs(f, *args, **kwargs):
 
 def draw(x):
     return torch.ops.funcckpt_tests.draw(x.detach())
-
-
-both = pytest.mark.parametrize("checkpoint", [theirs, funcckpt.checkpoint], ids=["torch", "ours"])
 
 
 def gradients(f, *xs, checkpoint=None, **options):

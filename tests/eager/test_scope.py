@@ -11,11 +11,11 @@ from support import Counter, Storages, assert_same
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcckpt import checkpoint, checkpoint_scope, world
+from funcckpt import checkpoint, checkpoint_scope
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import MutationError, TransformError
 
-from .implementations import D, Ops, draw, in_a_thread, leaf, plain
+from .implementations import D, Ops, in_a_thread, leaf, plain
 
 
 @pytest.fixture(autouse=True)
@@ -74,18 +74,6 @@ def autocast(scope, a):
     return x * x.float()
 
 
-def resized(scope, x):
-    with scope():
-        y, z = torch.empty(0, dtype=D), torch.empty(0, dtype=D)
-        y.resize_(4, 4)
-        torch.sin(x.detach(), out=y)
-        torch.cos(x.detach(), out=z)
-        v = torch.empty(2, dtype=D)
-        v.set_(z.flatten())
-        w = x * y * z * v[:4]
-    return w * x
-
-
 def conditional(scope, x):
     # Not torch.cond, which compiles them first: Dynamo does so under some dispatch modes only.
     cond = torch.ops.higher_order.cond
@@ -105,28 +93,12 @@ def inner_gradient(scope, x):
         return x + g.tanh()
 
 
-def read_twice(scope, a):
-    h = a.tanh()
+def parts(scope, x):
     with scope():
-        x, y = h.sin() * a, h.cos() * a
-    return x * y * h
-
-
-def sparse(scope, a):
-    with scope():
-        y = torch.sparse.mm(torch.diag(a[0].sin()).to_sparse(), torch.ones(4, 2, dtype=D))
-    return y * y
-
-
-def parts(dim, overlap):
-    def f(scope, x):
-        with scope():
-            chunks = x.sin().unsafe_chunk(2, dim)
-            z = (chunks[0].clone() if scope is nullcontext else chunks[0]) * x.chunk(2, dim)[0]
-            chunks[0 if overlap else 1].mul_(2)
-        return (z * chunks[0] * chunks[1]).sum()
-
-    return f
+        chunks = x.sin().unsafe_chunk(2, 0)
+        z = (chunks[0].clone() if scope is nullcontext else chunks[0]) * x.chunk(2)[0]
+        chunks[0].mul_(2)
+    return (z * chunks[0] * chunks[1]).sum()
 
 
 def overwritten(scope, a):
@@ -139,13 +111,6 @@ def overwritten(scope, a):
     return z * x
 
 
-def raises(scope, a):
-    with pytest.raises(ValueError, match="mine"), scope():
-        x = a.sin()
-        raise ValueError("mine")
-    return x * a
-
-
 def without_grad(scope, a):
     with torch.no_grad(), scope():
         x = a.sin()
@@ -154,30 +119,14 @@ def without_grad(scope, a):
     return x * x * a * y.clone()
 
 
-INSIDE = [
-    own_generator,
-    autocast,
-    resized,
-    conditional,
-    inner_gradient,
-    read_twice,
-    sparse,
-    raises,
-    without_grad,
-]
-PROGRAMS = [
-    *INSIDE,
-    custom_functions,
-    overwritten,
-    *[parts(dim, overlap) for dim in (0, 1) for overlap in (0, 1)],
-]
+INSIDE = [own_generator, autocast, conditional, inner_gradient, without_grad]
+PROGRAMS = [*INSIDE, custom_functions, overwritten, parts]
 
 
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.parametrize(
     ("f", "around"),
     [*[(f, plain) for f in PROGRAMS], *[(f, checkpoint) for f in INSIDE]],
-    ids=lambda f: f.__qualname__,
+    ids=lambda f: f.__name__,
 )
 def test_as_without(f, around):
     """Value, gradients, and where the random stream ends."""
@@ -191,15 +140,6 @@ def test_as_without(f, around):
         return y.detach().clone(), g, torch.autograd.grad(y.sum(), x), after, torch.rand(2)
 
     assert_same(run(checkpoint_scope, around), run(nullcontext, plain))
-
-
-def test_double_backward():
-    def f(x):
-        with checkpoint_scope():
-            y = x.sin() * x
-        return y.exp() * x
-
-    assert torch.autograd.gradcheck(f, leaf(3)) and torch.autograd.gradgradcheck(f, leaf(3))
 
 
 def test_batched_gradients_with_dropout():
@@ -287,20 +227,6 @@ def test_scope_inside_of_a_checkpoint_keeps_nothing():
     assert calls.calls == 4
 
 
-def test_nothing_is_left_when_the_graph_dies():
-    a = leaf(3)
-    inner = a * 2
-    ref = weakref.ref(inner)
-    with checkpoint_scope():
-        x = inner.sin()
-    y = x * x
-    y.register_hook(lambda g: gc.collect() and None)
-    del inner, x
-    y.sum().backward()
-    del y
-    assert ref() is None
-
-
 def test_validation_and_detached_results_keep_no_blocks():
     kept, w = [], leaf(3, 3)
     average = torch.zeros((), dtype=D)
@@ -313,37 +239,6 @@ def test_validation_and_detached_results_keep_no_blocks():
         del h, loss
     assert recordings() == 0
     assert_same(torch.autograd.grad((kept[0] * w).sum(), w)[0], kept[0].expand(3, 3))
-
-
-def test_looking_at_a_saved_tensor_leaves_nothing_else():
-    x = leaf(64)
-    with Storages().known(x) as storages:
-        with checkpoint_scope():
-            y = x
-            for _ in range(10):
-                y = y.sin()
-        node = y.grad_fn
-        del y
-        before = storages.live
-        node._saved_self  # noqa: B018
-        gc.collect()
-        assert storages.live == before
-
-
-def test_random_streams_are_recorded_for_each_device_and_on_first_use(other_device, monkeypatch):
-    recorded, states = [], world.states
-    monkeypatch.setattr(world, "states", lambda streams: (recorded.append(streams), states(streams))[1])
-    a = leaf(4)
-    with checkpoint_scope():
-        x = a.sin()
-        assert not recorded
-        scale = draw(x)
-        assert recorded == [[torch.default_generator, other_device]]
-        y = x * scale
-    z, end = (y * y).sum(), other_device.get_state()
-    scale = scale.detach().clone()
-    assert_same(torch.autograd.grad(z, a)[0], (2 * a.sin() * a.cos() * scale**2).detach())
-    assert torch.equal(other_device.get_state(), end)
 
 
 # -- changes in place -----------------------------------------------------------------------------------
@@ -376,16 +271,6 @@ def test_what_was_changed_is_noticed(changed):
         z.sum().backward()
 
 
-def test_writes_to_what_comes_from_outside_happen_once():
-    counter, a = torch.zeros(3, dtype=D), leaf(3)
-    with checkpoint_scope():
-        counter.add_(1)
-        x = (a * counter).sin()
-    x.exp().sum().backward()
-    assert torch.equal(counter, torch.ones(3, dtype=D))
-    assert_same(a.grad, (a.cos() * a.sin().exp()).detach())
-
-
 # -- transforms ----------------------------------------------------------------------------------------
 
 
@@ -401,16 +286,6 @@ def test_under_transforms(transform):
         transform(f)(torch.ones(3))
     with pytest.raises(TransformError, match=refused), checkpoint_scope():
         torch.func.grad(torch.sin)(torch.ones(()))
-
-
-def test_transforms_of_what_was_made():
-    a = leaf(3)
-    with checkpoint_scope():
-        x = a.sin()
-    g = torch.func.grad(lambda w: (w * x).sum())(torch.ones(3, dtype=D))
-    assert_same(g.detach(), a.sin().detach())
-    y = torch.func.vmap(lambda x: x * x)(x)
-    assert_same(torch.autograd.grad(y.sum(), a)[0], (2 * a.sin() * a.cos()).detach())
 
 
 def test_forward_mode():
