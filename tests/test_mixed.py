@@ -4,6 +4,8 @@ less memory and fewer operations for the first.
 
 import contextlib
 import functools
+import sys
+import types
 
 import pytest
 import torch
@@ -252,6 +254,10 @@ def test_inner_gradients_in_inner_gradients():
 
 NORM = nn.LayerNorm(3, elementwise_affine=False)
 NORMS = {"a": [NORM, nn.BatchNorm1d(3, affine=False, track_running_stats=False)]}
+PACKAGE = types.ModuleType("funcckpt_test_package")  # its code is not read
+PACKAGE.__file__ = "site-packages/funcckpt_test_package.py"
+sys.modules[PACKAGE.__name__] = PACKAGE
+exec("from torch.nn import functional as F\nf = lambda y: F.layer_norm(y, (3,))", PACKAGE.__dict__)
 UNFIT = {
     "layer_norm": lambda y: F.layer_norm(y, (3,)),
     "batch_norm": lambda y: F.batch_norm(y, None, None, training=True),
@@ -266,6 +272,7 @@ UNFIT = {
     "functional_call": lambda y: functional_call(NORM, {}, (y,)),
     "made_inside": lambda y: nn.Sequential(nn.LayerNorm(3, elementwise_affine=False), nn.Tanh())(y),
     "in_a_checkpoint": lambda y: remat(NORM)(y),
+    "in_a_package": lambda y: PACKAGE.f(y),
 }
 
 
