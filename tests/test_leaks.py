@@ -10,29 +10,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from oracles import FORWARD, REVERSE, plain, tensor, total
+from support import Storages
 from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import remat
-
-
-class Births(TorchDispatchMode):
-    """Weak references to all tensors that ops give back below functorch, with the op's name."""
-
-    def __init__(self):
-        super().__init__()
-        self.refs = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.refs += [(str(func), weakref.ref(t)) for t in leaves]
-        return out
-
-    def alive(self):
-        return [name for name, ref in self.refs if ref() is not None]
 
 
 @contextmanager
@@ -107,11 +89,8 @@ def fast_collector():
     gc.freeze()  # the collector sees what is made from here on alone, and is fast
 
 
-# ---------------------------------------------------------------- many calls
-
-
-def assert_no_growth(run, calls, objects=20):
-    """Over the later nine tenths of the calls.
+def growth(run, calls=30):
+    """By how many tensors and objects there are more after the later nine tenths of the calls.
 
     The collector is off while tensors are counted. It may then free what remains: cycles of torch's own
     functions, which all of torch.func leaves behind, and which hold no tensor.
@@ -124,26 +103,7 @@ def assert_no_growth(run, calls, objects=20):
                 tensors, _ = population()
                 gc.collect()
                 counts.append((tensors, population()[1]))
-    before, after = counts
-    assert after[0] <= before[0] and after[1] - before[1] < objects, counts
-
-
-@pytest.mark.parametrize(("call", "calls"), [("backward", 2000), ("vmap_grad", 1000), ("jvp", 1000)])
-def test_thousands_of_calls(call, calls):
-    f = remat(body)
-    # Caches of the interpreter, not one object a call.
-    assert_no_growth(lambda: CALLS[call](f), calls, objects=100)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_calls_leave_nothing(function, call):
-    """A remat made anew for each of 30 calls."""
-    CALLS[call](FUNCTIONS[function](remat))
-    assert_no_growth(lambda: CALLS[call](FUNCTIONS[function](remat)), 30)
-
-
-# ---------------------------------------------------------------- between forward and backward
+    return counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
 
 
 def test_inputs_are_freed_as_the_backward_goes():
@@ -179,36 +139,12 @@ def test_captured_tensors_are_freed_with_the_graph():
         assert ref() is None
 
 
-def test_a_call_under_no_grad_keeps_nothing():
-    with no_gc(), torch.no_grad():
-        x = tensor(3)
-        ref = weakref.ref(x)
-        y = remat(body)(x)
-        del x
-        assert ref() is None
-        del y
-
-
-# ---------------------------------------------------------------- graphs dropped without a backward
-
-
-def captured(wrap, x):
-    w = x * 1
-    return wrap(lambda: body(w))()
-
-
-def chain(wrap, x):
-    for _ in range(3):
-        x = wrap(body)(x)
-    return x
-
-
 # Of x that requires grad.
 GRAPHS = {
     "eager": lambda wrap, x: wrap(body)(x * 1),
-    "captured": captured,
+    "captured": lambda wrap, x: wrap(lambda w=x * 1: body(w))(),
     "double": lambda wrap, x: torch.autograd.grad(total(wrap(body)(x * 1)), x, create_graph=True),
-    "chain": chain,
+    "chain": lambda wrap, x: wrap(body)(wrap(body)(wrap(body)(x))),
     "nested": lambda wrap, x: wrap(lambda x: wrap(body)(body(x)))(x * 1),
     "of_transform": lambda wrap, x: grad(lambda x: total(wrap(body)(x)))(x * 1),
     "of_vmap": lambda wrap, x: vmap(wrap(body))(torch.stack([x, x])),
@@ -224,19 +160,16 @@ def test_dropped_graph_frees_everything(graph):
         with no_gc():
             x = tensor(3, requires_grad=True)
             ref = weakref.ref(x)
-            with Births() as births:
+            with Storages() as storages:
                 out = GRAPHS[graph](wrap, x)
                 del x
-                assert births.alive() and ref() is not None
+                assert storages.live and ref() is not None
                 del out
             assert ref() is None
-            return births.alive()
+            return storages.live
 
     left(remat)  # caches of torch
-    assert len(left(remat)) <= len(left(plain))
-
-
-# ---------------------------------------------------------------- cycles
+    assert left(remat) <= left(plain)
 
 
 def ours(garbage):
@@ -252,8 +185,8 @@ def ours(garbage):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_no_reference_cycles(function, call):
-    """No object that plain torch does not leave to the collector as well."""
+def test_calls_leave_nothing_and_no_reference_cycles(function, call):
+    """Also a remat made anew for each call; no object that plain torch does not leave to the collector as well."""
 
     def garbage(wrap):
         f = FUNCTIONS[function](wrap)
@@ -266,6 +199,8 @@ def test_no_reference_cycles(function, call):
     functions = collections.Counter(o.__qualname__ for o in got if inspect.isfunction(o))
     functions -= collections.Counter(o.__qualname__ for o in want if inspect.isfunction(o))
     assert functions.keys() <= {"tree_flatten.<locals>.helper"}, functions
+    tensors, objects = growth(lambda: CALLS[call](FUNCTIONS[function](remat)))
+    assert tensors <= 0 and objects < 20
 
 
 def test_no_reference_cycle_after_an_error():

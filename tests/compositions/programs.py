@@ -6,8 +6,7 @@ defaults, containers, attributes and globals; on partials, callable objects, bou
 modules, also out of torch's own database; nested; under torch.func transforms inside) and the names
 of the transforms around it. Afterwards it rebinds what was captured: variables, items, attributes,
 parts of modules. Plain autograd does not notice that, since the forward is over, so the program
-without remat is the reference. Text, because a program that fails must be readable, runnable and
-shrinkable.
+without remat is the reference. Text, because a program that fails must be readable and runnable.
 """
 
 import copy
@@ -568,27 +567,3 @@ CALLS = (
     Way((VECTOR,), "func.jvp({0}, ({v},), ({u},))", "v[0] v[1]"),
     Way((VECTOR,), "func.jacrev({0})({v})", MATRIX),
 )
-
-
-def shrink(program, fails):
-    """The same failure with as few lines, levels and statements as a greedy search finds."""
-    while (smaller := next(filter(fails, smaller_than(program)), None)) is not None:
-        program = smaller
-    return program
-
-
-def smaller_than(program):
-    """The program under one level less, without a line, or with something simpler in its place."""
-    seed, source, names = program.seed, program.source, program.stack
-    for i in range(len(names)):
-        yield Program(seed, source, names[:i] + names[i + 1 :])
-    lines = source.splitlines()
-    for i in range(len(lines) - 1, 0, -1):
-        line, end = lines[i], i + 1
-        width = len(line) - len(line.lstrip())
-        while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > width:
-            end += 1  # a def goes with its body
-        left, equals, right = line.partition(" = ")
-        instead = [f"{left} = {v}" for v in ("constant", "x", "w")] if equals and len(right) > 8 else []
-        for replaced in ([], *[[text] for text in instead]):
-            yield Program(seed, "\n".join([*lines[:i], *replaced, *lines[end:]]) + "\n", names)
