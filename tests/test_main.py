@@ -34,9 +34,7 @@ def test_remat_gives_the_same_gradients_in_less_memory():
 
 def test_remat_saves_the_inputs_of_the_blocks_alone():
     """One more block is one more input held, and one more forward of the block."""
-    (less_plain, less), (more_plain, more) = [
-        [measured(method, layers=n) for method in ("plain", "remat")] for n in (2, 3)
-    ]
+    less_plain, more_plain, less, more = [measured(m, layers=n) for m in ("plain", "remat") for n in (2, 3)]
     context, width = TINY["context"], TINY["width"]
     assert more.marks["saved"] - less.marks["saved"] == 4 * 3 * context * width
     # A block's weights make a product each, forward, and two backward; so do q @ k.T and its @ v.

@@ -74,14 +74,12 @@ def test_names_of_jax():
 
 def test_wrapped_modules():
     """The same modules are chosen as by torch's wrapper, and state dicts are exchanged."""
-    plain = nn.Sequential(
-        *[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)], nn.Linear(4, 1)
-    ).double()
+    pairs = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    plain = nn.Sequential(*pairs, nn.Linear(4, 1)).double()
     theirs, ours = copy.deepcopy(plain), copy.deepcopy(plain)
-    wrapper.apply_activation_checkpointing(
-        theirs, check_fn=lambda m: type(m) is nn.Sequential and len(m) == 2
-    )
-    apply_remat(ours, lambda name, m: type(m) is nn.Sequential and len(m) == 2)
+    chosen = lambda m: type(m) is nn.Sequential and len(m) == 2
+    wrapper.apply_activation_checkpointing(theirs, check_fn=chosen)
+    apply_remat(ours, lambda name, m: chosen(m))
     assert [isinstance(m, wrapper.CheckpointWrapper) for m in theirs] == [isinstance(m, Remat) for m in ours]
     assert list(theirs.state_dict()) == list(ours.state_dict()) == list(plain.state_dict())
     with torch.no_grad():

@@ -1,10 +1,7 @@
 """The private names of torch that funcckpt stands on: a release that moves one fails here, loudly."""
 
-import ast
-import inspect
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +10,11 @@ from torch.utils import checkpoint as module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
-from funcckpt._torch import autograd, functorch, wrappers
+from funcckpt._torch import autograd, functorch
 
 
 def leaf():
     return torch.ones(3, requires_grad=True)
-
-
-def test_functorch_is_touched_in_one_module_only():
-    for path in Path(funcckpt.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [getattr(node, "module", None) or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            private = [n for n in names if n.startswith(("torch._C", "torch._functorch", "torch.functorch"))]
-            assert path.parent.name == "_torch" or not private, path
 
 
 def test_blocks_of_cached_parametrizations_are_left():
@@ -54,13 +42,8 @@ def test_layers_are_read_and_left_as_they_were():
 class Look(torch.autograd.Function):
     """Asks in its backward, and notes what it is told."""
 
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
+    forward = staticmethod(lambda x: x.clone())
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
 
     @staticmethod
     def backward(ctx, ct):
@@ -112,37 +95,6 @@ def test_somebody_elses_mode_may_differentiate_what_it_is_handed():
     assert seen[0].item() == 12
 
 
-def test_torch_guards_a_mode_against_dynamo_but_for_ours():
-    def run(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-    make = lambda base: type("Mode", (base,), {"__torch_dispatch__": run}).__torch_dispatch__
-    assert make(torch.utils._python_dispatch.TorchDispatchMode) is not run
-    assert make(functorch.UnguardedMode) is run
-
-
-def test_sequence_numbers_order_the_graph():
-    x = leaf()
-    before, number, after = x * 2, functorch.next_sequence_number(), x * 3
-    assert before.grad_fn._sequence_nr() < number <= after.grad_fn._sequence_nr()
-
-
-def test_once_differentiable_leaves_a_node_that_has_this_name():
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, ct):
-            return ct * 2
-
-    x = leaf()
-    gradients = torch.autograd.grad(Once.apply(x * x).pow(2).sum(), x, create_graph=True)
-    assert "torch::autograd::Error" in [node.name() for node in autograd.nodes_of(gradients)]
-
-
 def test_hooks_are_seen_and_left_as_they_were():
     first, second = (lambda x: x), (lambda x: x)
     assert autograd.top_saved_tensors_hooks() is None and autograd.may_push_hooks()
@@ -156,19 +108,6 @@ def test_hooks_are_seen_and_left_as_they_were():
         assert not autograd.may_push_hooks()
     with pytest.raises(RuntimeError, match=autograd.REFUSES_HOOKS), saved_tensors_hooks(first, first):
         torch.func.grad(torch.sin)(torch.ones(()))
-
-
-def test_a_tensor_is_saved_as_by_an_operator():
-    x = leaf() * 2
-    saved = autograd.save(x)
-    assert saved.unpack().grad_fn is x.grad_fn
-    x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved.unpack()
-    seen = []
-    with saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
-        autograd.save(x)
-    assert len(seen) == 1
 
 
 def test_backwards_are_told_apart():
@@ -211,17 +150,3 @@ def test_torchs_checkpoint_is_known_and_redirected(monkeypatch):
     monkeypatch.setattr(checkpoint.__wrapped__, "__dynamo_disable", autograd.original_checkpoint)
     autograd.redirect_checkpoint(lambda *args, **kwargs: "ours")
     assert checkpoint(torch.sin, torch.ones(3), use_reentrant=False) == "ours"
-
-
-def test_every_private_name_is_still_there():
-    """Importing `_torch` has proved most; these are attributes that it reads later."""
-    assert isinstance(functorch.eager_transforms.JVP_NESTING, int)
-    assert isinstance(wrappers.forward_ad._current_level, int)
-    assert inspect.iscode(autograd._ENGINE) and inspect.iscode(autograd._GRAD_TRANSFORM)
-    assert "level" in autograd._GRAD_TRANSFORM.co_varnames
-    for holder, names in (
-        (functorch.eager_transforms, "_unwrap_all_tensors_from_functional _wrap_all_tensors_to_functional"),
-        (torch._C, "_vmapmode_increment_nesting _vmapmode_decrement_nesting"),
-        (torch, "_add_batch_dim _remove_batch_dim"),
-    ):
-        assert all(callable(getattr(holder, name)) for name in names.split())

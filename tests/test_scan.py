@@ -4,18 +4,14 @@ carries counted exactly, and what is said of wrong input.
 
 import sys
 import types
-import weakref
 
 import pytest
 import torch
 from support import assert_same
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import (
-    ClosureError,
-    EscapeError,
     InputError,
     MutationError,
     OptionError,
@@ -224,39 +220,20 @@ def test_where_nothing_is_kept_no_step_is_a_checkpoint(loop):
         assert sines(f, ONE.clone().requires_grad_()) == 60
 
 
-class LiveCarries(TorchDispatchMode):
-    """The most storages of integer carries of seven alive at a time: those have no gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.most = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dtype == torch.int64 and out.shape[-1:] == (7,):
-            storage = out.untyped_storage()
-            key = storage._cdata
-            if key not in self.live:
-                self.live[key] = weakref.finalize(storage, self.live.pop, key, None)
-        self.most = max(self.most, len(self.live))
-        return out
-
-
 @pytest.mark.parametrize("loop", ["scan", "while"])
 @pytest.mark.parametrize("how", ["grad", "backward"])
 @pytest.mark.parametrize("k", [1, 2, 9])
 def test_as_many_carries_live_as_there_are_checkpoints(k, how, loop):
+    """Those of integers, which have no gradients."""
+
     def f(x):
         step = lambda c: (c[0] + 1, torch.sin(c[1] * c[0][0]))
-        return LOOPS[loop](step, (torch.ones(7, dtype=torch.int64), x), 15 if k == 1 else 60, checkpoints=k)[
-            1
-        ]
+        carry = torch.ones(1000, dtype=torch.int64), x
+        return LOOPS[loop](step, carry, 15 if k == 1 else 60, checkpoints=k)[1]
 
-    with LiveCarries() as carries:
-        HOW[how](f)(ONE)
     # Two are in work: what a step is given, and what it gives. `torch.func.grad` holds on to its graph
     # until it returns, and with it to the last step, which is no part of any checkpoint.
-    assert carries.most == k + 2 + (how == "grad")
+    assert measure(HOW[how](f), ONE).peak_bytes // 8000 == k + 2 + (how == "grad")
 
 
 def test_memory_of_a_while_loop_grows_as_the_cube_root():
@@ -296,20 +273,6 @@ def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
     ) as said:
         run(bytes=x.nbytes)
     run(4, bytes=int(str(said.value).split()[-1].rstrip(".")))
-
-
-def test_measuring_a_step_leaves_nothing_behind():
-    norm = torch.nn.BatchNorm1d(D).to(F64)
-
-    def run(**options):
-        torch.manual_seed(0)
-        norm.reset_parameters()
-        x = XS.clone().requires_grad_()
-        y = LOOPS["scan"](lambda c: torch.nn.functional.dropout(norm(c), 0.2), x, 7, **options)
-        (y**3).sum().backward()
-        return x.grad, {name: b.clone() for name, b in norm.named_buffers()}, torch.rand(1)
-
-    assert_same(run(bytes=10**4), run(checkpoint=None))
 
 
 # -- while_loop -------------------------------------------------------------------------------------
@@ -359,52 +322,32 @@ def test_while_loop_refuses_what_would_not_be_the_same_again(options):
         grad(lambda x: while_loop(lambda x: torch.rand(()) < 0.9, torch.sin, x, **options))(ONE)
 
 
+class Counting(torch.nn.Module):
+    """Counts in a buffer that it uses, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros((), dtype=F64))
+        self.weight = torch.nn.Parameter(0.7 * ONE)
+
+    def forward(self, x):
+        self.n += 1
+        return torch.nn.functional.dropout(torch.sin(x * self.n.clone()), 0.2) * self.weight
+
+
+@pytest.mark.parametrize("options", [{"checkpoints": 2}, {"bytes": 10**4}], ids=str)
 @pytest.mark.parametrize("loop", ["scan", "while"])
-def test_a_buffer_that_the_body_counts_in_and_uses(loop):
-    class Counting(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("n", torch.zeros((), dtype=F64))
-            self.weight = torch.nn.Parameter(0.7 * ONE)
-
-        def forward(self, x):
-            self.n += 1
-            return torch.sin(x * self.n.clone()) * self.weight
-
+def test_buffers_and_streams_are_left_where_the_plain_loop_leaves_them(loop, options):
     def run(**options):
+        torch.manual_seed(0)
         module = Counting()
         LOOPS[loop](module, X, 9, **options).sum().backward()  # X is no leaf to be differentiated
-        return module.n, module.weight.grad
+        return module.n, module.weight.grad, torch.rand(1)
 
-    assert_same(run(checkpoints=2), run(checkpoint=None))
-    again = (9 if loop == "while" else 0) + advances(9, 2)
-    assert measure(run, checkpoints=2).ops["aten.sin.default"] == 9 + again
-
-
-unseen = []
-
-
-@pytest.mark.parametrize("loop", ["scan", "while"])
-@pytest.mark.parametrize("how", HOW)
-def test_a_loop_that_captures_what_no_search_finds(how, loop):
-    """In one step alone, so that all others forget it."""
-
-    def f(x, **options):
-        unseen[:] = [x]
-
-        def step(c):
-            # By a name that no search sees.
-            w = sys.modules[__name__].__dict__["un" + "seen"][0] if c[0] == 4 else 1.0
-            return c[0] + 1, torch.sin(c[1]) * w
-
-        return LOOPS[loop](step, (0, torch.ones(D, dtype=F64)), 9, **options)[1].sum()
-
-    try:
-        found = HOW[how](lambda x: f(x, checkpoints=3))(X)
-    except (ClosureError, EscapeError) as error:
-        assert "as an argument" in str(error) or "return it" in str(error)
-    else:
-        assert_same(found, HOW[how](lambda x: f(x, checkpoint=None))(X))
+    assert_same(run(**options), run(checkpoint=None))
+    if "bytes" not in options:
+        again = (9 if loop == "while" else 0) + advances(9, 2)
+        assert measure(run, **options).ops["aten.sin.default"] == 9 + again
 
 
 # -- edges ------------------------------------------------------------------------------------------
@@ -426,19 +369,15 @@ def two(c, x):
     ("call", "says"),
     [
         (lambda: scan(two, X), r"scan\(two\): without xs, pass length="),
-        (lambda: scan(two, X, length=-1), r"length=-1 is not a number of steps"),
         (lambda: scan(two, X, length=True), r"length=True is not a number of steps"),
         (lambda: scan(two, X, length=2.0), r"length=2.0 is not a whole number"),
         (lambda: scan(two, X, XS, 4), r"xs \(float64\[11, 3\]\) has 11 slices, not 4 like length"),
         (lambda: scan(two, X, {"a": XS, "b": XS[:4]}), r"xs\['b'\] .* has 4 slices, not 11 like xs\['a'\]"),
         (lambda: scan(two, X, [XS, XS[:4]]), r"like xs\[0\]\. A list is one pytree: to loop"),
-        (lambda: scan(two, X, torch.tensor(1.0)), r"xs \(float32\[\]\) has no dimension"),
         (
             lambda: scan(two, X, {"a": XS, "b": object()}),
             r"xs\['b'\] is an object, which cannot become a ten",
         ),
-        (lambda: scan(lambda c, x: (c, {"a": "z"}), X, XS), r"y\['a'\] is a str, which cannot"),
-        (lambda: scan(lambda c, x: c, X, XS), r"step 0 returned a Tensor, not the pair"),
         (lambda: scan(lambda c, x: (c, c, c), X, XS), r"step 0 returned 3 values, not the pair"),
         (
             lambda: scan(lambda c, x: (c.float(), None), X, XS),
@@ -449,25 +388,14 @@ def two(c, x):
             lambda: scan(lambda c, x: ((c[0], c[1] + 1 if c[1] < 6 else 7.0), None), (X, 0), XS),
             r"step 6 returned carry\[1\] as a float, but was given an int",
         ),
-        (
-            lambda: scan(lambda c, x: (c[:1], None), [X, X], XS),
-            r"step 0 returned carry\[1\] as nothing, but was given float64\[3\] on cpu",
-        ),
-        (
-            lambda: scan(lambda c, x: ({**c, "z": X}, None), {"a": X}, XS),
-            r"step 0 returned carry\['z'\] as float64\[3\] on cpu, but was given nothing",
-        ),
         (lambda: scan(lambda c, x: (c + x.sum(), None), 0.0, XS), r"given a float. Begin with a tensor"),
         (lambda: fori_loop(0, 3, lambda i, c: c[None], X), r"fori_loop\(.*\): step 0 returned carry as"),
-        (lambda: scan(X, X, XS), r"takes a function, not Tensor"),
         (lambda: scan(two, X, length=0, checkpoint="log"), r"checkpoint='log' is not None, a"),
         (lambda: fori_loop(0, 2.5, lambda i, c: c, X), r"upper=2.5 is not a whole number"),
         (
             lambda: vmap(lambda n: fori_loop(0, n, lambda i, c: c, X))(torch.tensor([1, 2])),
             r"upper=int64\[\] is not a whole number\. A vmap has batched it.*torch\.where",
         ),
-        (lambda: while_loop(lambda c: True, two, X, max_steps=-1), r"max_steps=-1 is not a number of steps"),
-        (lambda: while_loop(True, two, X), r"cond_fun must be a function, not bool"),
         (lambda: while_loop(lambda c: None, two, X), r"cond_fun returned None at step 0, not a truth value"),
         (lambda: while_loop(lambda c: c > 0, two, X), r"returned bool\[3\] at step 0, not one value"),
         (lambda: scan(two, X, XS, progress=True), "progress=True needs tqdm"),
@@ -552,8 +480,10 @@ def test_progress(loop, monkeypatch):
     bars = []
 
     class Bar:
+        n, closed = 0, False
+
         def __init__(self, total, desc):
-            self.total, self.desc, self.n, self.closed = total, desc, 0, False
+            self.total, self.desc = total, desc
             bars.append(self)
 
         def update(self):

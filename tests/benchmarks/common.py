@@ -1,16 +1,9 @@
 """What the benchmarks share: jobs with their bytes, FLOPs and time, the machine in words, tables and JSON.
 
-A benchmark names its problems, and for each the methods that solve it; `main` does the rest. A script may have
-several: ``python tests/benchmarks/loops.py sampler`` runs another than the one that has its name.
-Of each method it tells
-
-* the most bytes that are alive at a time, and the FLOPs: those of `funcckpt.meter`, exact. For JAX the bytes are
-  what XLA says of the compiled program, its temporaries and outputs; its FLOPs are not comparable;
-* by how much the resident memory of the process grows;
-* the processor's time, the best of some rounds in which the methods take turns, as a ratio to the first one;
-* the largest difference of its results from those of the first, as a share of the largest result.
-
-One thread computes.
+A benchmark names its problems, and for each the methods that solve it. Of each method it tells the most bytes alive
+at a time and the FLOPs (of `funcckpt.meter`; for JAX what XLA says of the compiled program), by how much the resident
+memory grows, the processor's time in one thread as a ratio to the first method's, and the largest difference from its
+results, as a share of the largest.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -85,17 +79,14 @@ def in_plain_eager(f: Callable, argnum: int = 0) -> Callable:
     return run
 
 
-def of_torch(
-    f: Callable, *args: Any, on_meta: bool = False, is_run: bool = True, is_comparable: bool = True
-) -> Job:
+def of_torch(f: Callable, *args: Any, on_meta: bool = False, is_run: bool = True, **options: Any) -> Job:
     """`f(*args)`. Its bytes and FLOPs are those of a run, or those of meta tensors that stand for `args`."""
 
     def cost():
-        given = pytree.tree_map_only(torch.Tensor, as_meta, args) if on_meta else args
-        m = measure(f, *given)
+        m = measure(f, *(pytree.tree_map_only(torch.Tensor, as_meta, args) if on_meta else args))
         return m.peak_bytes, m.flops
 
-    return Job((lambda: f(*args)) if is_run else None, cost, is_comparable)
+    return Job((lambda: f(*args)) if is_run else None, cost, **options)
 
 
 def as_meta(x: torch.Tensor) -> torch.Tensor:
@@ -108,12 +99,9 @@ def of_jax(f: Callable, *args: Any) -> Job:
 
     args = pytree.tree_map_only(torch.Tensor, lambda x: jax.numpy.asarray(x.detach().numpy()), args)
     compiled = jax.jit(f).lower(*args).compile()
-
-    def cost():
-        memory = compiled.memory_analysis()
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes, None
-
-    return Job(lambda: jax.block_until_ready(compiled(*args)), cost)
+    memory = compiled.memory_analysis()
+    bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return Job(lambda: jax.block_until_ready(compiled(*args)), lambda: (bytes, None))
 
 
 def is_installed(name: str) -> bool:
@@ -130,26 +118,18 @@ def options_of(script: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
     return parser
 
 
-def main(script: str, *, arguments: Sequence[str] | None = None, **benchmarks: Benchmark) -> None:
+def main(script: str, **benchmarks: Benchmark) -> None:
     """Run one of the benchmarks of a script."""
-    parser = options_of(
-        script,
-        name={
-            "nargs": "?",
-            "choices": benchmarks,
-            "default": Path(script).stem,
-            "help": "which (%(default)s)",
-        },
-        rounds={"type": int, "help": "that time is the best of"},
-    )
-    options = parser.parse_args(arguments)
+    which = {"nargs": "?", "choices": benchmarks, "default": Path(script).stem, "help": "which (%(default)s)"}
+    parser = options_of(script, name=which, rounds={"type": int, "help": "that time is the best of"})
+    options = parser.parse_args()
     benchmark = benchmarks[options.name]
     rounds = benchmark.rounds if options.rounds is None else options.rounds
     torch.set_num_threads(1)
     # What is freed goes back to the system, and is counted when it comes anew.
-    _map_storages_above(1 << 16)
+    call_libc("mallopt", -3, 1 << 16)  # M_MMAP_THRESHOLD
     measured = [_costs(name, of(options.toy), rounds > 0) for name, of in benchmark.problems.items()]
-    _map_storages_above(1 << 25)
+    call_libc("mallopt", -3, 1 << 25)
     rows: list[Row] = []
     for jobs, of_problem in measured:
         _run(jobs, of_problem, rounds)
@@ -162,38 +142,29 @@ def main(script: str, *, arguments: Sequence[str] | None = None, **benchmarks: B
 
 def write(script: str, found: dict[str, Any], options: argparse.Namespace, name: str = "") -> None:
     """The JSON of record: what was found, with commit, machine and command."""
-    name = name or Path(script).stem
-    path = options.out or RESULTS / f"{name}.json"
-    if options.out or not options.toy:
-        path.write_text(json.dumps({"about": about(script, name), **found}, indent=1) + "\n")
-
-
-def about(script: str, name: str) -> dict[str, Any]:
-    script = Path(script).name
-    return {
+    name, script = name or Path(script).stem, Path(script).name
+    about = {
         "commit": COMMIT,
         "command": f"python tests/benchmarks/{script}" + f" {name}" * (script != f"{name}.py"),
         "hardware": hardware(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{
-            name: sys.modules[name].__version__
-            for name in ("jax", "equinox", "opacus")
-            if name in sys.modules
-        },
+        **{m: sys.modules[m].__version__ for m in ("jax", "equinox", "opacus") if m in sys.modules},
     }
+    if options.out or not options.toy:
+        path = options.out or RESULTS / f"{name}.json"
+        path.write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
 
 
-def _commit() -> str | None:
-    def git(*command: str) -> str:
-        done = subprocess.run(["git", *command], cwd=RESULTS.parent, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", ":/funcckpt", "*.py")
-    return (git("rev-parse", "HEAD") + (" and changes" if changed else "")) or None
+def _git(*command: str) -> str:
+    return subprocess.run(
+        ["git", *command], cwd=RESULTS.parent, capture_output=True, text=True
+    ).stdout.strip()
 
 
-COMMIT = _commit()  # as the benchmark begins
+# As the benchmark begins.
+_CHANGED = _git("status", "--porcelain", "--", ":/funcckpt", "*.py")
+COMMIT = (_git("rev-parse", "HEAD") + (" and changes" if _CHANGED else "")) or None
 
 
 def hardware() -> str:
@@ -202,7 +173,7 @@ def hardware() -> str:
     cpu = platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         names = [line.split(":")[1].strip() for line in info.read_text().split("\n") if "model name" in line]
-        cpu = f"{cpu}, {names[0]}" if names else cpu
+        cpu = ", ".join([cpu, *names[:1]])
     return f"{cpu}, 1 of {os.cpu_count()} cores"
 
 
@@ -237,8 +208,7 @@ def _run(jobs: dict[str, Job], rows: dict[str, Row], rounds: int) -> None:
     times, results = best_times({name: job.run for name, job in jobs.items()}, rounds)
     first = next(iter(jobs))
     for name, job in jobs.items():
-        rows[name]["seconds"] = times[name]
-        rows[name]["time_ratio"] = round(times[name] / times[first], 3)
+        rows[name] |= {"seconds": times[name], "time_ratio": round(times[name] / times[first], 3)}
         if job.is_comparable:
             rows[name]["difference"] = difference(results[name], results[first])
 
@@ -247,8 +217,7 @@ def best_times(runs: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[st
     """Processor's seconds, the best of some rounds in turns, after one to warm up (if there is more than one);
     and what the runs return.
     """
-    best = dict.fromkeys(runs, math.inf)
-    results = {}
+    best, results = dict.fromkeys(runs, math.inf), {}
     for number in range(rounds + (rounds > 1)):
         for name, run in runs.items():
             start = time.process_time()
@@ -260,20 +229,13 @@ def best_times(runs: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[st
 
 def difference(found: Any, expected: Any) -> float:
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
-    return max(_relative(*[torch.as_tensor(x).double() for x in pair]) for pair in pairs)
+    doubles = [[torch.as_tensor(x).double() for x in pair] for pair in pairs]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in doubles)
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())
-
-
-# -- resident memory ---------------------------------------------------------------------------------------
-
-
-def _map_storages_above(size: int) -> None:
-    """Let the allocator of C map larger ones from the system, and unmap them when they are freed."""
+def call_libc(name: str, *args: int) -> None:
     with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).mallopt(-3, size)  # M_MMAP_THRESHOLD
+        getattr(ctypes.CDLL(None), name)(*args)
 
 
 def resident_growth(run: Callable[[], Any]) -> int | None:
@@ -282,8 +244,7 @@ def resident_growth(run: Callable[[], Any]) -> int | None:
     if not reset.exists():
         return None
     gc.collect()
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed and not given back would be taken again, unseen
+    call_libc("malloc_trim", 0)  # what was freed and not given back would be taken again, unseen
     reset.write_text("5")  # the peak is what is there now
 
     def kib(key: str) -> int:
@@ -294,9 +255,6 @@ def resident_growth(run: Callable[[], Any]) -> int | None:
     grown = 1024 * (kib("VmHWM:") - before)
     del result
     return grown
-
-
-# -- in words ----------------------------------------------------------------------------------------------
 
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -316,45 +274,27 @@ def _print_table(rows: list[Row]) -> None:
         print(f"{row['method']:46}{said}", flush=True)
 
 
-def exponents(
-    sizes: Sequence[float], rows: list[Row], key: str = "peak_bytes", digits: int = 2
-) -> dict[str, float]:
-    """Of each method: the slope of `key` against the last of these sizes."""
+def exponents(sizes: Sequence[float], rows: list[Row], key: str = "peak_bytes", digits: int = 2) -> dict:
+    """Of each method: the slope of `key` against the last of these sizes, of least squares in logarithms."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if key in row:
-            found.setdefault(row["method"], []).append(row[key])
-    return {name: round(exponent(sizes, values[-len(sizes) :]), digits) for name, values in found.items()}
+            found.setdefault(row["method"], []).append(math.log(row[key]))
+    x = [math.log(n) for n in sizes]
+    slopes = {name: statistics.linear_regression(x, y[-len(x) :]).slope for name, y in found.items()}
+    return {name: round(slope, digits) for name, slope in slopes.items()}
 
 
-def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of least squares in logarithms."""
-    x, y = [math.log(n) for n in sizes], [math.log(v) for v in values]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    over = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return over / sum((a - mean_x) ** 2 for a in x)
-
-
-# -- in pictures -------------------------------------------------------------------------------------------
-
-
-def draw_bytes(
-    name: str,
-    what: str,
-    sizes: Sequence[int],
-    panels: dict[str, Callable[[Row], bool]],
-    styles: dict[str, tuple[str, str]],
-) -> None:
-    """Write a picture of the peaks that are recorded, against sizes: a panel for some of the rows each, a curve
-    for each method, whose colour and style are given.
+def draw_bytes(name: str, what: str, sizes: Sequence[int], panels: dict, styles: dict) -> None:
+    """Write a picture of the peaks that are recorded, against sizes: a panel for the rows that each of `panels` takes,
+    a curve for each method, whose colour and style are given.
     """
     import matplotlib.pyplot as plt
 
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(2.4 + 4 * len(panels), 4.2), layout="constrained", sharey=True, squeeze=False
-    )
-    for axes, (title, is_shown) in zip(all_axes[0], panels.items(), strict=True):
+    size = {"figsize": (2.4 + 4 * len(panels), 4.2), "layout": "constrained"}
+    figure, ((*all_axes,),) = plt.subplots(1, len(panels), sharey=True, squeeze=False, **size)
+    for axes, (title, is_shown) in zip(all_axes, panels.items(), strict=True):
         for method, (colour, style) in styles.items():
             kib = [row["peak_bytes"] / 1024 for row in rows if row["method"] == method and is_shown(row)]
             if kib:
@@ -365,6 +305,6 @@ def draw_bytes(
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
-    all_axes[0, 0].set_ylabel("peak live KiB")
-    all_axes[0, 0].legend(frameon=False, fontsize=7)
+    all_axes[0].set_ylabel("peak live KiB")
+    all_axes[0].legend(frameon=False, fontsize=7)
     figure.savefig(RESULTS / f"{name}.png", dpi=160)

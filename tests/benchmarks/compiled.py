@@ -28,31 +28,26 @@ from funcckpt import remat
 
 PROBLEMS = ("transformer", "GRU")
 METHODS = {
-    "eager": (none, False),
-    "eager, remat": (remat, False),
-    "compiled": (none, True),
-    "compiled, remat": (remat, True),
-}
+    "eager": (none, False), "eager, remat": (remat, False),
+    "compiled": (none, True), "compiled, remat": (remat, True),
+}  # fmt: skip
 PEERS = {"jax.jit": False, "jax.jit, jax.checkpoint": True}
 
 
 def job(problem: str, method: str, toy: bool) -> Any:
     """What is called."""
     torch.manual_seed(0)
-    width, length = (16, 16) if toy else (64, 128 if problem == "transformer" else 64)
-    x, y = numbers(256, 8, length), numbers(256, 8, length)
-    if problem == "transformer":
-        model = lambda wrap: Transformer(wrap, 256, 2 if toy else 4, width, 4)
-        of_jax = lambda jax_models, wrap: jax_models.transformer(wrap, 4)
-    else:
-        model = lambda wrap: GRU(wrap, 256, width, 16)
-        of_jax = lambda jax_models, wrap: jax_models.gru(wrap, 16)
-    parameters = detached(model(none))
+    is_gru = problem == "GRU"
+    width, length = (16, 16) if toy else (64, 64 if is_gru else 128)
+    layers = 2 if toy else 4
+    model = lambda wrap: GRU(wrap, 256, width, 16) if is_gru else Transformer(wrap, 256, layers, width, 4)
+    of_jax = lambda models, wrap: models.gru(wrap, 16) if is_gru else models.transformer(wrap, 4)
+    given = detached(model(none)), numbers(256, 8, length), numbers(256, 8, length)
     if method in PEERS:
-        return jax_gradients(of_jax, PEERS[method], parameters, x, y).run
+        return jax_gradients(of_jax, PEERS[method], *given).run
     wrap, is_compiled = METHODS[method]
     run = per_sample_gradients(model(wrap))
-    return partial(torch.compile(run, fullgraph=True) if is_compiled else run, parameters, x, y)
+    return partial(torch.compile(run, fullgraph=True) if is_compiled else run, *given)
 
 
 def measured(problem: str, method: str, toy: bool, rounds: int) -> Row:
@@ -60,15 +55,9 @@ def measured(problem: str, method: str, toy: bool, rounds: int) -> Row:
     start = time.perf_counter()
     run = job(problem, method, toy)
     run()
-    first = time.perf_counter() - start
+    row = {"problem": problem, "method": method, "first_call": round(time.perf_counter() - start, 2)}
     times, _ = best_times({method: run}, rounds)
-    return {
-        "problem": problem,
-        "method": method,
-        "first_call": round(first, 2),
-        "seconds": times[method],
-        "resident_bytes": resident_growth(run),
-    }
+    return {**row, "seconds": times[method], "resident_bytes": resident_growth(run)}
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -85,20 +74,14 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     for problem in PROBLEMS:
         for method in [*METHODS, *(PEERS if is_installed("jax") else ())]:
             command = [sys.executable, __file__, "--one", problem, method, "--rounds", str(options.rounds)]
+            command += ["--toy"] * options.toy
             with tempfile.TemporaryDirectory() as cache:  # of its own: the first call compiles all
-                done = subprocess.run(
-                    [*command, *(["--toy"] if options.toy else [])],
-                    env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    check=True,
-                )
+                environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             rows.append(row := json.loads(done.stdout.splitlines()[-1]))
+            cells = f"{row['first_call']:12.1f}{row['seconds']:12.4f}"
             resident = (row["resident_bytes"] or 0) / 2**20
-            print(
-                f"{problem + ', ' + method:40}{row['first_call']:12.1f}{row['seconds']:12.4f}{resident:14.1f}",
-                flush=True,
-            )
+            print(f"{problem + ', ' + method:40}{cells}{resident:14.1f}", flush=True)
     write(__file__, {"rows": rows}, options)
     return rows
 

@@ -2,13 +2,10 @@
 
     python tests/benchmarks/gpu.py [--toy] [--device cuda]
 
-124 million parameters and a head of its own: 12 blocks of width 768, 12 heads, 50,257 tokens, 1024 positions; in
-float32 and bfloat16, ``vmap(grad(loss))`` without `remat` and with `remat` around each block. For each, the largest
-batch that fits; then, at the largest batch that fits without `remat`, milliseconds (the median of some runs) and
-what the allocator says was the peak, and at its own largest batch, milliseconds a sample. Time that grows by less
-than the FLOPs says that a part of the recomputation is hidden behind what else limits the GPU.
-
-``--toy`` is for a machine without a GPU: a tiny model, and a limit of bytes by `funcckpt.meter` for the memory.
+A head of its own and 1024 positions; ``vmap(grad(loss))`` in float32 and bfloat16, without `remat` and with `remat` around
+each block. For each the largest batch that fits; the milliseconds (a median) and the allocator's peak at the largest
+that fits without `remat`; and at its own the milliseconds a sample. ``--toy`` is for a machine without a GPU: a tiny
+model, and a limit of bytes by `funcckpt.meter` for the memory.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ class Device:
     """Memory and time of one; the CPU is given a limit, so that it runs out of memory as a GPU does."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.is_gpu = torch.device(name).type == "cuda"
+        self.name, self.is_gpu = name, torch.device(name).type == "cuda"
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:
         if not self.is_gpu:
@@ -50,28 +46,24 @@ class Device:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         run()
-        self.wait()
+        torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-
-    def wait(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
 
     def milliseconds(self, run: Callable[[], Any], rounds: int = 5) -> float:
         found = []
         for _ in range(rounds + 1):
             start = time.perf_counter()
             run()
-            self.wait()
+            if self.is_gpu:
+                torch.cuda.synchronize()
             found.append(1e3 * (time.perf_counter() - start))
         return statistics.median(found[1:])
 
     def fits(self, run: Callable[[], Any]) -> bool:
         try:
-            self.peak_bytes(run)
+            return self.peak_bytes(run) >= 0
         except torch.OutOfMemoryError:
             return False
-        return True
 
 
 def largest(fits: Callable[[int], bool]) -> int:
@@ -88,29 +80,32 @@ def largest(fits: Callable[[int], bool]) -> int:
 class Problem:
     def __init__(self, toy: bool, device: str, dtype: torch.dtype) -> None:
         self.sizes = (61, 4, 16, 2) if toy else (50_257, 12, 768, 12)  # tokens, layers, width, heads
-        self.positions = 32 if toy else 1024
+        self.positions, self.device = 32 if toy else 1024, device
         torch.manual_seed(0)
         model = Transformer(none, *self.sizes).to(device, dtype)
         self.parameters = {name: p.detach() for name, p in model.named_parameters()}
         with torch.device("meta"):  # their parameters are those above
             self.models = {way: Transformer(wrap, *self.sizes) for way, wrap in WAYS.items()}
 
-    def gradients(self, way: str) -> Callable[..., Any]:
+    def job(self, way: str, batch: int) -> tuple[Any, ...]:
+        """The function, and what it is given."""
+
         def loss(parameters, x, y):
             return cross_entropy(functional_call(self.models[way], parameters, (x[None],)).float(), y[None])
 
-        return vmap(grad(loss), (None, 0, 0))
-
-    def args(self, batch: int) -> tuple[Any, ...]:
-        device = next(iter(self.parameters.values())).device
-        tokens = torch.randint(self.sizes[0], (batch, self.positions + 1), device=device)
-        return self.parameters, tokens[:, :-1], tokens[:, 1:]
+        tokens = torch.randint(self.sizes[0], (batch, self.positions + 1), device=self.device)
+        return vmap(grad(loss), (None, 0, 0)), self.parameters, tokens[:, :-1], tokens[:, 1:]
 
     def run(self, way: str, batch: int) -> Callable[[], Any]:
-        return lambda: self.gradients(way)(*self.args(batch))
+        def run():
+            gradients, *args = self.job(way, batch)
+            return gradients(*args)
+
+        return run
 
     def flops(self, way: str, batch: int) -> int:
-        return measure(self.gradients(way), *pytree.tree_map(as_meta, self.args(batch))).flops
+        gradients, *args = self.job(way, batch)
+        return measure(gradients, *pytree.tree_map(as_meta, args)).flops
 
 
 def compare(problem: Problem, device: Device, dtype: str) -> list[dict[str, Any]]:

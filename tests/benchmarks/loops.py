@@ -2,32 +2,17 @@
 
     python tests/benchmarks/loops.py [loops|functorch_grad|power_iteration|sampler|langevin|bilevel|maml]
 
-loops            How the bytes grow with the number of steps, for each schedule. A step is h + tanh(h w), with a h of 8
-                 by 32, which takes 1 KiB. The last problem compares times instead, for a h of 64 by 256. The FLOPs
-                 tell how often a step is run: the plain loop's are those of three products a step, and a step that
-                 is run again adds one. Peers, where they are installed: `jax.lax.scan`, the same with
-                 `jax.checkpoint` around its body, and Equinox's checkpointed scan. (1,024 steps in single precision
-                 magnify the rounding of a step: results are a hundredth from those in double precision, also of the
-                 plain loop.) The summary has the exponents of bytes against steps, through the upper half of the
-                 points. `results/loops.png` shows the bytes (``pip install ".[plot]"``).
-functorch_grad   How much more torch.func.grad takes than torch.autograd.grad. The function is that of
-                 https://github.com/pytorch/pytorch/issues/134612: ten times cos(sin(x)) of 1024 x 1024 numbers
-                 (4 MiB). torch.func.grad always makes the graph of the backward, which keeps what the backward reads.
-power_iteration  The gradient through 10,000 steps of https://github.com/pytorch/pytorch/issues/125591, with a
-                 checkpoint every 20: D <- C D / |C D| with C = A + l B, all 200 x 200 in float64, and the derivative
-                 with respect to l of the norm of B^T D. Bytes and FLOPs of torch are those of meta tensors; what has
-                 no checkpoint is not run, as it takes gigabytes.
-sampler          The Jacobian of https://github.com/pytorch/pytorch/issues/141845 against the number of steps: a flow
-                 x' = v(x, t) is followed by Euler's method; v is a network of two hidden layers of 512 units and x
-                 has 32 numbers. `torch.utils.checkpoint` refuses.
-langevin         `jacrev`; `jacfwd` for two parameters, which keeps nothing; and a product with the Hessian, forward
-                 over reverse, through steps down a learned energy that draw noise. In float64.
-bilevel          What mixed mode (`inner_grad`) adds to `remat` and `scan`: the gradient of a loss after eight steps on
-                 a small language model, with respect to a learning rate for each of its blocks. The claims that this
-                 answers to are those of MixFlow-MG (arXiv 2505.00793). In float64.
-maml             Meta-gradients against the number of inner steps (``pip install ".[meta,plot]"``): the regression of
-                 sinusoids of Finn et al. (2017), and telling zeros from ones in scikit-learn's digits, with respect
-                 to the initial weights of a network and the learning rate. In float64. `results/maml.png`.
+loops            Bytes against the number of steps of h + tanh(h w) in each schedule (h takes 1 KiB), and the times of one
+                 number. FLOPs tell how often a step is run: three products a step, and one for each more. JAX and
+                 Equinox are peers. The summary has exponents, `results/loops.png` the bytes (extra `plot`).
+functorch_grad   ten times cos(sin(x)) of 4 MiB, https://github.com/pytorch/pytorch/issues/134612
+power_iteration  10,000 times D <- C D / |C D|, https://github.com/pytorch/pytorch/issues/125591, with checkpoints every
+                 20. Bytes and FLOPs are those of meta tensors; what has no checkpoint is not run: it takes gigabytes.
+sampler          The Jacobian of a flow by Euler's method, https://github.com/pytorch/pytorch/issues/141845
+langevin         Jacobians and a product with the Hessian through steps down a learned energy that draw noise
+bilevel          Eight steps on a small language model, with respect to a rate for each block (arXiv 2505.00793)
+maml             Meta-gradients of sinusoids (Finn et al., 2017) and of digits against the number of inner steps, with
+                 respect to the initial weights and the rate. `results/maml.png` (extras `meta` and `plot`)
 """
 
 import itertools
@@ -86,12 +71,9 @@ def cell(h: Tensor, w: Tensor) -> Tensor:
     return h + torch.tanh(h @ w)
 
 
-def of_known_length(w: Tensor, h: Tensor, steps: int, **options: Any) -> Tensor:
+def of_known_length(w: Tensor, h: Tensor, steps: int, carries: int = 0, **options: Any) -> Tensor:
+    options |= {"bytes": carries * h.nbytes} if carries else {}
     return scanned(**options)(lambda h, _: (cell(h, w), None), h, steps).square().mean()
-
-
-def of_a_hundred_carries(w: Tensor, h: Tensor, steps: int) -> Tensor:
-    return of_known_length(w, h, steps, bytes=100 * h.nbytes)
 
 
 def of_unknown_length(w: Tensor, h: Tensor, steps: int, **options: Any) -> Tensor:
@@ -101,11 +83,8 @@ def of_unknown_length(w: Tensor, h: Tensor, steps: int, **options: Any) -> Tenso
 
 def in_jax(wrap: str, w: Any, h: Any, steps: int) -> Any:
     import jax
-    import jax.numpy as jnp
 
-    def body(h, _):
-        return h + jnp.tanh(h @ w), None
-
+    body = lambda h, _: (h + jax.numpy.tanh(h @ w), None)
     if wrap == "equinox":
         import equinox.internal
 
@@ -122,15 +101,11 @@ OURS: dict[str, tuple[Callable, dict[str, Any]]] = {
     "scan": (of_known_length, {}),
     'scan, "recursive"': (of_known_length, {"checkpoint": "recursive"}),
     "scan, checkpoints=10": (of_known_length, {"checkpoints": 10}),
-    "scan, bytes of 100 carries": (of_a_hundred_carries, {}),
+    "scan, bytes of 100 carries": (of_known_length, {"carries": 100}),
     "while_loop": (of_unknown_length, {}),
     "while_loop, checkpoints=10": (of_unknown_length, {"checkpoints": 10}),
 }
-PEERS = {
-    "jax.lax.scan": "plain",
-    "jax.lax.scan, jax.checkpoint": "checkpoint",
-    "Equinox, checkpointed": "equinox",
-}
+PEERS = {"jax.lax.scan": "plain", "jax.lax.scan, jax.checkpoint": "checkpoint"}
 # What the picture shows, and how.
 DRAWN = {
     "plain loop": ("#bc4c00", "o-"),
@@ -158,7 +133,7 @@ def loop(steps: int, is_timed: bool, toy: bool) -> Methods:
 
     found: Methods = {name: partial(ours, *how) for name, how in OURS.items()}
     if is_installed("jax"):
-        peers = {name: w for name, w in PEERS.items() if w != "equinox" or is_installed("equinox")}
+        peers = PEERS | ({"Equinox, checkpointed": "equinox"} if is_installed("equinox") else {})
         found |= {name: partial(peer, wrap) for name, wrap in peers.items()}
     return found
 
@@ -171,24 +146,19 @@ def is_untimed(row: dict[str, Any]) -> bool:
 
 
 def sum_of_steps(wrap: Callable) -> Callable:
-    def h(x):
-        for _ in range(10):
-            x = wrap(lambda x: x.sin().cos())(x)
-        return x.sum()
-
-    return h
+    step = lambda x, _: (wrap(lambda x: x.sin().cos())(x), None)
+    return lambda x: unrolled(step, x, 10).sum()
 
 
 def ten_steps(toy: bool) -> Methods:
     side = 64 if toy else 1024
-    x = torch.rand(side, side, generator=seeded(0))
     ways = {"": none, ", torch.utils.checkpoint": torch_checkpoint, ", remat": remat}
     gradients = {"torch.autograd.grad": in_plain_eager, "torch.func.grad": grad}
     return {
-        gradient + way: lambda f=gradients[gradient], wrap=wrap: of_torch(f(sum_of_steps(wrap)), x)
+        name + way: partial(of_torch, f(sum_of_steps(wrap)), torch.rand(side, side, generator=seeded(0)))
         for way, wrap in ways.items()
-        for gradient in gradients
-        if (gradient, way) != ("torch.autograd.grad", ", remat")
+        for name, f in gradients.items()
+        if (f, wrap) != (in_plain_eager, remat)
     }
 
 
@@ -203,9 +173,7 @@ def power_step(c: Any, d: Any, norm: Callable = torch.linalg.matrix_norm) -> Any
 
 
 def some_steps(c: Tensor, d: Tensor) -> Tensor:
-    for _ in range(EVERY):
-        d = power_step(c, d)
-    return d
+    return unrolled(lambda d, _: (power_step(c, d), None), d, EVERY)
 
 
 def objective(iterate: Callable) -> Callable:
@@ -222,16 +190,14 @@ def power_scanned(**options: Any) -> Callable:
 
 def power_by_jax(steps: int, *args: Tensor) -> Job:
     import jax
-    import jax.numpy as jnp
 
-    @jax.checkpoint
-    def some_steps(d, c):
-        return jax.lax.fori_loop(0, EVERY, lambda _, d: power_step(c, d, jnp.linalg.norm), d)
+    norm = jax.numpy.linalg.norm
+    some = jax.checkpoint(lambda d, c: jax.lax.fori_loop(0, EVERY, lambda _, d: power_step(c, d, norm), d))
 
     def objective(x, a, b, d):
         c = a + x * b
-        d, _ = jax.lax.scan(lambda d, _: (some_steps(d, c), None), d, None, steps // EVERY)
-        return jnp.linalg.norm(b.T @ d)
+        d, _ = jax.lax.scan(lambda d, _: (some(d, c), None), d, None, steps // EVERY)
+        return norm(b.T @ d)
 
     jax.config.update("jax_enable_x64", True)
     return of_jax(jax.grad(objective), *args)
@@ -242,20 +208,20 @@ def power_iteration(toy: bool) -> Methods:
     g = seeded(0)
     a, b, d = [torch.randn(side, side, generator=g, dtype=F64) for _ in range(3)]
     given = (torch.zeros((), dtype=F64), a / a.norm(), b / b.norm(), d)
-
-    def job(f, is_run=True):
-        return lambda: of_torch(f, *given, steps, on_meta=True, is_run=is_run)
-
+    ways = {
+        "plain eager, torch.utils.checkpoint": (in_plain_eager(in_twenties(torch_checkpoint)), True),
+        "plain eager": (in_plain_eager(in_twenties(none)), toy),
+        "torch.func.grad": (grad(in_twenties(none)), toy),
+        "torch.func.grad, remat": (grad(in_twenties(remat)), True),
+        'torch.func.grad, scan(checkpoint="sqrt")': (grad(power_scanned(checkpoint="sqrt")), True),
+        "torch.func.grad, scan": (grad(power_scanned()), True),
+    }
     found: Methods = {
-        "plain eager, torch.utils.checkpoint": job(in_plain_eager(in_twenties(torch_checkpoint))),
-        "plain eager": job(in_plain_eager(in_twenties(none)), toy),
-        "torch.func.grad": job(grad(in_twenties(none)), toy),
-        "torch.func.grad, remat": job(grad(in_twenties(remat))),
-        'torch.func.grad, scan(checkpoint="sqrt")': job(grad(power_scanned(checkpoint="sqrt"))),
-        "torch.func.grad, scan": job(grad(power_scanned())),
+        name: partial(of_torch, f, *given, steps, on_meta=True, is_run=is_run)
+        for name, (f, is_run) in ways.items()
     }
     if is_installed("jax"):
-        found["JAX, jax.checkpoint"] = lambda: power_by_jax(steps, *given)
+        found["JAX, jax.checkpoint"] = partial(power_by_jax, steps, *given)
     return found
 
 
@@ -265,21 +231,15 @@ SAMPLER_STEPS = [8, 32, 128, 512]
 SIZE, HIDDEN = 32, 512
 
 
-def velocity(weights: Any, x: Any, t: Any, module: Any = torch) -> Any:
-    """In torch, or in what has the same names."""
-    w1, w2, w3 = weights
-    h = module.tanh(x @ w1[:-1] + t * w1[-1])
-    return module.tanh(h @ w2) @ w3
-
-
 def sampler(steps: int, toy: bool) -> Methods:
     g, sizes = seeded(0), [SIZE + 1, HIDDEN, HIDDEN, SIZE]
     weights = [torch.randn(a, b, generator=g) / a**0.5 for a, b in itertools.pairwise(sizes)]
     x = torch.randn(SIZE, generator=seeded(1))
     n = steps // 8 if toy else steps
 
-    def step(x, t):
-        return x + velocity(weights, x, t) / n
+    def step(x, t, weights=weights, tanh=torch.tanh):
+        w1, w2, w3 = weights
+        return x + tanh(tanh(x @ w1[:-1] + t * w1[-1]) @ w2) @ w3 / n
 
     def in_a_loop(wrap):
         def sample(x):
@@ -287,23 +247,20 @@ def sampler(steps: int, toy: bool) -> Methods:
                 x = wrap(step)(x, i / n)
             return x
 
-        return lambda: of_torch(jacrev(sample), x)
+        return partial(of_torch, jacrev(sample), x)
 
     def by_scan(**options):
         times = lambda x: torch.arange(n, device=x.device) / n
         sample = lambda x: scan(lambda x, t: (step(x, t), None), x, times(x), **options)[0]
-        return lambda: of_torch(jacrev(sample), x)
+        return partial(of_torch, jacrev(sample), x)
 
     def by_jax(is_wrapped):
         import jax
-        import jax.numpy as jnp
-
-        def step(weights, x, t):
-            return x + velocity(weights, x, t, jnp) / n
 
         def sample(x, weights):
-            f = jax.checkpoint(step) if is_wrapped else step
-            return jax.lax.scan(lambda x, t: (f(weights, x, t), None), x, jnp.arange(n, dtype=x.dtype) / n)[0]
+            f = lambda weights, x, t: step(x, t, weights, jax.numpy.tanh)
+            f, times = jax.checkpoint(f) if is_wrapped else f, jax.numpy.arange(n, dtype=x.dtype) / n
+            return jax.lax.scan(lambda x, t: (f(weights, x, t), None), x, times)[0]
 
         return of_jax(jax.jacrev(sample), x, weights)
 
@@ -342,10 +299,8 @@ def langevin(derivative: str, steps: int, toy: bool) -> Methods:
         return loop(step, x, n)
 
     given = torch.ones(width, dtype=F64), torch.tensor([0.05, 0.1], dtype=F64)
-    of = DERIVATIVES[derivative]
-    return {
-        name: lambda loop=loop: of_torch(of, partial(sampled, loop), *given) for name, loop in LOOPS.items()
-    }
+    of = partial(partial, of_torch, DERIVATIVES[derivative])
+    return {name: of(partial(sampled, loop), *given) for name, loop in LOOPS.items()}
 
 
 # -- bilevel -----------------------------------------------------------------------------------------------

@@ -55,19 +55,20 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block() for _ in range(depth)])
         self.wrap = wrap
 
+    def parts(self):
+        return self.blocks
+
     def forward(self, x):
-        for block in self.blocks:
-            x = self.wrap(block)(x)
+        for part in self.parts():
+            x = self.wrap(part)(x)
         return x
 
 
 class Methods(Model):
     """What is under `wrap` refers to the whole model."""
 
-    def forward(self, x):
-        for i in range(len(self.blocks)):
-            x = self.wrap(partial(self.apply_block, i))(x)
-        return x
+    def parts(self):
+        return [partial(self.apply_block, i) for i in range(len(self.blocks))]
 
     def apply_block(self, i, x):
         return self.blocks[i](x)
@@ -77,13 +78,14 @@ layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 tokens = torch.randn(1, 4, 8, requires_grad=True)
 
 
-def with_closure(wrap, w):
-    return wrap(lambda x: (x * w).sin().cos())
-
-
 def backward(wrap, f, x):
     g = wrap(f)
     return lambda: torch.autograd.grad(g(x).sum(), x)
+
+
+def with_closure(wrap):
+    over = lambda w: lambda x: (x * w).sin().cos()
+    return lambda: backward(wrap, over(leaf), leaf)()
 
 
 def under(transform, wrap, f=tiny):
@@ -108,7 +110,7 @@ IN_EAGER, UNDER_TRANSFORMS = ("torch", [*WRAPPERS]), ("no remat", ["no remat", "
 CASES: dict[str, tuple[tuple[str, list[str]], Callable]] = {
     "backward": (IN_EAGER, lambda wrap: backward(wrap, tiny, leaf)),
     "backward, torch.sin": (IN_EAGER, lambda wrap: backward(wrap, of_torch, leaf)),
-    "backward, closure": (IN_EAGER, lambda wrap: lambda: backward(partial(with_closure, wrap), leaf, leaf)()),
+    "backward, closure": (IN_EAGER, with_closure),
     "backward, module": (IN_EAGER, lambda wrap: backward(wrap, layer, tokens)),
     "backward, 16 modules": (IN_EAGER, lambda wrap: backward(none, Model(wrap, 16), leaf)),
     "backward, 16 methods": (IN_EAGER, lambda wrap: backward(none, Methods(wrap, 16), leaf)),
@@ -181,10 +183,6 @@ def closure(w):
     return lambda x: (x * w).sin()
 
 
-def nested(wrap):
-    return lambda x: wrap(torch.sin, x.exp()).exp()
-
-
 EAGER_CASES: dict[str, Callable[[Callable], Any]] = {
     "one operator": lambda wrap: wrap(torch.sin, small),
     "without random state": lambda wrap: wrap(torch.sin, small, preserve_rng_state=False),
@@ -200,7 +198,7 @@ EAGER_CASES: dict[str, Callable[[Callable], Any]] = {
     "closure": lambda wrap: wrap(closure(w), small),
     "keyword argument": lambda wrap: wrap(lambda x, *, w: (x * w).sin(), small, w=small),
     "list argument": lambda wrap: wrap(lambda xs: xs[0] * xs[1], [small, small]),
-    "nested": lambda wrap: wrap(nested(wrap), small),
+    "nested": lambda wrap: wrap(lambda x: wrap(torch.sin, x.exp()).exp(), small),
     "ten operators": lambda wrap: wrap(ten, small),
 }
 
@@ -208,17 +206,18 @@ EAGER_CASES: dict[str, Callable[[Callable], Any]] = {
 def eager_overhead(name: str, options: Any) -> list[Row]:
     """Microseconds of a call, and of one with its backward."""
     rounds, calls = (2, 1) if options.toy else (options.rounds, CALLS)
+
+    def run(wrap: Callable, is_backward: bool) -> None:
+        for _ in range(calls):
+            y = EAGER_CASES[name](wrap)
+            if is_backward:
+                y.backward(torch.ones_like(y))
+
     row: Row = {"case": name}
     cells = ""
     for column, is_backward in (("forward", False), ("forward and backward", True)):
-
-        def run(wrap: Callable, is_backward: bool = is_backward) -> None:
-            for _ in range(calls):
-                y = EAGER_CASES[name](wrap)
-                if is_backward:
-                    y.backward(torch.ones_like(y))
-
-        times, _ = best_times({"torch": partial(run, theirs), "ours": partial(run, ours)}, rounds)
+        ways = {way: partial(run, wrap, is_backward) for way, wrap in (("torch", theirs), ("ours", ours))}
+        times, _ = best_times(ways, rounds)
         found = {way: round(1e6 * time / calls, 2) for way, time in times.items()}
         row[column] = {**found, "ratio": round(times["ours"] / times["torch"], 3)}
         cells += f"{found['torch']:10.1f}{found['ours']:10.1f}{row[column]['ratio']:8.2f}"
@@ -226,19 +225,12 @@ def eager_overhead(name: str, options: Any) -> list[Row]:
     return [row]
 
 
+TITLE, EACH = f"{'microseconds a call':24}", "".join([f"{method:>10}" for method in WRAPPERS])
+BOTH = f"{'forward':^28}{'forward and backward':^30}\n{'':26}" + f"{'torch':>10}{'ours':>10}{'ratio':>8}" * 2
 # What runs a case, all cases, and the head of the table.
 BENCHMARKS: dict[str, tuple[Callable, dict[str, Any], str]] = {
-    "overhead": (
-        overhead,
-        CASES,
-        f"{'microseconds a call':24}" + "".join([f"{method:>10}" for method in WRAPPERS]) + "   ratio",
-    ),
-    "eager_overhead": (
-        eager_overhead,
-        EAGER_CASES,
-        f"{'microseconds a call':26}{'forward':^28}{'forward and backward':^30}\n{'':26}"
-        + f"{'torch':>10}{'ours':>10}{'ratio':>8}" * 2,
-    ),
+    "overhead": (overhead, CASES, f"{TITLE}{EACH}   ratio"),
+    "eager_overhead": (eager_overhead, EAGER_CASES, f"{TITLE}  {BOTH}"),
 }
 
 

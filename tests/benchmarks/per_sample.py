@@ -2,26 +2,16 @@
 
     python tests/benchmarks/per_sample.py [per_sample|sizes|chunks|depth|small_models]
 
-per_sample    Of three models: a small transformer (12 blocks), a ResNet-18 of a quarter of the width with group norms,
-              and a GRU. Compared are ``vmap(grad(loss), (None, 0, 0))``; the same with `remat` around the blocks (of
-              the GRU, around 16 steps at a time), with ``chunk_size=`` and with both; and peers, where they are
-              installed: ``jax.vmap(jax.grad(loss))``, compiled, with and without `jax.checkpoint` around the same
-              blocks, and Opacus' `GradSampleModule`. `torch.utils.checkpoint` refuses a transform; in plain eager
-              code it gives the gradient of the batch, which shows what the recomputation by itself can take.
-sizes         What `remat`, and the policy that keeps products, cost and save by the size of the model: a transformer of
-              6 blocks, and 8 samples of 128 tokens, in several widths.
-chunks        When `chunk_size` wins over `remat`. The longer the sample, the more bytes its forward keeps for its
-              backward (its activations), for the same bytes of its gradient: from a fraction of the gradient to many
-              times as much. A transformer of 6 blocks of width 64 and 8 samples; all gradients at once, and their
-              clipped sum, which holds those of a chunk. Bytes and FLOPs are those of meta tensors.
-depth         How bytes and time grow with the number of blocks: the transformer of ``python -m funcckpt`` with 4 to 96.
-              The gradient with respect to what goes into the first block, in which nothing but activations grows
-              with depth, and per-sample gradients, which are themselves as large as the parameters; with `remat`
-              around each block, and around √n segments as well; and `torch.utils.checkpoint` in plain eager code,
-              for the first of the two. The summary has the exponents. Bytes and FLOPs are those of meta tensors.
-small_models  What `nn.Remat` costs in small models of transformers (``pip install ".[models]"``; 6 layers of width 64,
-              8 samples of 48 tokens). And one block of a model, forward and backward in plain eager, in models of 1
-              to 256 blocks: the summary has the exponent of the time of that one call.
+per_sample    Of a transformer (12 blocks), a ResNet-18 and a GRU: ``vmap(grad(loss), (None, 0, 0))``, with `remat` around
+              the blocks (of the GRU, 16 steps at a time), ``chunk_size=`` and both; peers are JAX, compiled, and Opacus.
+              `torch.utils.checkpoint` refuses; its gradient of the batch shows what the recomputation alone can take.
+sizes         What `remat` and the policy that keeps products cost and save in a transformer of several widths.
+chunks        When `chunk_size` wins over `remat`: the longer the sample, the more its forward keeps for the same bytes
+              of its gradient. All gradients at once, and their clipped sum. Of meta tensors.
+depth         How bytes and time grow with the blocks of a transformer: the gradient of its input, in which nothing but
+              activations grows, and per-sample gradients. The summary has exponents; bytes are of meta tensors.
+small_models  What `nn.Remat` costs in small models of transformers (``pip install ".[models]"``), and in one block of
+              models of 1 to 256 blocks, in plain eager: the summary has the exponent of the time of that call.
 """
 
 from __future__ import annotations
@@ -29,7 +19,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +73,6 @@ def numbers(below: int, *shape: int) -> Tensor:
 # -- per_sample --------------------------------------------------------------------------------------------
 
 
-def batch_gradient(model: nn.Module) -> Callable[..., Sequence[Tensor]]:
-    return lambda x, y: torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
-
-
 def opacus_gradients(model: nn.Module) -> Callable[..., list[Tensor]]:
     from opacus import GradSampleModule
 
@@ -102,25 +88,20 @@ def opacus_gradients(model: nn.Module) -> Callable[..., list[Tensor]]:
     return run
 
 
-def jax_gradients(jax_model: Callable[..., Callable], wrapped: bool, *args) -> Job:
+def jax_gradients(jax_model: Callable[..., Callable], wrapped: bool, parameters: dict, *batch) -> Job:
     import jax
     import jax_models
 
     model = jax_model(jax_models, jax.checkpoint if wrapped else none)
-    parameters, *batch = args
 
     def run(values, x, y):
-        loss = lambda values, x, y: jax_models.cross_entropy(
-            model(dict(zip(parameters, values, strict=True)), x), y
-        )
+        loss = lambda values, x, y: jax_models.cross_entropy(model(dict(zip(parameters, values)), x), y)
         return jax.vmap(jax.grad(loss), (None, 0, 0))(values, x, y)
 
     return of_jax(run, list(parameters.values()), *batch)
 
 
-def methods(
-    model: Callable[..., nn.Module], jax_model: Callable[..., Callable], x: Tensor, y: Tensor
-) -> Methods:
+def methods(model: Callable, jax_model: Callable, x: Tensor, y: Tensor) -> Methods:
     """`model(wrap)` and ``jax_model(jax_models, wrap)`` make the same model; x and y are a batch."""
 
     def seeded(wrap):
@@ -141,8 +122,9 @@ def methods(
         found["JAX, jax.checkpoint"] = partial(jax_gradients, jax_model, True, *args)
     if is_installed("opacus"):
         found["Opacus"] = lambda: of_torch(opacus_gradients(seeded(none)), x, y)
+    torchs = seeded(torch_checkpoint)
     found["gradient of the batch, torch.utils.checkpoint"] = lambda: of_torch(
-        batch_gradient(seeded(torch_checkpoint)), x, y, is_comparable=False
+        lambda: torch.autograd.grad(cross_entropy(torchs(x), y), [*torchs.parameters()]), is_comparable=False
     )
     return found
 
@@ -194,14 +176,15 @@ def of_width(width: int, toy: bool) -> Methods:
 POSITIONS = [4, 16, 64, 256]
 
 
-def model_on_meta(wrap: Callable, toy: bool = False) -> nn.Module:
-    with torch.device("meta"):
-        return Transformer(wrap, 256, 2 if toy else 6, 16 if toy else 64, 4)
+def on_meta(positions: int, toy: bool = False) -> tuple[Callable, tuple]:
+    """The model for a wrapper, and what the loss is given."""
 
+    def model(wrap):
+        with torch.device("meta"):
+            return Transformer(wrap, 256, 2 if toy else 6, 16 if toy else 64, 4)
 
-def given(positions: int, toy: bool = False) -> tuple:
     tokens = torch.empty(8, positions, dtype=torch.long, device="meta")
-    return detached(model_on_meta(none, toy)), tokens, tokens
+    return model, (detached(model(none)), tokens, tokens)
 
 
 def clipped(model: nn.Module, chunk_size: int | None) -> Callable:
@@ -209,29 +192,28 @@ def clipped(model: nn.Module, chunk_size: int | None) -> Callable:
 
 
 def chunks(positions: int, toy: bool) -> Methods:
-    args = given(positions // 4 if toy else positions, toy)
+    model, args = on_meta(positions // 4 if toy else positions, toy)
+    ways = {
+        "neither": (none, None), "remat": (remat, None),
+        "chunk_size=2": (none, 2), "remat, chunk_size=2": (remat, 2),
+    }  # fmt: skip
     return {
-        f"{name}: {', '.join(filter(None, (way, chunk and f'chunk_size={chunk}'))) or 'neither'}": (
-            lambda job=job, wrap=wrap, chunk=chunk: of_torch(job(model_on_meta(wrap, toy), chunk), *args)
-        )
+        f"{name}: {way}": lambda job=job, wrap=wrap, size=size: of_torch(job(model(wrap), size), *args)
         for name, job in (("all gradients", per_sample_gradients), ("clipped sum", clipped))
-        for chunk in (None, 2)
-        for way, wrap in (("", none), ("remat", remat))
+        for way, (wrap, size) in ways.items()
     }
 
 
 def of_a_sample(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Bytes of the gradient of one sample, and bytes that its forward keeps without remat."""
-    loss = loss_of(model_on_meta(none))
 
     def kept(positions):
-        parameters, x, y = given(positions)
-        return measure(lambda: vjp(lambda p: loss(p, x[0], y[0]), parameters)).end_bytes
+        model, (p, x, y) = on_meta(positions)
+        loss = loss_of(model(none))
+        return measure(lambda: vjp(lambda p: loss(p, x[0], y[0]), p)).end_bytes
 
-    return {
-        "gradient_bytes": sum(p.nbytes for p in given(1)[0].values()),
-        "activation_bytes": [kept(n) for n in POSITIONS],
-    }
+    bytes = sum(p.nbytes for p in on_meta(1)[1][0].values())
+    return {"gradient_bytes": bytes, "activation_bytes": [kept(n) for n in POSITIONS]}
 
 
 # -- depth -------------------------------------------------------------------------------------------------
@@ -240,22 +222,18 @@ DEPTHS = [4, 8, 16, 32, 64, 96]
 
 
 def in_turn(wrap: Callable) -> Callable:
-    wrapped = wrap(block)
-
     def run(blocks, x):
-        for p in blocks:
-            x = wrapped(p, x)
-        return x
+        return reduce(lambda x, p: wrapped(p, x), blocks, x)
 
+    wrapped = wrap(block)
     return run
 
 
 def in_segments(blocks: Sequence[Any], x: Tensor) -> Tensor:
     length = math.isqrt(len(blocks))
     segment = remat(in_turn(remat))
-    for start in range(0, len(blocks), length):
-        x = segment(blocks[start : start + length], x)
-    return x
+    parts = [blocks[start : start + length] for start in range(0, len(blocks), length)]
+    return reduce(lambda x, part: segment(part, x), parts, x)
 
 
 def squares(run: Callable) -> Callable:
@@ -287,11 +265,8 @@ def exponents_of_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found = {}
     for kind in DEEP:
         of_kind = [row for row in rows if row["problem"].endswith(f": {kind}")]
-        of = {
-            name: exponents(DEPTHS, of_kind, key)
-            for name, key in (("bytes", "peak_bytes"), ("time", "seconds"))
-        }
-        found[kind] = {way: {name: slopes[way] for name, slopes in of.items()} for way in of["bytes"]}
+        bytes, times = (exponents(DEPTHS, of_kind, key) for key in ("peak_bytes", "seconds"))
+        found[kind] = {way: {"bytes": bytes[way], "time": times[way]} for way in bytes}
     return found
 
 
@@ -303,19 +278,19 @@ BLOCKS = [1, 4, 16, 64, 256]
 
 def gpt2() -> nn.Module:
     transformers = library_of_models("transformers")
-    sizes = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "n_positions": TOKENS, "vocab_size": WORDS}
-    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = transformers.GPT2Config(
-        **sizes, **off, bos_token_id=0, eos_token_id=0, attn_implementation="eager", use_cache=False
-    )
+        n_layer=LAYERS, n_embd=WIDTH, n_head=4, n_positions=TOKENS, vocab_size=WORDS, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
     transformers = library_of_models("transformers")
-    sizes = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
-    sizes |= {"num_attention_heads": 4, "vocab_size": WORDS, "max_position_embeddings": TOKENS}
-    config = transformers.LlamaConfig(**sizes, attn_implementation="eager", use_cache=False)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=4,
+        vocab_size=WORDS, max_position_embeddings=TOKENS, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
@@ -326,18 +301,13 @@ def of_transformers(make: Callable[[], nn.Module], toy: bool) -> Methods:
         torch.manual_seed(0)
         model = wrap(make())
 
-        def loss(parameters, ids):
-            ids = ids[None]
-            return functional_call(model, parameters, (), {"input_ids": ids, "labels": ids}).loss
-
+        given = lambda ids: {"input_ids": ids[None], "labels": ids[None]}
+        loss = lambda parameters, ids: functional_call(model, parameters, (), given(ids)).loss
         return of_torch(vmap(grad(loss), (None, 0)), detached(model), ids)
 
-    blocks = "GradientCheckpointingLayer"
-    ways = {
-        "plain": none,
-        "Remat": lambda model: apply_remat(model, blocks),
-        "Remat, dots_saveable": lambda model: apply_remat(model, blocks, policy=policies.dots_saveable),
-    }
+    ours = partial(apply_remat, select="GradientCheckpointingLayer")
+    dots = partial(ours, policy=policies.dots_saveable)
+    ways = {"plain": none, "Remat": ours, "Remat, dots_saveable": dots}
     return {name: partial(method, wrap) for name, wrap in ways.items()}
 
 
@@ -360,10 +330,6 @@ def one_call(blocks: int, toy: bool) -> Methods:
     return {name: partial(method, wrap) for name, wrap in ways.items()}
 
 
-def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
-    return exponents(BLOCKS, [row for row in rows if "blocks" in row["problem"]], "seconds", 3)
-
-
 BENCHMARKS = {
     "per_sample": Benchmark({"transformer": transformer, "ResNet-18": resnet, "GRU": gru}, rounds=2),
     "sizes": Benchmark({f"width {width}": partial(of_width, width) for width in (32, 64, 128, 256)}),
@@ -376,13 +342,10 @@ BENCHMARKS = {
         summary=exponents_of_depth,
     ),
     "small_models": Benchmark(
-        {
-            "GPT-2": partial(of_transformers, gpt2),
-            "Llama": partial(of_transformers, llama),
-            **{f"one of {n} blocks": partial(one_call, n) for n in BLOCKS},
-        },
+        {"GPT-2": partial(of_transformers, gpt2), "Llama": partial(of_transformers, llama)}
+        | {f"one of {n} blocks": partial(one_call, n) for n in BLOCKS},
         rounds=10,
-        summary=growth,
+        summary=lambda rows: exponents(BLOCKS, [r for r in rows if "blocks" in r["problem"]], "seconds", 3),
     ),
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[2]
+Row = dict[str, Any]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -42,71 +43,66 @@ def mebibytes(n: int) -> str:
     return f"{n / 2**20:,.1f}" if n < 100 * 2**20 else f"{n / 2**20:,.0f}"
 
 
-def by_problem(name: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """{problem: {method: row}}"""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+def by(key: str, name: str) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
     for row in load(name)["rows"]:
-        found.setdefault(row["problem"], {})[row["method"]] = row
+        found.setdefault(row[key], []).append(row)
     return found
+
+
+def by_problem(name: str) -> dict[str, dict[str, Row]]:
+    """{problem: {method: row}}"""
+    return {problem: {row["method"]: row for row in rows} for problem, rows in by("problem", name).items()}
+
+
+def ratio(row: Row, to: Row, key: str = "flops") -> str:
+    return f"{row[key] / to[key]:.2f}" if row[key] else ""
 
 
 def grid(name: str, problems: Sequence[str] = ()) -> list[str]:
     """A table for each problem, or for those that are named: a line for each method."""
     lines = []
-    for problem, rows in by_problem(name).items():
+    for problem, rows in by("problem", name).items():
         if problems and problem not in problems:
             continue
-        of_it = [row for row in rows.values() if "error" not in row]
-        is_timed = ["time_ratio"] if "time_ratio" in of_it[0] else []
+        first, *_ = rows = [row for row in rows if "error" not in row]
+        timed = ["time"] * ("time_ratio" in first)
         body = [
-            [
-                row["method"],
-                mebibytes(row["peak_bytes"]),
-                f"{row['flops'] / of_it[0]['flops']:.2f}" if row["flops"] else "",
-                *[f"{row[key]:.2f}" for key in is_timed],
-            ]
-            for row in of_it
+            [row["method"], mebibytes(row["peak_bytes"]), ratio(row, first)]
+            + [f"{row['time_ratio']:.2f}" for _ in timed]
+            for row in rows
         ]
-        lines += [*table([problem, "peak MiB", "FLOPs", *["time"] * len(is_timed)], body), ""]
+        lines += [*table([problem, "peak MiB", "FLOPs", *timed], body), ""]
     return lines[:-1] + sources(name)
 
 
 def costs() -> list[str]:
     """Of `remat`, in parts of what it takes without, by the width of the model."""
-    ratio = lambda of, key: f"{of['remat'][key] / of['plain'][key]:.2f}"
     body = [
-        [problem, *[ratio(of, key) for key in ("peak_bytes", "flops")], f"{of['remat']['time_ratio']:.2f}"]
+        [problem, *[ratio(of["remat"], of["plain"], key) for key in ("peak_bytes", "flops", "time_ratio")]]
         for problem, of in by_problem("sizes").items()
     ]
     return table(["transformer of 6 blocks", "peak bytes", "FLOPs", "time"], body) + sources("sizes")
 
 
 def issues() -> list[str]:
-    """One line each of those that have been recorded."""
     link = "[{0}](https://github.com/pytorch/pytorch/issues/{0})".format
-    in_eager = "torch.utils.checkpoint"
+    func, eager, jax = "torch.func.grad", "torch.utils.checkpoint", "JAX, jax.checkpoint"
+    sampled = ("jacrev", "", "jacrev, remat", "jacrev, scan", jax)
     lines = [
         ("functorch_grad", "cos(sin(x)), 10 times", f"`grad` of ten cos(sin(x)) ({link(134612)})",
-         ("torch.func.grad", f"torch.autograd.grad, {in_eager}", "torch.func.grad, remat", "", "")),
+         (func, f"torch.autograd.grad, {eager}", f"{func}, remat", "", "")),
         ("power_iteration", "10,000 steps", f"`grad` of 10,000 power iterations, 20 at a time ({link(125591)})",
-         ("torch.func.grad", f"plain eager, {in_eager}", "torch.func.grad, remat", "torch.func.grad, scan", "JAX, jax.checkpoint")),
-        *[
-            ("sampler", f"{n} steps", f"`jacrev` through a sampler of {n} steps ({link(141845)})",
-             ("jacrev", "", "jacrev, remat", "jacrev, scan", "JAX, jax.checkpoint"))
-            for n in (8, 512)
-        ],
+         (func, f"plain eager, {eager}", f"{func}, remat", f"{func}, scan", jax)),
+        *[("sampler", f"{n} steps", f"`jacrev` through a sampler of {n} steps ({link(141845)})", sampled)
+          for n in (8, 512)],
     ]  # fmt: skip
-    lines = [line for line in lines if (RESULTS / f"{line[0]}.json").exists()]
-    head = ["peak MiB", "torch.func", f"`{in_eager}`, plain eager", "`remat`", "`scan`", "`jax.checkpoint`"]
     body = []
     for name, problem, title, columns in lines:
         rows = by_problem(name)[problem]
-        said = {
-            m: mebibytes(row["peak_bytes"]) if "peak_bytes" in row else "refuses" for m, row in rows.items()
-        }
+        said = {m: mebibytes(row["peak_bytes"]) if "flops" in row else "refuses" for m, row in rows.items()}
         body.append([title, *[said.get(method, "") for method in columns]])
-    columns = [column for column in zip(head, *body, strict=True) if any(column[1:])]
-    head, *body = zip(*columns, strict=True)
+    head = ["peak MiB", "torch.func", f"`{eager}`, plain eager", "`remat`", "`scan`", "`jax.checkpoint`"]
     return table(head, body) + sources(*dict.fromkeys(name for name, *_ in lines))
 
 
@@ -115,7 +111,7 @@ def depth() -> list[str]:
 
     def cells(kind: str, method: str) -> list[str]:
         if method not in summary[kind]:
-            return ["", "", ""]
+            return [""] * 3
         ends = [mebibytes(rows[f"{n} blocks: {kind}"][method]["peak_bytes"]) for n in (4, 96)]
         return [" to ".join(ends), *[f"n^{summary[kind][method][what]:.2f}" for what in ("bytes", "time")]]
 
@@ -126,54 +122,40 @@ def depth() -> list[str]:
 
 
 def chunks() -> list[str]:
-    summary = load("chunks")["summary"]
-    gradient = summary["gradient_bytes"]
-    ways = ["remat", "chunk_size=2", "remat, chunk_size=2"]
+    summary, ways = load("chunks")["summary"], ["remat", "chunk_size=2", "remat, chunk_size=2"]
     jobs = {"all gradients": "all", "clipped sum": "clipped sum"}
     head = ["activations / gradient", *[f"{said}: {way}" for said in jobs.values() for way in ways]]
-    peaks = [{way: row["peak_bytes"] for way, row in rows.items()} for rows in by_problem("chunks").values()]
     body = [
-        [
-            f"{activations / gradient:.1f}",
-            *[f"{of[f'{job}: {way}'] / of[f'{job}: neither']:.2f}" for job in jobs for way in ways],
-        ]
-        for of, activations in zip(peaks, summary["activation_bytes"], strict=True)
+        [f"{activations / summary['gradient_bytes']:.1f}"]
+        + [ratio(of[f"{job}: {way}"], of[f"{job}: neither"], "peak_bytes") for job in jobs for way in ways]
+        for of, activations in zip(by_problem("chunks").values(), summary["activation_bytes"], strict=True)
     ]
     return table(head, body) + sources("chunks")
 
 
 def loops() -> list[str]:
-    found = load("loops")
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for row in found["rows"]:
-        rows.setdefault(row["method"], []).append(row)
-    longest = rows["plain loop"][-1]
-    ends = [rows["plain loop"][i]["problem"] for i in (1, -1)]
+    exponents, rows = load("loops")["summary"], by("method", "loops")
+    timed, shortest, *_, longest = rows["plain loop"]
     body = []
-    for method, (timed, *of_lengths) in rows.items():
-        kib = [f"{row['peak_bytes'] / 1024:,.0f}" for row in (of_lengths[0], of_lengths[-1])]
-        flops = of_lengths[-1]["flops"]
-        body.append(
-            [
-                method,
-                *kib,
-                f"n^{found['summary'][method]:.2f}",
-                f"{flops / longest['flops']:.2f}" if flops else "",
-                f"{timed['time_ratio']:.2f}",
-            ]
-        )
-    timed = rows["plain loop"][0]["problem"]
-    head = ["peak KiB", *ends, "bytes", f"FLOPs, {ends[1]}", timed]
+    for method, (time, short, *_, long) in rows.items():
+        kib = [f"{row['peak_bytes'] / 1024:,.0f}" for row in (short, long)]
+        costs = [f"n^{exponents[method]:.2f}", ratio(long, longest), f"{time['time_ratio']:.2f}"]
+        body.append([method, *kib, *costs])
+    long = longest["problem"]
+    head = ["peak KiB", shortest["problem"], long, "bytes", f"FLOPs, {long}", timed["problem"]]
     return table(head, body) + sources("loops")
 
 
 def overhead() -> list[str]:
     """Of calls of `remat`, to what each case is compared with."""
-    body = []
-    for case, of in by_problem("overhead").items():
-        peer = next(method for method, row in of.items() if row["time_ratio"] == 1)
-        said = "`torch.utils.checkpoint`" if peer == "torch" else peer
-        body.append([case, said, f"{of['remat']['time_ratio']:.2f}"])
+    body = [
+        [
+            case,
+            "`torch.utils.checkpoint`" if "torch" in of else "no remat",
+            f"{of['remat']['time_ratio']:.2f}",
+        ]
+        for case, of in by_problem("overhead").items()
+    ]
     return table(["`remat`", "compared with", "time"], body) + sources("overhead")
 
 
@@ -189,16 +171,11 @@ def eager_overhead() -> list[str]:
 
 def compiled() -> list[str]:
     lines = []
-    for problem, of_it in by_problem("compiled").items():
-        body = [
-            [
-                method,
-                f"{row['seconds'] / of_it['eager']['seconds']:.2f}",
-                f"{(row['resident_bytes'] or 0) / 2**20:.0f}",
-                f"{row['first_call']:.0f}",
-            ]
-            for method, row in of_it.items()
-        ]
+    for problem, rows in by("problem", "compiled").items():
+        body = []
+        for row in rows:
+            rest = f"{(row['resident_bytes'] or 0) / 2**20:.0f}", f"{row['first_call']:.0f}"
+            body.append([row["method"], ratio(row, rows[0], "seconds"), *rest])
         lines += [*table([problem, "time", "resident MiB", "first call, s"], body), ""]
     return lines[:-1] + sources("compiled")
 
@@ -206,29 +183,19 @@ def compiled() -> list[str]:
 def plans() -> list[str]:
     """The plans of `fit`; and how many are equal to the best of all plans of a smaller model."""
     head = ["all plans of 4 blocks", "plans", "budgets", "best plan found"]
-    summary = load("fit")["summary"]
     body = [
         [problem, *[str(found[key]) for key in ("plans", "budgets", "equal to the best")]]
-        for problem, found in summary.items()
+        for problem, found in load("fit")["summary"].items()
     ]
     *lines, empty, source = grid("fit")
     return [*lines, "", *table(head, body), empty, source]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "costs": costs,
-    "sizes": partial(grid, "sizes"),
-    "per_sample": partial(grid, "per_sample"),
-    "issues": issues,
-    "depth": depth,
-    "chunks": chunks,
-    "loops": loops,
+    **{f.__name__: f for f in (costs, issues, depth, chunks, loops, compiled, overhead, eager_overhead)},
+    **{name: partial(grid, name) for name in ("sizes", "per_sample", "bilevel")},
     "fit": plans,
-    "compiled": compiled,
     "small_models": partial(grid, "small_models", ["GPT-2", "Llama"]),
-    "overhead": overhead,
-    "eager_overhead": eager_overhead,
-    "bilevel": partial(grid, "bilevel"),
     "maml": partial(grid, "maml", ["sinusoid, 500 steps", "digits, 500 steps"]),
 }
 

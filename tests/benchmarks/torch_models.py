@@ -138,27 +138,24 @@ class Shape(NamedTuple):
 def init(shape: Shape, *, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     layers, width, heads, context = shape
     residual = 1 / math.sqrt(2 * layers)  # The stream's variance is the sum over layers.
+    one, ones = 1 / math.sqrt(width), torch.ones(width, dtype=dtype)
 
     def normal(*size: int, std: float) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=dtype) * std
 
     def block_parameters() -> dict[str, Tensor]:
         return {
-            "attention_norm": torch.ones(width, dtype=dtype),
-            "qkv": normal(3, heads, width, width // heads, std=1 / math.sqrt(width)),
-            "merge": normal(width, width, std=residual / math.sqrt(width)),
-            "mlp_norm": torch.ones(width, dtype=dtype),
-            "up": normal(width, 4 * width, std=1 / math.sqrt(width)),
-            "down": normal(4 * width, width, std=residual / math.sqrt(4 * width)),
+            "attention_norm": ones.clone(),
+            "qkv": normal(3, heads, width, width // heads, std=one),
+            "merge": normal(width, width, std=residual * one),
+            "mlp_norm": ones.clone(),
+            "up": normal(width, 4 * width, std=one),
+            "down": normal(4 * width, width, std=residual * one / 2),
         }
 
-    return {
-        "embedding": normal(256, width, std=1.0),
-        "position": normal(context, width, std=0.1),
-        "blocks": [block_parameters() for _ in range(layers)],
-        "norm": torch.ones(width, dtype=dtype),
-        "unembedding": normal(width, 256, std=1 / math.sqrt(width)),
-    }
+    ends = {"embedding": normal(256, width, std=1.0), "position": normal(context, width, std=0.1)}
+    blocks = [block_parameters() for _ in range(layers)]
+    return {**ends, "blocks": blocks, "norm": ones, "unembedding": normal(width, 256, std=one)}
 
 
 def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
