@@ -60,8 +60,7 @@ def test_the_script_for_a_gpu(capsys):
     assert [gpu.largest(lambda batch, n=n: batch <= n) for n in range(20)] == [*range(20)]
     plain, ours = gpu.main(["--toy"])[:2]
     assert ours["largest_batch"] > plain["largest_batch"] > 1
-    assert ours["allocated_bytes"] < plain["allocated_bytes"]
-    assert "largest" in capsys.readouterr().out
+    assert ours["allocated_bytes"] < plain["allocated_bytes"] and "largest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["overhead", "eager_overhead"])

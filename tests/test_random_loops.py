@@ -9,6 +9,7 @@ import functools
 import os
 import random
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ F64 = torch.float64
 COUNT = int(os.environ.get("FUNCCKPT_RANDOM_LOOPS", "120")) // 3
 START = int(os.environ.get("FUNCCKPT_RANDOM_START", "0"))
 
+TWO = {"checkpoints": 2}
 # What becomes of a part of the carry: (it, the next one, what the one before it became, x, w, k) -> new.
 CHANGES = {
     "mix": lambda c, other, before, x, w, k: torch.tanh(w @ c + x * other),
@@ -44,10 +46,6 @@ def flipped(tree, k):
     return dict(reversed(tree.items())) if k % 2 else tree
 
 
-MORE_OPTIONS = [
-    {"checkpoints": 2, "offload": "disk"},
-    {"checkpoints": 2, "policy": policies.dots_saveable},
-]
 YS = {
     "carry": lambda cs, new, x, w, k: cs[0],
     "new carry": lambda cs, new, x, w, k: new[0],
@@ -64,7 +62,7 @@ def random_loop(seed):
     steps = draw.randint(1, 9)
     changes = [CHANGES[draw.choice(list(CHANGES))] for _ in range(draw.randint(1, 3))]
     y_of = YS[draw.choice(list(YS))]
-    options = draw.choice([*SCHEDULES, *MORE_OPTIONS])
+    options = draw.choice([*SCHEDULES, TWO | {"offload": "disk"}, TWO | {"policy": policies.dots_saveable}])
     reverse, same_init, has_xs = draw.random() < 0.4, draw.random() < 0.2, draw.random() < 0.7
 
     def f(loop, w, x, xs):
@@ -90,11 +88,8 @@ def random_loop(seed):
 def eager(f):
     """Two backwards; a gradient that is None is zero here."""
     leaves = [t.clone().requires_grad_() for t in (W, X, XS)]
-    out = f(*leaves)
-    gradients = []
-    for _ in range(2):
-        if not (isinstance(out, torch.Tensor) and out.requires_grad):
-            break
+    out, gradients = f(*leaves), []
+    while len(gradients) < 2 and isinstance(out, torch.Tensor) and out.requires_grad:
         found = torch.autograd.grad(out, leaves, create_graph=True, allow_unused=True)
         gradients.append([torch.zeros_like(t) if g is None else g.detach() for g, t in zip(found, leaves)])
         out = sum((g * g).sum() for g in found if g is not None)
@@ -129,19 +124,11 @@ def test_random_loop(seed):
         assert_same(got, run(lambda *args: f(plain_scan, *args)), name)
 
 
-PLAIN = types.SimpleNamespace(
-    grad=grad,
-    remat=lambda f: f,
-    scan=plain_scan,
-    fori=lambda lower, upper, f, carry, **_: functools.reduce(
-        lambda c, i: f(i, c), range(lower, upper), carry
-    ),
-    until=plain_while,
-)
+FORI = lambda lower, upper, f, carry, **_: functools.reduce(lambda c, i: f(i, c), range(lower, upper), carry)
+PLAIN = types.SimpleNamespace(grad=grad, remat=lambda f: f, scan=plain_scan, fori=FORI, until=plain_while)
 OURS = types.SimpleNamespace(grad=inner_grad, remat=remat, scan=scan, fori=fori_loop, until=while_loop)
 
 
-# What becomes of x: (loops, step, x, n, options) -> new x.
 def times(loops, step, x, n, o):
     """A while_loop that counts its steps."""
     return loops.until(lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x), **o)[1]
@@ -149,10 +136,6 @@ def times(loops, step, x, n, o):
 
 def scanned(loops, step, x, n, o):
     return loops.scan(lambda c, _: (step(c), None), x, length=n, **o)[0]
-
-
-def after(f, step):
-    return lambda x: f(step(x))
 
 
 def tree(loops, step, x, n, o):
@@ -166,20 +149,16 @@ def tree(loops, step, x, n, o):
     return loops.until(lambda c: c["i"] < n, body, init, **o)["h"][0]
 
 
-TWO = {"checkpoints": 2}
+# (loops, step, x, n, options) -> new x
 LINKS = {
     "while": times,
     "scan": scanned,
     "fori": lambda loops, step, x, n, o: loops.fori(2, 2 + n, lambda i, c: step(c) / i, x, **o),
-    "scan in while": lambda loops, step, x, n, o: times(
-        loops, lambda x: scanned(loops, step, x, n, TWO), x, 3, o
-    ),
-    "while in scan": lambda loops, step, x, n, o: scanned(
-        loops, lambda x: times(loops, step, x, n, TWO), x, 3, o
-    ),
+    "scan in while": lambda ls, step, x, n, o: times(ls, lambda x: scanned(ls, step, x, n, TWO), x, 3, o),
+    "while in scan": lambda ls, step, x, n, o: scanned(ls, lambda x: times(ls, step, x, n, TWO), x, 3, o),
     "remat in while": lambda loops, step, x, n, o: times(loops, loops.remat(step), x, n, o),
     "scan in remat": lambda loops, step, x, n, o: loops.remat(lambda x: scanned(loops, step, x, n, o))(x),
-    "dropout": lambda loops, step, x, n, o: times(loops, after(dropout, step), x, n, o),
+    "dropout": lambda loops, step, x, n, o: times(loops, lambda x: dropout(step(x)), x, n, o),
     "inner gradient": lambda loops, step, x, n, o: times(
         loops, lambda x: x - 0.1 * loops.grad(lambda h: (step(h) ** 2).sum())(x), x, n, o
     ),
@@ -211,13 +190,11 @@ def test_random_chain_of_loops(seed):
 
     transforms = {**MORE}
     if "dropout" in [link for link, _ in chain]:  # which other vmaps let nobody draw
-        transforms = {name: MORE[name] for name in ("grad", "grad of grad", "jvp", "hvp", "vjp", "eager")}
-        transforms["jacrev"] = lambda f: jacrev(f, (0, 1, 2))(W, X, XS)
+        transforms = {name: MORE[name] for name in "grad|grad of grad|jvp|hvp|vjp|eager".split("|")}
         transforms["vmap of nothing"] = lambda f: vmap(lambda _: f(W, X, XS), randomness="different")(XS)
-    for randomness in ("same", "different"):
-        transforms[f"vmap of grad, {randomness}"] = lambda f, randomness=randomness: vmap(
-            grad(f, (0, 1)), (None, 0, None), randomness=randomness
-        )(W, TWO_X, XS)
+    for how in ("same", "different"):
+        over = partial(vmap, in_dims=(None, 0, None), randomness=how)
+        transforms[f"vmap of grad, {how}"] = lambda f, over=over: over(grad(f, (0, 1)))(W, TWO_X, XS)
     for name in draw.sample(list(transforms), 2):
         run, found = transforms[name], []
         for loops in (OURS, PLAIN):
