@@ -183,29 +183,5 @@ def _switch(model, on):
             layer.memory_efficient = on
 
 
-class Adapted(nn.Module):
-    """A linear layer and an update of low rank (LoRA)."""
-
-    def __init__(self, linear, rank=2):
-        super().__init__()
-        self.linear = linear
-        self.down = nn.Linear(linear.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, linear.out_features, bias=False)
-
-    def forward(self, x):
-        return self.linear(x) + self.up(self.down(x))
-
-
-def adapt(model):
-    """Put adapters into the attention of each block, and freeze the rest."""
-    model.requires_grad_(False)
-    attentions = {"q_proj", "v_proj", "qkv"}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if name in attentions:
-                setattr(parent, name, Adapted(child))
-    return model
-
-
 def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -79,12 +79,6 @@ def per_sample(model, x):
     return vmap(grad(loss), (None, 0), randomness="different")(parameters, x)
 
 
-def double(model, x):
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(loss_of(model, x), parameters, create_graph=True)
-    return torch.autograd.grad(sum(g.square().sum() for g in gradients), parameters)
-
-
 def chunked(model, x, *, chunk_size):
     parts = [per_sample(model, part) for part in x.split(chunk_size)]
     return {name: sum(part[name].square().sum(0) for part in parts) for name in parts[0]}
@@ -103,7 +97,7 @@ def peak_of(step, model):
     return storages.peak
 
 
-@pytest.mark.parametrize("step", [backward, adam, per_sample, double])
+@pytest.mark.parametrize("step", [backward, adam, per_sample])
 def test_the_peak_is_within_the_bytes_and_the_result_the_same(step):
     model = a_model()
     most, least = peak_of(step, copy.deepcopy(model)), least_of(step, model)
@@ -182,9 +176,7 @@ def test_the_table(capsys):
     bytes = int(0.7 * peak_of(backward, copy.deepcopy(model)))
     plan = fit(model, backward, X, bytes=bytes, select=Block)
     title, *rows, peak, recomputed = str(plan).splitlines()
-    assert title.split("  ")[0] == "blocks"
-    assert rows[0].startswith("narrow.0 ") and "wide.2" in rows[-1]
-    assert [block.name for block in plan.blocks] == ["narrow.0", "wide.0", "wide.1", "wide.2"]
+    assert title.split("  ")[0] == "blocks" and rows[0].startswith("narrow.0 ") and "wide.2" in rows[-1]
     assert {block.choice for block in plan.blocks} <= {"keep", "dots_saveable", "recompute"}
     assert sum(block.recomputed_flops for block in plan.blocks) == plan.recomputed_flops
     assert f"{plan.peak_bytes / 1024:.1f} KiB after" in peak and "%" in recomputed
@@ -209,32 +201,20 @@ def test_chunk_size():
     assert tight.recomputed_flops == min(block.recomputed_flops for block in tight.blocks if block[3])
 
 
-class Stages(nn.Module):
-    """Lists in a list, of which no two members are alike."""
-
-    def __init__(self):
-        super().__init__()
-        self.stages = nn.Sequential(*[nn.Sequential(Block(n), Block(n)) for n in (8, 24, 32)])
-        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-
-    def forward(self, x):
-        return self.mlp(self.stages(x))
-
-
 @pytest.mark.parametrize(
     ("select", "names"),
     [
-        (None, ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "stages.2.0", "stages.2.1"]),
-        ("stages.*", ["stages.0", "stages.1", "stages.2"]),
-        (nn.Tanh, ["mlp.1"]),
+        (None, ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]),
+        ("stages.*", ["stages.0", "stages.1"]),
         (lambda name, module: name == "mlp", ["mlp"]),
     ],
 )
 def test_which_blocks(select, names):
-    def step(model, x):
-        model(x).sum().backward()
-
-    plan = fit(Stages(), step, torch.ones(4, 16), bytes=2**30, select=select)
+    """Lists in a list, of which no two members are alike."""
+    model = nn.Sequential()
+    model.stages = nn.Sequential(*[nn.Sequential(Block(n), Block(n)) for n in (8, 24)])
+    model.mlp = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    plan = fit(model, lambda m, x: m(x).sum().backward(), torch.ones(4, 16), bytes=2**30, select=select)
     assert [block.name for block in plan.blocks] == names
 
 
@@ -256,13 +236,10 @@ def test_a_step_that_reads_values_is_measured_on_real_tensors():
     [
         (OptionError, "policies= a list or tuple", backward, {"policies": policies.dots_saveable}),
         (OptionError, "fit: a policy is", backward, {"policies": ("dots_saveable",)}),
-        (OptionError, "bytes=0 is not a positive number", backward, {"bytes": 0}),
         (OptionError, "bytes='8GB' is not a positive number", backward, {"bytes": "8GB"}),
-        (OptionError, "bytes=1,000 is too little. The lowest peak", backward, {"bytes": 1000}),
         (InputError, "select='blocks.*' selects nothing. Pass a class", backward, {"select": "blocks.*"}),
         (InputError, "step calls no block", lambda model, x: x.sum(), {}),
         (InputError, 'at aten._local_scalar_dense.default: (.|\n)*measure_on="cpu"', reads_values, {}),
-        (InputError, r"at aten.nonzero.default: ", lambda model, x: model(x).nonzero(), {}),
         (InputError, 'to numpy(.|\n)*measure_on="cpu"', lambda model, x: model(x).detach().numpy(), {}),
     ],
 )

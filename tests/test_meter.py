@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, vmap
 from torch.testing._internal.two_tensor import TwoTensor
 
 from funcckpt import meter as module
@@ -130,27 +129,6 @@ def test_flops():
         assert m.ops["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 1
         assert m.flops == 2 * product
         assert measure(m.result.sum().backward).flops == 5 * product  # two that were, and four less one
-
-
-def test_per_sample_gradients():
-    batch, inputs, outputs, meters = 16, 32, 8, []
-    w, x = torch.randn(inputs, outputs), torch.randn(batch, inputs)
-
-    def loss(w, x):
-        with Meter() as meter:
-            y = (x @ w).sin().sum()
-        meters.append(meter)
-        mark("saved")
-        return y
-
-    m = measure(vmap(grad(loss), (None, 0)), w, x)
-    assert m.result.shape == (batch, inputs, outputs)
-    assert m.end_bytes == 4 * batch * inputs * outputs
-    # The product is kept for sin; sin's own result is gone; one loss a sample.
-    assert m.marks == {"saved": 4 * (batch * outputs + batch)}
-    # One product forward, one outer product a sample backward.
-    assert m.flops == 2 * batch * inputs * outputs + 2 * batch * inputs * outputs
-    assert meters[0].peak_bytes == 4 * (2 * batch * outputs + batch)  # inside of the transform
 
 
 def test_nested_meters_and_exceptions():

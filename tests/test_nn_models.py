@@ -8,10 +8,6 @@ import pytest
 import torch
 from models import (
     BLOCKS,
-    SAMPLES,
-    WIDTH,
-    adapt,
-    densenet,
     disable,
     enable,
     gpt2,
@@ -19,12 +15,11 @@ from models import (
     trained,
     vision_transformer,
 )
-from support import tensor_bytes
 from torch.func import grad, vmap
 
 from funcckpt import EscapeError, TransformError, explain, patched
 from funcckpt.meter import measure
-from funcckpt.nn import Remat, apply_remat
+from funcckpt.nn import apply_remat
 
 pytestmark = [
     # peft calls transformers by names of before.
@@ -35,10 +30,10 @@ pytestmark = [
 close = lambda a, e: torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
 
 
-def built(build, adapted=False, **sizes):
+def built(build, **sizes):
     torch.manual_seed(0)
     model, make = build(**sizes)
-    return (adapt(model) if adapted else model).train().double(), make
+    return model.train().double(), make
 
 
 def per_sample(model, make):
@@ -90,45 +85,6 @@ def test_patched(build, train, use_reentrant):
             per_sample(model, make)
     assert assert_as_without(plain, make, model, patched) < (0.8 if train else 1.01)
     disable(model)
-
-
-@pytest.mark.parametrize("build", [b for b in BLOCKS if b is not densenet], ids=lambda f: f.__name__)
-def test_a_block_keeps_its_input(build):
-    """What two blocks more keep for the backward is their inputs, to the byte."""
-    kept, inputs = [], []
-    for depth in (2, 4):
-        model, make = built(build, depth=depth)
-        apply_remat(model, BLOCKS[build])
-        kept.append(per_sample(model, make)[2].marks["saved"])
-        sizes = []
-        for block in [m for m in model.modules() if isinstance(m, Remat)]:
-            block.register_forward_pre_hook(lambda _, args, into=sizes: into.append(args[0].numel() * 8))
-        per_sample(model, make)
-        inputs.append(SAMPLES * sum(sizes))
-    assert kept[1] - kept[0] == inputs[1] - inputs[0] > 0
-
-
-@pytest.mark.parametrize("build, tokens", [(llama, 16), (vision_transformer, 17)], ids=["llama", "vit"])
-def test_frozen_parameters_cost_nothing(build, tokens):
-    """Per-sample gradients of the adapters: each block more costs the bytes of its input, and no other."""
-    peaks = []
-    for depth in (2, 6):
-        model, make = built(build, adapted=True, depth=depth)
-        enable(model)
-        with patched():
-            gradients, _, measured = per_sample(model, make)
-        assert measured.end_bytes == tensor_bytes(gradients)
-        peaks.append(measured.peak_bytes)
-    assert peaks[1] - peaks[0] == 4 * (SAMPLES * tokens * WIDTH * 8)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_adapters_below_inputs_that_need_no_gradient(use_reentrant):
-    """Torch's reentrant checkpoint gives none there, with a warning; transformers has a hook against it."""
-    plain, make = built(llama, adapted=True)
-    model = copy.deepcopy(plain)
-    enable(model, use_reentrant)
-    assert_as_without(plain, make, model, patched)
 
 
 def test_what_is_named():

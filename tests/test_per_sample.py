@@ -12,7 +12,6 @@ from torch import nn
 from torch.func import functional_call
 
 import funcckpt
-from funcckpt import remat
 from funcckpt.meter import measure
 from funcckpt.nn import Remat, apply_remat
 from funcckpt.per_sample import clipped_sum, gradient_norms, influence, noise_scale
@@ -24,8 +23,7 @@ close = torch.testing.assert_close
 def problem(n=7):
     """A model, its per-sample loss, and data."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)).to(F64)
-    Remat(model[0])
+    model = nn.Sequential(Remat(nn.Linear(4, 5)), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)).to(F64)
     parameters = dict(model.named_parameters())
     x, y = torch.randn(n, 4, dtype=F64), torch.randint(0, 3, (n,))
 
@@ -60,7 +58,6 @@ def test_norms_and_clipped_sum(chunk_size):
     close(flat(result.sum), (rows * (bound / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0))
     close(result.norms, norms)
     assert not norms.requires_grad and not any(t.requires_grad for t in result.sum.values())
-    assert list(result.sum) == list(parameters)
     nested = lambda tree, batch: loss(tree["all"][0], *batch["xy"])
     total = clipped_sum(nested, {"all": [parameters]}, {"xy": [x, y]}, max_norm=bound, eps=0.0).sum
     close(total, {"all": [result.sum]})
@@ -161,74 +158,36 @@ def test_noise_scale():
         close(result.scale, noise / signal)
 
 
-def least_squares():
-    torch.manual_seed(0)
-    x, y = torch.randn(12, 3, dtype=F64), torch.randn(12, dtype=F64)
-    u, v = torch.randn(4, 3, dtype=F64), torch.randn(4, dtype=F64)
-
-    def loss(w, x, y):
-        return remat(lambda x: (x @ w - y).square())(x)
-
-    return loss, x, y, u, v
-
-
-@pytest.mark.parametrize("chunk_size", [None, 5])
-def test_influence_is_the_derivative_of_a_weighted_fit(chunk_size):
-    """Least squares: the minimum is known for all weights, and can be differentiated."""
-    loss, x, y, u, v = least_squares()
-
-    def test_losses(weights):
-        gram = x.T @ (weights[:, None] * x)
-        w = torch.linalg.solve(gram, x.T @ (weights * y))
-        return (u @ w - v).square()
-
-    weights = torch.full((12,), 1 / 12, dtype=F64)
-    expected = torch.autograd.functional.jacobian(test_losses, weights)
-    w = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
-    actual = influence(loss, w, (x, y), (u, v), tolerance=1e-12, chunk_size=chunk_size)
-    close(actual, expected)
-
-
 def test_influence_of_a_model():
     """Parameters in a dict, that require grad, in a module with `Remat`; the Hessian by plain autograd."""
     model, parameters, loss, x, y = problem(6)
     u, v = x[:2] + 1, y[:2]
-    shapes = {k: p.shape for k, p in parameters.items()}
-
-    def unflat(w):
-        pieces = w.split([s.numel() for s in shapes.values()])
-        return {k: t.view(s) for t, (k, s) in zip(pieces, shapes.items())}
-
-    plain = copy.deepcopy(model)
-    funcckpt.nn.remove_remat(plain)
-
-    def mean(w):
-        return nn.functional.cross_entropy(functional_call(plain, unflat(w), (x,)), y)
-
-    w = flat(parameters).detach()
-    hessian = torch.autograd.functional.hessian(mean, w)
-    damped = hessian + (1 - torch.linalg.eigvalsh(hessian)[0]) * torch.eye(len(w), dtype=F64)
-    damping = float(damped[0, 0] - hessian[0, 0])
+    w = [*parameters.values()]
+    slopes = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), w, create_graph=True)
+    slopes = torch.cat([g.flatten() for g in slopes])
+    seconds = [torch.autograd.grad(g, w, retain_graph=True, materialize_grads=True) for g in slopes]
+    hessian = torch.stack([torch.cat([g.flatten() for g in row]) for row in seconds])
+    damping = float(1 - torch.linalg.eigvalsh(hessian)[0])
     rows, others = by_hand(parameters, loss, x, y), by_hand(parameters, loss, u, v)
     actual = influence(loss, parameters, (x, y), (u, v), damping=damping, tolerance=1e-12, chunk_size=4)
+    damped = hessian + damping * torch.eye(len(hessian), dtype=F64)
     close(actual, -others @ torch.linalg.solve(damped, rows.T))
     assert not actual.requires_grad
 
 
 def test_influence_errors():
-    loss, x, y, u, v = least_squares()
-    w = torch.zeros(3, dtype=F64)
+    w, x = torch.zeros(3, dtype=F64), torch.randn(12, 3, dtype=F64)
+    loss = lambda w, x: (x @ w - 1).square()
     with pytest.raises(funcckpt.FuncckptError, match=r"not positive definite.*larger damping"):
-        influence(lambda w, x, y: -loss(w, x, y), w, (x, y), (u, v))
+        influence(lambda w, x: -loss(w, x), w, (x,), (x,))
     with pytest.raises(funcckpt.FuncckptError, match=r"in 1 iterations.*max_iterations"):
-        influence(loss, w, (x, y), (u, v), max_iterations=1, tolerance=1e-9)
+        influence(loss, w, (x,), (x,), max_iterations=1, tolerance=1e-9)
 
 
 @pytest.mark.parametrize(
     "batch, options, error, message",
     [
         ((torch.ones(2, 3), torch.ones(3)), {}, funcckpt.InputError, r"float32\[2, 3\], float32\[3\]"),
-        ((torch.ones(2, 3), torch.tensor(1.0)), {}, funcckpt.InputError, "first dimension"),
         ((torch.ones(2, 3),), {"bytes": 1.5}, funcckpt.OptionError, r"bytes=1\.5"),
         ((torch.ones(2, 3),), {"bytes": 9, "chunk_size": 2}, funcckpt.OptionError, "not both"),
         ((), {}, funcckpt.InputError, "no tensor at all"),
@@ -244,24 +203,9 @@ def test_errors(batch, options, error, message):
 # -- Opacus ---------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
-    """Layers for which Opacus has formulas, and one for which it uses torch.func."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(9, 4)
-        self.conv = nn.Conv1d(4, 4, 3, padding=1)
-        self.norm = nn.LayerNorm(4)
-        self.own = Own()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        x = self.embed(x)
-        x = self.conv(x.transpose(1, 2)).transpose(1, 2).tanh()
-        return self.head(self.own(self.norm(x)).mean(1))
-
-
 class Own(nn.Module):
+    """A layer for which Opacus has no formula, but uses torch.func."""
+
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
@@ -270,16 +214,23 @@ class Own(nn.Module):
         return (x @ self.weight).sin() @ self.weight
 
 
+class Mixed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(9, 4), nn.LayerNorm(4), Own(), nn.Linear(4, 3))
+
+    def forward(self, x):
+        return super().forward(x).mean(1)
+
+
 def by_opacus(model, x, y, max_norm):
     opacus = pytest.importorskip("opacus", reason="needs the extra `models`")
     model = opacus.GradSampleModule(model)
-    optimizer = opacus.optimizers.DPOptimizer(
+    sgd, options = (
         torch.optim.SGD(model.parameters(), 0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=max_norm,
-        expected_batch_size=len(x),
+        {"noise_multiplier": 0.0, "max_grad_norm": max_norm},
     )
-    nn.functional.cross_entropy(model(x), y, reduction="mean").backward()
+    optimizer = opacus.optimizers.DPOptimizer(sgd, expected_batch_size=len(x), **options)
+    nn.functional.cross_entropy(model(x), y).backward()
     optimizer.clip_and_accumulate()
     return {name.removeprefix("_module."): p.summed_grad for name, p in model.named_parameters()}
 
@@ -290,7 +241,7 @@ def test_the_clipped_sum_is_that_of_opacus(chunk_size):
     torch.manual_seed(0)
     model = Mixed().double()
     x, y = torch.randint(0, 9, (10, 6)), torch.randint(0, 3, (10,))
-    wrapped = apply_remat(copy.deepcopy(model), (Own, nn.Conv1d))
+    wrapped = apply_remat(copy.deepcopy(model), (Own, nn.LayerNorm))
 
     def loss(parameters, x, y):
         return nn.functional.cross_entropy(functional_call(wrapped, parameters, (x[None],)), y[None])
@@ -300,10 +251,8 @@ def test_the_clipped_sum_is_that_of_opacus(chunk_size):
     expected = by_opacus(copy.deepcopy(model), x, y, bound)
     checkpointed = by_opacus(apply_remat(model, Own), x, y, bound)  # whose sampler runs a copy of the layer
     actual = clipped_sum(loss, parameters, x, y, max_norm=bound, chunk_size=chunk_size).sum
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        close(actual[name], value, rtol=1e-10, atol=1e-12)
-        close(checkpointed[name], value, rtol=1e-10, atol=1e-12)
+    for found in (actual, checkpointed):
+        close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")

@@ -23,18 +23,6 @@ def theirs(f, *args, **kwargs):
     return torch.utils.checkpoint.checkpoint(f, *args, **{"use_reentrant": False, **kwargs})
 
 
-def draw(x):
-    return torch.ops.funcckpt_tests.draw(x.detach())
-
-
-def gradients(f, *xs, checkpoint=None, **options):
-    """f(*xs).sum().backward(), plain or with a checkpoint; the value and the gradients of fresh leaves."""
-    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in xs]
-    y = f(*leaves) if checkpoint is None else checkpoint(f, *leaves, **options)
-    y.sum().backward()
-    return [y.detach(), *[x.grad for x in leaves]]
-
-
 def copying():
     """Hooks as `save_on_cpu` has on a GPU; on a CPU it keeps the tensor itself, in a cycle (torch 2.13)."""
     return saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)

@@ -238,19 +238,9 @@ def test_as_without(seed, how, family, monkeypatch):
 
 
 # What others than f do inside of f, and how often, is no operator of f: copies of hooks and of selective regions.
-FOUND = [
-    [("checkpoint", [("left scope", ["linear"]), ("selective save", [("hooks", ["matmul"]), "noise"])])],
-    [("selective save", [("scope", ["caught"]), ("selective save", [("hooks", ["caught"]), "dropout"])])],
-    [
-        (
-            "selective save",
-            [("selective save", ["cell", "views"]), ("selective offload", ["cell"]), "without_grad"],
-        )
-    ],
-]
+FOUND = [("checkpoint", [("left scope", ["linear"]), ("selective save", [("hooks", ["matmul"]), "noise"])])]
 
 
-@pytest.mark.parametrize("program", FOUND)
-def test_as_without_found(program, monkeypatch):
+def test_as_without_found(monkeypatch):
     monkeypatch.setattr(selective, "is_far", lambda x: True)
-    assert_same(run(program, 0, False, "once"), run(program, 0, True, "once"))
+    assert_same(run(FOUND, 0, False, "once"), run(FOUND, 0, True, "once"))
