@@ -95,6 +95,18 @@ def test_random(name, transforms):
     compare(lambda wrap: in_stack(transforms, lambda wrap: chain(wrap, RANDOM[name]), wrap), remat)
 
 
+def test_a_traced_gradient_is_differentiated():
+    """Where autograd records nothing it takes other formulas, of which those of solve have a wrong derivative."""
+    matrix = lambda x: torch.outer(x, x) + 2 * torch.eye(3)
+
+    def run(wrap):
+        f = grad(lambda x: wrap(lambda x: torch.linalg.solve(matrix(x), x).sin())(x).sum())
+        f = make_fx(f)(tensor(3)) if wrap is remat else f
+        return grad(lambda x: f(x).pow(2).sum())(tensor(3))
+
+    compare(run, remat)
+
+
 def test_a_pullback_that_is_traced_without_its_forward():
     _, pull = vjp(remat(noise), tensor(3))
     with pytest.raises(CheckpointError, match="trace the forward too"):
