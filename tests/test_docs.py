@@ -106,33 +106,23 @@ def names_of_the_reader():
             x = remat(lambda p, x: x + torch.tanh(x @ p["up"]) @ p["down"])(p, x)
         return x.square().sum()
 
-    layers = [Block() for _ in range(4)]
+    layers, blocks = [Block() for _ in range(4)], [{"up": torch.randn(3, 8), "down": torch.randn(8, 3)}] * 3
     model = nn.ModuleDict({"blocks": nn.ModuleList(layers)})
     model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
-    blocks = [{"up": torch.randn(3, 8), "down": torch.randn(8, 3)} for _ in range(3)]
     x = torch.randn(6, 3)
-    data = {"x": x, "y": torch.randn(6), "x_test": torch.randn(2, 3), "y_test": torch.randn(2)}
-    functions = {
-        "loss": loss,
-        "with_remat": with_remat,
-        "block": lambda *args: torch.tanh(args[-1]),
-        "noise": torch.randn_like,
-    }
-    training = {
-        "meta": {"init": torch.randn(3, 1), "rate": torch.tensor(0.1)},
-        "batches": x[:, None],
-        "held_out": x,
-    }
-    training["update"] = lambda p, gradient, meta: p - meta["rate"] * gradient
-    loops = {"step": lambda carry, x: (carry + x, carry), "init": torch.zeros(3), "xs": torch.randn(12, 3)}
-    loops |= {"going_on": lambda carry: carry.sum() < 5, "body": lambda carry: carry + 1}
-    chosen = {"policy": policies.dots_saveable, "other_policy": policies.nothing_saveable}
     return {
-        **{"torch": torch, "grad": grad, "vmap": vmap, "partial": functools.partial},
-        **{"f": grad(loss), "g": grad(with_remat), "args": (blocks, x), "weight": torch.randn(3, 3)},
-        **{"self": nn.Module(), "Block": Block, "model": model, "layers": layers},
-        **{"parameters": {"w": torch.randn(3, 4)}, "blocks": blocks},
-        **data, **functions, **training, **loops, **chosen,
+        "torch": torch, "grad": grad, "vmap": vmap, "partial": functools.partial,
+        "f": grad(loss), "g": grad(with_remat), "args": (blocks, x), "weight": torch.randn(3, 3),
+        "self": nn.Module(), "Block": Block, "model": model, "layers": layers,
+        "parameters": {"w": torch.randn(3, 4)}, "blocks": blocks,
+        "x": x, "y": torch.randn(6), "x_test": torch.randn(2, 3), "y_test": torch.randn(2),
+        "loss": loss, "with_remat": with_remat, "noise": torch.randn_like,
+        "block": lambda *args: torch.tanh(args[-1]),
+        "meta": {"init": torch.randn(3, 1), "rate": torch.tensor(0.1)}, "batches": x[:, None], "held_out": x,
+        "update": lambda p, gradient, meta: p - meta["rate"] * gradient,
+        "step": lambda carry, x: (carry + x, carry), "init": torch.zeros(3), "xs": torch.randn(12, 3),
+        "going_on": lambda carry: carry.sum() < 5, "body": lambda carry: carry + 1,
+        "policy": policies.dots_saveable, "other_policy": policies.nothing_saveable,
     }  # fmt: skip
 
 

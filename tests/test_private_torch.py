@@ -95,6 +95,16 @@ def test_somebody_elses_mode_may_differentiate_what_it_is_handed():
     assert seen[0].item() == 12
 
 
+def test_once_differentiable_leaves_a_node_that_has_this_name():
+    class Once(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(torch.autograd.function.once_differentiable(lambda ctx, ct: ct * 2))
+
+    x = leaf()
+    gradients = torch.autograd.grad(Once.apply(x * x).pow(2).sum(), x, create_graph=True)
+    assert "torch::autograd::Error" in [node.name() for node in autograd.nodes_of(gradients)]
+
+
 def test_hooks_are_seen_and_left_as_they_were():
     first, second = (lambda x: x), (lambda x: x)
     assert autograd.top_saved_tensors_hooks() is None and autograd.may_push_hooks()
