@@ -64,10 +64,7 @@ def test_same_as_without_remat(function, names):
         with pytest.raises(AssertionError):
             assert_same_outcome(expected, outside)
         return
-    # The module's own parameters are constants of what remat has recorded (see docs/compile.md). And the first
-    # derivative of a linear function may require grad.
-    is_recorded = names[0].startswith(("traced", "linearize"))
-    if names[0] == "jacobian_vectorized" or (function == "module_functional_call" and is_recorded):
+    if names[0] == "jacobian_vectorized":  # the first derivative of a linear function may require grad
         actual.value, expected.value = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.detach, (actual.value, expected.value)
         )

@@ -129,21 +129,6 @@ def test_the_graph_of_the_backward_keeps_an_input_and_a_cotangent_of_each_block(
     assert held(torch_checkpointed) > 20 * blocks, "the job is too small to tell"
 
 
-@pytest.mark.parametrize("transform", [per_sample, in_plain_eager])
-@pytest.mark.parametrize("length", [4, 512])
-def test_one_more_block_costs_its_input_or_its_gradients(transform, length):
-    """To the byte: nothing else grows with depth.
-
-    A block's input is freed when its gradients come. So the peak lies at the start of the backward, with all
-    the inputs, where inputs are larger; at its end, with all the gradients, where these are.
-    """
-    x = normal(4, length, WIDTH)
-    found = {n: peak(transform(remat(block)), weights([HIDDEN] * n), x) for n in (8, 9, 16)}
-    one_more = max(tensor_bytes(x), tensor_bytes(found[9][1]) - tensor_bytes(found[8][1]))
-    assert found[9][0] - found[8][0] == one_more
-    assert found[16][0] - found[8][0] == 8 * one_more
-
-
 def test_forward_mode_needs_nothing_more():
     w, x = weights([HIDDEN] * BLOCKS), normal(ROWS, WIDTH)
     run = lambda block: lambda w, x: jvp(lambda w: deep(block)(w, x), (w,), (w,))
