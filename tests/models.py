@@ -68,14 +68,6 @@ def t5(depth=4):
     )  # fmt: skip
 
 
-def vit(depth=4):
-    model, _ = of_transformers(
-        "ViTConfig", "ViTForImageClassification", image_size=32, patch_size=8, num_labels=7,
-        num_hidden_layers=depth, hidden_dropout_prob=0.1, **SIZES,
-    )  # fmt: skip
-    return model, images
-
-
 def lora(depth=4):
     peft = library_of_models("peft")
     model, _ = llama(depth)
@@ -91,15 +83,6 @@ def resnet(depth=6):
     model = timm.models.ResNet(
         timm.models.resnet.BasicBlock, layers=(depth, 1, 1, 1), channels=(16,) * 4, num_classes=7,
         norm_layer=lambda channels, **_: nn.GroupNorm(4, channels),
-    )  # fmt: skip
-    return model, images
-
-
-def swin(depth=2):
-    timm = library_of_models("timm")
-    model = timm.models.SwinTransformer(
-        img_size=32, patch_size=2, window_size=4, embed_dim=16, depths=(depth, 2), num_heads=(2, 4), num_classes=7,
-        drop_path_rate=0.0, proj_drop_rate=0.1,
     )  # fmt: skip
     return model, images
 
@@ -126,11 +109,9 @@ BLOCKS = {
     gpt2: "GradientCheckpointingLayer",
     llama: "model.layers.*",
     t5: "GradientCheckpointingLayer",
-    vit: "GradientCheckpointingLayer",
     lora: "*.layers.*",
     vision_transformer: "blocks.*",
     resnet: "BasicBlock",
-    swin: "SwinTransformerBlock",
     densenet: "features.denseblock*.denselayer*",
 }
 

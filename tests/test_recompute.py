@@ -253,35 +253,6 @@ def test_nobody_can_tell(f, transform, policy):
     assert all(type(y) is torch.Tensor and y.numpy().shape == (N, D) for y in SEEN)
 
 
-class Overwrites(torch.autograd.Function):
-    """Its backward writes to what it has saved, where no version counter sees it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, ct):
-        ctx.saved_tensors[0].data.mul_(3)
-        return ct
-
-
-def test_a_pullback_that_writes_unseen_to_what_a_product_reads():
-    def run(wrap):
-        x, w = points().requires_grad_(), weights()[0]
-
-        def f(x):
-            h = x.cos()
-            return (h @ w).sin().sum() + Overwrites.apply(h).sum()
-
-        return torch.autograd.grad(wrap(f)(x), x)
-
-    expected = run(lambda f: f)
-    for _ in range(3):
-        assert_close(run(remat), expected)
-
-
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_pullback_that_reads_what_it_did_not_read_the_last_time(catches):
     """The recomputation has stopped to watch by then, and runs again."""

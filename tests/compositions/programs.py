@@ -3,13 +3,12 @@
 `draw(seed)` gives a `Program`: the text of a function `program(x, w)` that calls `remat` in the
 ways people do (on local functions that capture tensors from every level around them, in cells,
 defaults, containers, attributes and globals; on partials, callable objects, bound methods and
-modules, also out of torch's own database; nested; under torch.func transforms inside) and the names
+modules; nested; under torch.func transforms inside) and the names
 of the transforms around it. Afterwards it rebinds what was captured: variables, items, attributes,
 parts of modules. Plain autograd does not notice that, since the forward is over, so the program
 without remat is the reference. Text, because a program that fails must be readable and runnable.
 """
 
-import copy
 import functools
 import random
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from .functions import Cube, Pair
-from .stacks import scalar, stack
+from .stacks import stack
 
 VECTOR, MATRIX, NUMBER = "v", "m", "s"
 
@@ -104,53 +102,6 @@ def doubled(forward):
     return call
 
 
-# Of torch's database, what plain torch takes under every transform and runs alike each time.
-MODULES = (
-    "Linear Bilinear Conv1d Conv2d ConvTranspose1d LayerNorm RMSNorm GroupNorm InstanceNorm1d PReLU "
-    "RNNCell GRUCell LSTMCell RNN GRU LSTM MultiheadAttention Embedding CrossEntropyLoss MaxPool2d"
-).split()
-
-
-@functools.cache
-def from_the_database():
-    """The first sample of each of `MODULES`, and what to call it with."""
-    from torch.testing._internal.common_modules import module_db
-
-    found = {}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for info in module_db:
-            if (name := info.name.removeprefix("nn.")) in MODULES:
-                sample = info.module_inputs_func(info, "cpu", torch.float64, False, True)[0]
-                made, given = sample.constructor_input, sample.forward_input
-                module = info.module_cls(*made.args, **made.kwargs).to(torch.float64)
-                found[name] = module.requires_grad_(False), given.args, given.kwargs
-    return found
-
-
-class Around(nn.Module):
-    """Calls remat on a module that it holds, for functional_call."""
-
-    def __init__(self, net, remat):
-        super().__init__()
-        self.net, self.remat = net, remat
-
-    def forward(self, *args, **kwargs):
-        return self.remat(self.net)(*args, **kwargs)
-
-
-def module_call(net, a, b, remat=lambda f: f):
-    """A module of the database, its parameters scaled by a and its inputs by b, as a vector."""
-    _, args, kwargs = from_the_database()[type(net).__name__]
-    parameters = {f"net.{key}": p * (1 + 0.1 * a.mean()) for key, p in net.named_parameters()}
-    moved = [
-        t * (1 + 0.1 * b.mean()) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-        for t in pytree.tree_leaves(args)
-    ]
-    args = pytree.tree_unflatten(moved, pytree.tree_structure(args))
-    return scalar(functional_call(Around(net, remat), parameters, args, kwargs)).sin() * a
-
-
 @dataclass(frozen=True)
 class Program:
     seed: int
@@ -158,19 +109,21 @@ class Program:
     stack: tuple
 
     def run(self, remat, x, w):
-        if "module_of" in self.source:
-            from_the_database()  # not under a transform
-        namespace = {**globals(), "F": F, "func": torch.func, "Cube": Cube, "Pair": Pair, "remat": remat}
+        namespace = {
+            **globals(),
+            "F": F,
+            "func": torch.func,
+            "Cube": Cube,
+            "Pair": Pair,
+            "remat": remat,
+            "functional_call": functional_call,
+        }
         namespace |= {"net": Net(remat), "constant": torch.linspace(0.3, 0.9, 3)}
         exec(compile(self.source, f"<program {self.seed}>", "exec"), namespace)
         return stack(*self.stack)(namespace["program"])(x, w)
 
     def __str__(self):
         return f"# seed {self.seed}, under {' of '.join(self.stack)}\n{self.source}"
-
-
-def module_of(name):
-    return copy.copy(from_the_database()[name][0])
 
 
 SAFE_WITH_RANDOM = (
@@ -252,7 +205,7 @@ slice(0, 2) | slice(1, 3) | a[{}].sum() * a
 """.strip().splitlines()
 # How often each kind of statement is drawn.
 WEIGHTS = dict(
-    unary=3, binary=4, reshape=3, linear=3, hide=3, in_place=1, special=2, knob=2, part=2, loop=1, database=1,
+    unary=3, binary=4, reshape=3, linear=3, hide=3, in_place=1, special=2, knob=2, part=2, loop=2,
     rebind=5,
 )  # fmt: skip
 
@@ -486,15 +439,6 @@ class Writer:
         name = self.let(scope, VECTOR, self.pick(scope, VECTOR))
         self.emit(f"for {i} in (0.5, -1.5):")
         self.emit(f"    {name} = remat(lambda a: torch.sin(a * {i}) + {u})({name})")
-
-    def database(self, scope, depth):
-        """A module of torch's database. The parameters are put in inside of remat, or around it."""
-        net, name = self.name("net"), self.rng.choice(MODULES)
-        v, u = self.picks(scope, "vv")
-        self.emit(f"{net} = module_of('{name}')")
-        inside = f"remat(lambda a, b: module_call({net}, a, b))({v}, {u})"
-        self.let(scope, VECTOR, self.rng.choice((inside, f"module_call({net}, {v}, {u}, remat)")))
-        self.rebound(scope, f"{net}.eval()", f"{net}.forward = None")
 
     # Local functions and the ways to call them
 

@@ -9,6 +9,7 @@ import functools
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 from torch.func import functionalize, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -233,25 +234,9 @@ def double_backward(fn, x, w):
 
 
 @eager
-def double_backward_in_cotangent(fn, x, w):
-    """The linear part alone: gradients of the pullback with regard to the cotangent."""
-    out = [o for o in split(fn(x, w))[0] if o.requires_grad]
-    cts = [torch.ones_like(o).requires_grad_() for o in out]
-    (gx,) = torch.autograd.grad(out, (x,), cts, create_graph=True)
-    return gradients(scalar(gx), cts)
-
-
-@eager
 def grads_batched(fn, x, w):
     out, cts = cotangents_of(fn, x, w)
     return gradients(out, (x, w), cts, is_grads_batched=True)
-
-
-@eager
-def grads_batched_then_backward(fn, x, w):
-    out, cts = cotangents_of(fn, x, w)
-    first = gradients(out, (x, w), cts, is_grads_batched=True, create_graph=True)
-    return gradients(scalar(first), (x, w))
 
 
 def unpack(out):
@@ -289,11 +274,6 @@ def backward_over_dual(fn, x, w):
         return gradients(scalar(unpack(fn(dual_of(x), w))), (x, w))
 
 
-def functional(name, of, **options):
-    """Those of torch.autograd.functional."""
-    return lambda fn, x, w: getattr(torch.autograd.functional, name)(of(fn), (x, w), **options)
-
-
 def traced(fn, x, w, **options):
     """make_fx, and the graph then run on other values."""
     return make_fx(fn, **options)(x, w)(x * 0.9, w * 1.1)
@@ -303,14 +283,10 @@ def outputs(fn):
     return lambda *args: tuple(split(fn(*args))[0])
 
 
-forward_mode = dict(vectorize=True, strategy="forward-mode")
-forward_over_reverse = dict(vectorize=True, outer_jacobian_strategy="forward-mode")
 OUTER |= {
     "forward_without_grad": lambda fn, x, w: fn(x, w),
-    "jacobian": functional("jacobian", outputs),
-    "jacobian_vectorized": functional("jacobian", outputs, create_graph=True, vectorize=True),
-    "jacobian_forward": functional("jacobian", outputs, **forward_mode),
-    "hessian_forward_over_reverse": functional("hessian", cost, **forward_over_reverse),
+    "jacobian": lambda fn, x, w: jacobian(outputs(fn), (x, w)),
+    "jacobian_vectorized": lambda fn, x, w: jacobian(outputs(fn), (x, w), create_graph=True, vectorize=True),
     "traced": traced,
     # The graph is a function like another: its gradient must not end at a detach.
     "traced_then_differentiated": lambda fn, x, w: grad(cost(make_fx(fn)(x, w)), (0, 1))(x, w),

@@ -19,9 +19,7 @@ from .stacks import INNER, OUTER, stack
 SINGLE = [(name,) for name in (*INNER, *OUTER)]
 # What makes a level of its own.
 LEVELS = "grad_both vjp_pull jvp_both vmap_x jacfwd_same autograd_grad functionalized vmap_different".split()
-# Without those by forward mode, which say that a tangent has a wrong size, also without remat.
-OUTERMOST = [name for name in (*LEVELS, *OUTER, "vjp_vmap", "linearize_x") if "n_forward" not in name]
-PAIRS = [*itertools.product(OUTERMOST, LEVELS)]
+PAIRS = [*itertools.product((*LEVELS, *OUTER, "vjp_vmap", "linearize_x"), LEVELS)]
 
 
 def share(stacks, step):

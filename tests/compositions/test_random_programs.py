@@ -23,7 +23,7 @@ COUNT = int(os.environ.get("FUNCCKPT_RANDOM_PROGRAMS", "500"))
 START = int(os.environ.get("FUNCCKPT_RANDOM_START", "0"))
 
 # By the vmap of plain autograd, which has no rule for some operators, and takes no empty list of outputs.
-LEGACY = ("grads_batched", "grads_batched_then_backward", "jacobian_vectorized")
+LEGACY = ("grads_batched", "jacobian_vectorized")
 
 
 def inputs(seed):
