@@ -177,7 +177,6 @@ def test_the_table(capsys):
     plan = fit(model, backward, X, bytes=bytes, select=Block)
     title, *rows, peak, recomputed = str(plan).splitlines()
     assert title.split("  ")[0] == "blocks" and rows[0].startswith("narrow.0 ") and "wide.2" in rows[-1]
-    assert {block.choice for block in plan.blocks} <= {"keep", "dots_saveable", "recompute"}
     assert sum(block.recomputed_flops for block in plan.blocks) == plan.recomputed_flops
     assert f"{plan.peak_bytes / 1024:.1f} KiB after" in peak and "%" in recomputed
     assert capsys.readouterr().err == ""  # it is no terminal

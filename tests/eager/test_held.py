@@ -3,7 +3,6 @@
 Torch's checkpoint gives other gradients in these cases, without a word, where not said otherwise.
 """
 
-import functools
 import weakref
 
 import pytest
@@ -24,7 +23,6 @@ class Model(nn.Module):
         self.linear = nn.Linear(3, 3, dtype=D)
         self.position = nn.Parameter(torch.zeros(2, 3, dtype=D))
         self.frozen = nn.Parameter(torch.zeros(2, 3, dtype=D), requires_grad=False)
-        self.table = torch.zeros(2, 3, dtype=D)
         self.register_buffer("large", torch.zeros(2, 3, dtype=D).repeat(1, 2**15)[:, :70_000])
 
     def forward(self, x, what):
@@ -38,48 +36,26 @@ class Plain:
 BIAS = nn.Parameter(torch.zeros(3, dtype=D))
 
 
-class OfClass(nn.Module):
-    own = BIAS
-
-    def forward(self, x):
-        return (x + self.own).tanh().exp()
-
-
-def of_a_hook():
-    linear = nn.Linear(3, 3, dtype=D)
-    linear.register_forward_hook(lambda module, args, out: (out + BIAS).tanh().exp())
-    return nn.Sequential(linear)
-
-
 def ways(model, what):
     there, x = Plain(), leaf(2, 3)
     there.parts = {"m": [model]}
     return {
         "module": (model, (x, what)),
-        "method": (model.forward, (x, what)),
         "lambda": (lambda x: model(x, what), (x,)),
-        "partial": (functools.partial(model, what=what), (x,)),
         "list": (lambda x, ms=[model]: ms[0](x, what), (x,)),
         "object": (lambda x: there.parts["m"][0](x, what), (x,)),
         "argument": (lambda m, x: m(x, what), (model, x)),
         "global": (lambda x: (x + BIAS).tanh().exp(), (x,)),
-        "class": (OfClass(), (x,)),
-        "hook": (of_a_hook(), (x,)),
         "looked up": (lambda x: (x + globals()["BIAS"]).tanh().exp(), (x,)),
-        "global hook": (nn.Tanh(), (x,)),
     }
 
 
-@pytest.mark.parametrize("what", ["position", "frozen", "table", "large"])
+@pytest.mark.parametrize("what", ["position", "frozen", "large"])
 @pytest.mark.parametrize("way", ways(Model(), "position"))
-def test_what_autograd_does_not_save_is_looked_after(way, what, request):
+def test_what_autograd_does_not_save_is_looked_after(way, what):
     model = Model()
-    if way == "global hook":
-        hook = lambda module, args, out: (out + BIAS).tanh().exp()
-        request.addfinalizer(nn.modules.module.register_module_forward_hook(hook).remove)
     f, args = ways(model, what)[way]
-    of_model = way in ("module", "method", "lambda", "partial", "list", "object", "argument")
-    changed = getattr(model, what) if of_model else BIAS
+    changed = BIAS if way in ("global", "looked up") else getattr(model, what)
     unchecked = checkpoint(f, *args, determinism_check="none")
     y = checkpoint(f, *args)
     with torch.no_grad():

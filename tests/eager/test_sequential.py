@@ -1,6 +1,7 @@
 """checkpoint_sequential, and the choice of its segments."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from funcckpt import checkpoint_sequential, plan_segments
-from funcckpt.eager.sequential import measure_layers
+from funcckpt.eager.sequential import Cost, best_segments, measure_layers
 from funcckpt.errors import OptionError
 
 from .implementations import D
@@ -119,8 +120,30 @@ def test_no_other_cuts_are_better():
     net, x = nn.Sequential(*[Wide(8, n, 8) for n in (200, 8, 100, 8, 8, 50, 8)]), torch.randn(32, 8)
     peaks = {tuple(division): peak(net, x, division) for division in divisions(len(net))}
     assert peaks[tuple(plan_segments(net, x))] == min(peaks.values())
-    fixed = plan_segments(net, x, 4)
-    assert peaks[tuple(fixed)] == min(n for division, n in peaks.items() if len(division) == 4)
+
+
+def test_the_search_is_exhaustive():
+    """Against all divisions, by the model's own count."""
+
+    def held(costs, lengths):
+        worst = start = inputs = 0
+        for length in lengths:
+            inputs += costs[start - 1].output if start else 0
+            for i in range(start, start + length):
+                kept = sum(c.kept for c in costs[start : i + 1])
+                later = sum(c.gradients for c in costs[i + 1 :])
+                worst = max(worst, inputs + kept + costs[i].backward + later)
+            start += length
+        return worst
+
+    draw = random.Random(0).randrange
+    for _ in range(60):
+        costs = [Cost(draw(9), draw(30), draw(9), draw(9)) for _ in range(1 + draw(7))]
+        found = {tuple(division): held(costs, division) for division in divisions(len(costs))}
+        for k in (None, *range(1, len(costs) + 1)):
+            plan = tuple(best_segments(costs, k))
+            assert k in (None, len(plan))
+            assert found[plan] == min(n for d, n in found.items() if k in (None, len(d)))
 
 
 class Assigning(nn.Module):
