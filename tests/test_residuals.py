@@ -156,11 +156,6 @@ class Own(torch.autograd.Function):
         return ct * ctx.saved_tensors[0]
 
 
-def on_the_host(x):
-    with torch.autograd.graph.save_on_cpu():
-        return x.exp().sum()
-
-
 def scoped(x):
     with checkpoint_scope():
         y = x.cos().sin()
@@ -214,7 +209,6 @@ KEPT = {
     ),
     "numbers": (lambda x: (x * 2.0).sum(), []),
     "small tensors": (lambda x: (x * TWO).sum(), [(4, "global 'TWO'", None)]),
-    "the host": (on_the_host, [(28, "output of aten.exp", None)]),
     "a scope": (scoped, [(28, "argument x", None), (28, "output of aten.exp", "ExpBackward0")]),
     "a builtin": (torch.sin, [(28, "argument 0", "SinBackward0")]),
 }

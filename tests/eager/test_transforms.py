@@ -10,10 +10,8 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import CheckpointError
 
-import funcckpt
 from funcckpt import checkpoint
 from funcckpt.errors import MutationError, OptionError
-from funcckpt.meter import measure
 
 from .implementations import D, leaf, plain
 
@@ -44,31 +42,10 @@ def test_f_with_a_transform_inside():
 
 
 def test_errors():
-    def f(x):
-        raise RuntimeError("mine")
-
-    one, three = torch.ones(()), torch.ones(3, dtype=D)
-    with pytest.raises(RuntimeError, match=r"^mine$"):
-        checkpoint(f, leaf(3))
-    shorter = Changing(torch.sin, lambda x: x.sin()[:1])
+    shorter, three = Changing(torch.sin, lambda x: x.sin()[:1]), torch.ones(3, dtype=D)
     with pytest.raises(CheckpointError, match=r"float64\[1\]|\[1\]"):
         grad(lambda x: checkpoint(shorter, x).sum())(three)
     of_torch = torch.utils.checkpoint.create_selective_checkpoint_contexts
     for contexts in (lambda: of_torch([torch.ops.aten.sin.default]), lambda: (nullcontext(), nullcontext())):
         with pytest.raises(OptionError, match="context_fn"):
-            grad(lambda x: checkpoint(torch.sin, x, context_fn=contexts))(one)  # noqa: B023
-
-
-def test_a_policy_is_honoured():
-    """Of the contexts it is taken, and given to remat."""
-    asked = []
-
-    def policy(ctx, op, *args, **kwargs):
-        asked.append(op)
-        return op is torch.ops.aten.sin.default
-
-    contexts = lambda: funcckpt.create_selective_checkpoint_contexts(policy)
-    f = lambda x: checkpoint(lambda x: torch.sin(x).exp(), x, context_fn=contexts)
-    measured = measure(grad(f), torch.ones(()))
-    assert torch.ops.aten.sin.default in asked and measured.ops["aten.sin.default"] == 1
-    assert measured.result == torch.ones(()).cos() * torch.ones(()).sin().exp()
+            grad(lambda x: checkpoint(torch.sin, x, context_fn=contexts).sum())(three)  # noqa: B023
