@@ -9,7 +9,7 @@ import gc
 import pytest
 import torch
 from support import Storages, tensor_bytes
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -127,9 +127,3 @@ def test_the_graph_of_the_backward_keeps_an_input_and_a_cotangent_of_each_block(
 
     assert held(remat(block)) == 2 * blocks
     assert held(torch_checkpointed) > 20 * blocks, "the job is too small to tell"
-
-
-def test_forward_mode_needs_nothing_more():
-    w, x = weights([HIDDEN] * BLOCKS), normal(ROWS, WIDTH)
-    run = lambda block: lambda w, x: jvp(lambda w: deep(block)(w, x), (w,), (w,))
-    assert peak(run(remat(block)), w, x)[0] <= peak(run(block), w, x)[0]
