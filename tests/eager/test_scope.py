@@ -57,6 +57,15 @@ def conditional(scope, x):
     return w * z
 
 
+def inner_gradient(scope, x):
+    """What is saved in a region must not depend on which tensors of a block happen to be alive."""
+    with scope():
+        x = x.sin().exp()
+    with scope():
+        (g,) = torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)
+        return x + g.tanh()
+
+
 def parts(scope, x):
     with scope():
         chunks = x.sin().unsafe_chunk(2, 0)
@@ -83,7 +92,7 @@ def without_grad(scope, a):
     return x * x * a * y.clone()
 
 
-INSIDE = [own_generator, conditional, without_grad]
+INSIDE = [own_generator, conditional, inner_gradient, without_grad]
 
 
 @pytest.mark.parametrize(
