@@ -159,11 +159,6 @@ def reads_before_it_is_written(x, w):
     return (b.sin() + a).sum()
 
 
-def shapes_in_place(x, w):
-    y = (x @ w).unsqueeze_(0).transpose_(0, 1)
-    return (y.squeeze_(1) @ v).sin().sum()
-
-
 def several_outputs(x, w):
     values, _ = torch.topk(x @ w, 2)
     q, _ = torch.linalg.qr(x.mT @ x + torch.eye(D, dtype=x.dtype))
@@ -193,7 +188,7 @@ def statistics(x, w):
     return (x @ v * before).sin().sum() + (y * (v @ mean)).cos().sum()
 
 
-ANYWHERE = [statistics, reads_before_it_is_written, shapes_in_place, several_outputs, pieces, attention]
+ANYWHERE = [statistics, reads_before_it_is_written, several_outputs, pieces, attention]
 ANYWHERE.append(differentiated_checkpoint)
 
 

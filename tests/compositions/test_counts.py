@@ -105,21 +105,18 @@ def test_the_graph_that_is_not_differentiated_costs_nothing():
 
 def halved(f, n):
     """n applications of f; of each half, the one that runs last is kept and the other recomputed."""
-    if n == 1:
-        return f
     if n == 2:
         return lambda x: f(f(x))
     first, last = remat(halved(f, n // 2)), halved(f, n // 2)
     return lambda x: last(first(x))
 
 
-@pytest.mark.parametrize(("n", "expected"), [(4, 2), (8, 8), (16, 24), (32, 64)])
 @pytest.mark.parametrize("transform", [plain_backward, lambda f: batched(gradient(f))], ids=["plain", "func"])
-def test_recursive_halving(n, expected, transform):
+def test_recursive_halving(transform):
     """n / 2 * log2(n / 2) evaluations in the backward: what JAX's test of recursive checkpoints asks for."""
     counter = Counter(torch.sin)
-    transform(halved(counter, n))(torch.tensor(X))
-    assert counter.calls == n + expected
+    transform(halved(counter, 32))(torch.tensor(X))
+    assert counter.calls == 32 + 64
 
 
 # FLOPs
