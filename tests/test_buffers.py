@@ -85,19 +85,6 @@ class Average(nn.Module):
         return (x - self.mean).tanh() * self.mean.exp() / float(self.calls)
 
 
-class Codebook(nn.Module):
-    """Updates a buffer past its version counter, as those of VQ-VAEs do."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.register_buffer("codes", torch.ones(size, 3, dtype=F64))
-
-    def forward(self, x):
-        y = x @ self.codes[:3].clone()
-        self.codes.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return (y * self.codes[0].clone()).sin()
-
-
 class Reads(nn.Module):
     def __init__(self, when):
         super().__init__()
@@ -114,8 +101,6 @@ class Reads(nn.Module):
 MODULES = {
     "in place": lambda: Average("in place"),
     "assigned": lambda: Average("assigned"),
-    "unseen": lambda: Codebook(3),
-    "large and unseen": lambda: Codebook(50_000),
     "read before": lambda: Reads("before"),
     "read after": lambda: Reads("after"),
 }
