@@ -1,9 +1,16 @@
 """What `import funcckpt` brings."""
 
+import ast
+import graphlib
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import funcckpt
+
+PACKAGE = Path(funcckpt.__file__).parent
 
 IMPORT = """
 import sys, torch
@@ -32,3 +39,28 @@ def test_what_a_star_import_brings():
     assert not {"nn", "policies", "core", "warnings"} & names.keys()
     assert {"remat", "nn", "policies", "meter", "torch_compat", "__version__"} <= {*dir(funcckpt)}
     assert not {"core", "closures", "tape"} & {*dir(funcckpt)}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name)
+def test_functorch_and_private_torch_are_imported_in_one_folder_only(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        private = [name for name in found if name.startswith(("torch._C", "torch._functorch"))]
+        assert path.parent.name == "_torch" or not private
+
+
+def test_no_cycles_between_modules():
+    """What a module imports as it is imported comes before it."""
+    root = PACKAGE
+    names = {p: ".".join(p.relative_to(root.parent).with_suffix("").parts) for p in root.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): p for p, name in names.items()}
+    graph = {name: set() for name in paths if name != "funcckpt"}
+    for name in graph:
+        for node in ast.parse(paths[name].read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                package = name.split(".") + ["__init__"] * (paths[name].name == "__init__.py")
+                base = ".".join([*package[: -node.level], *(node.module or "").split(".")]).strip(".")
+                graph[name] |= {next(n for n in (f"{base}.{a.name}", base) if n in paths) for a in node.names}
+    graph = {name: found - {name, "funcckpt"} for name, found in graph.items()}
+    assert len([*graphlib.TopologicalSorter(graph).static_order()]) == len(graph)

@@ -1,5 +1,6 @@
 """The private names of torch that funcckpt stands on: a release that moves one fails here, loudly."""
 
+import inspect
 import threading
 from contextlib import nullcontext
 
@@ -10,7 +11,7 @@ from torch.utils import checkpoint as module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
-from funcckpt._torch import autograd, functorch
+from funcckpt._torch import autograd, functorch, wrappers
 
 
 def leaf():
@@ -160,3 +161,48 @@ def test_torchs_checkpoint_is_known_and_redirected(monkeypatch):
     monkeypatch.setattr(checkpoint.__wrapped__, "__dynamo_disable", autograd.original_checkpoint)
     autograd.redirect_checkpoint(lambda *args, **kwargs: "ours")
     assert checkpoint(torch.sin, torch.ones(3), use_reentrant=False) == "ours"
+
+
+def test_torch_guards_a_mode_against_dynamo_but_for_ours():
+    def run(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+    of_torch = type("Mode", (torch.utils._python_dispatch.TorchDispatchMode,), {"__torch_dispatch__": run})
+    assert of_torch.__torch_dispatch__ is not run
+    ours = type("Mode", (functorch.UnguardedMode,), {"__torch_dispatch__": run})
+    assert ours.__torch_dispatch__ is run
+
+
+def test_sequence_numbers_order_the_graph():
+    x = torch.ones(2, requires_grad=True)
+    before = x * 2
+    number = functorch.next_sequence_number()
+    after = x * 3
+    assert before.grad_fn._sequence_nr() < number <= after.grad_fn._sequence_nr()
+
+
+def test_a_tensor_is_saved_as_by_an_operator():
+    x = torch.ones(3, requires_grad=True) * 2
+    saved = autograd.save(x)
+    assert saved.unpack().grad_fn is x.grad_fn
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.unpack()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+        autograd.save(x)
+    assert len(seen) == 1
+
+
+def test_every_private_name_is_still_there():
+    """Importing `_torch` has proved most; these are attributes that it reads later."""
+    assert isinstance(functorch.eager_transforms.JVP_NESTING, int)
+    assert isinstance(wrappers.forward_ad._current_level, int)
+    assert inspect.iscode(autograd._ENGINE) and inspect.iscode(autograd._GRAD_TRANSFORM)
+    assert "level" in autograd._GRAD_TRANSFORM.co_varnames
+    for name in ("_unwrap_all_tensors_from_functional", "_wrap_all_tensors_to_functional"):
+        assert callable(getattr(functorch.eager_transforms, name))
+    for name in ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting"):
+        assert callable(getattr(torch._C, name))
+    for name in ("_add_batch_dim", "_remove_batch_dim"):
+        assert callable(getattr(torch, name))
