@@ -22,7 +22,6 @@ from torch.func import (
     jacrev,
     jvp,
     linearize,
-    vjp,
     vmap,
 )
 from torch.nn import functional as F
@@ -37,14 +36,10 @@ XS = torch.stack([X, 2 * X])
 
 
 def same(run, *names):
-    """The same for both gradients."""
     assert_same(run(inner_grad, *names), run(grad, *names))
 
 
 def step(gradient, w, x, eta):
-    """A gradient step whose loss captures x and eta, has an argument that is not differentiated, and
-    a parameter on which it does not depend."""
-
     def loss(p, scale):
         return (torch.tanh(x @ p["w"] * eta * scale) ** 2).sum() + (p["b"] * eta).sin().sum() * x.cos().sum()
 
@@ -69,12 +64,9 @@ def backward(f):
 
 
 TRANSFORMS = {
-    "value": lambda f: f(W, X, ETA),
     "without grad mode": lambda f: torch.no_grad()(f)(W.clone().requires_grad_(), X, ETA),
     "backward": backward,
-    "vjp": lambda f: vjp(f, W, X, ETA)[1](ETA),
     "vmap": lambda f: vmap(f, (None, 0, None))(W, XS, ETA),
-    "vmap of grad": lambda f: vmap(grad(f, (0, 1, 2)), (None, 0, None))(W, XS, ETA),
     "vmap of grad, captured batched": lambda f: vmap(grad(f, (0, 1, 2)), (None, None, 0))(W, X, XS[:, 0]),
     "grad of vmap": lambda f: grad(lambda w: vmap(f, (None, 0, None))(w, XS, ETA).sum())(W),
     "vmap in vmap": lambda f: vmap(vmap(grad(f), (None, 0, None)), (2, None, None))(
@@ -82,7 +74,6 @@ TRANSFORMS = {
     ),
     "hvp": lambda f: jvp(grad(f), (W, X, ETA), (V, X, ETA)),
     "hessian": lambda f: hessian(f)(W, X, ETA),
-    "jacrev of jacrev": lambda f: jacrev(jacrev(f, 1), 1)(W, X, ETA),
     "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(f, 2), 1)(W, X, ETA),
     "linearize": lambda f: linearize(f, W, X, ETA)[1](V, X, ETA),
     "plain forward mode": plain_forward_mode,
@@ -121,14 +112,10 @@ def test_argnums_and_the_same_tensor_in_several_places():
         def f(x):
             ga, gb = gradient(loss, (0, 1))(x, {"x": x}, x)
             captured = gradient(lambda a: (a * x * x).sum())(x).sum()
-            return (
-                captured
-                + (ga * x).sum()
-                + gradient(loss, -1)(x, {"x": x}, x).sin().sum()
-                + (gb["x"] ** 2).sum()
-            )
+            last = gradient(loss, -1)(x, {"x": x}, x).sin().sum()
+            return captured + (ga * x).sum() + last + (gb["x"] ** 2).sum()
 
-        return grad(f)(X), hessian(f)(X), gradient(loss, (0, 1))(X, {"x": X}, X), gradient(torch.sum)(X)
+        return grad(f)(X), hessian(f)(X), gradient(torch.sum)(X)
 
     same(run)
 
@@ -163,24 +150,18 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
         inner = gradient(lambda w: (F.dropout(w * x, 0.4) ** 3).sum())
         return transform(lambda w: (inner(w) ** 2).sum()), torch.rand(1)
 
-    for transform in (
-        lambda f: jacrev(f)(w),
-        lambda f: vmap(grad(f), randomness=randomness)(torch.stack([w, w])),
-        lambda f: vmap(lambda _: f(w), randomness=randomness)(torch.zeros(3)),
-        lambda f: jvp(f, (w,), (w,)),
-    ):
-        same(run, transform)
+    same(run, lambda f: vmap(grad(f), randomness=randomness)(torch.stack([w, w])))
+    same(run, lambda f: vmap(lambda _: f(w), randomness=randomness)(torch.zeros(3)))
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (lambda: inner_grad(lambda w: w)(X), r"returned float64\[4\] on cpu, not a real scalar"),
-        (lambda: inner_grad(lambda w: 1.0)(X), r"returned a float, not a real scalar"),
         (lambda: inner_grad(lambda w: w.sum(), 1)(X), r"argnums=1, but there are 1 arguments"),
         (
-            lambda: inner_grad(lambda w: w["a"].sum())({"a": torch.arange(3)}),
-            r"argument 0\['a'\] is int64\[3\] on cpu, which has no gradient",
+            lambda: inner_grad(lambda w: w[0].sum())([X.long()]),
+            r"argument 0\[0\] is int64\[4\] on cpu, which has no",
         ),
         (lambda: inner_grad(lambda w, b: w.sum(), (0, 1))(X, 2.0), r"argument 1 is a float"),
         (lambda: inner_grad(X), "inner_grad takes a callable, not Tensor"),
@@ -222,32 +203,20 @@ def test_less_memory_than_reverse_over_reverse(options, memory, flops):
     assert mixed.flops < reverse.flops * flops
 
 
-@pytest.mark.parametrize("gradient", [grad, inner_grad])
-def test_with_remat_inside_of_the_loss(gradient):
+def test_with_remat_inside_of_the_loss():
     ws = [W @ W.T, V @ V.T, W @ V.T]
     f = lambda *how: lambda rate: after_steps(*how, [rate] * 3, ws, XS, 5, checkpoints=2)
     for transform in (lambda f: vmap(grad(f))(XS[:, 0]), lambda f: hessian(f)(ETA)):
-        assert_same(transform(f(gradient, remat)), transform(f(grad, lambda block: block)))
+        assert_same(transform(f(inner_grad, remat)), transform(f(grad, lambda block: block)))
 
 
 def test_inner_gradients_in_inner_gradients():
-    """An inner loop whose learning rate is learned by a loop, through which one differentiates."""
-
     def run(gradient):
-        def middle(rate):
-            w = X
-            for _ in range(2):
-                w = w - rate * gradient(lambda w: (torch.sin(w * rate) ** 2).sum() + (w * rate).cos().sum())(
-                    w
-                )
-            return (w.sin() ** 2).sum()
-
-        def outer(rate):
-            for _ in range(2):
-                rate = rate - 0.1 * gradient(middle)(rate)
-            return middle(rate)
-
-        return hessian(outer)(ETA)
+        inner = lambda rate: gradient(lambda w: (torch.sin(w * rate) ** 2).sum() + (w * rate).cos().sum())(X)
+        outer = lambda rate: (
+            rate - 0.1 * gradient(lambda rate: ((X - rate * inner(rate)).sin() ** 2).sum())(rate)
+        )
+        return hessian(lambda rate: inner(outer(rate)).square().sum())(ETA)
 
     same(run)
 

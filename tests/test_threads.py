@@ -1,4 +1,4 @@
-"""Eight threads at once: their own transforms, streams, worlds and modules, and one module for all."""
+"""Eight threads at once: their own transforms and streams, and one module for all."""
 
 import functools
 import itertools
@@ -10,7 +10,6 @@ import pytest
 import torch
 from compositions.stacks import stack
 from oracles import F64, assert_same, plain, state, tensor, total
-from support import registered
 from torch import nn
 from torch.func import grad, vmap
 
@@ -18,8 +17,6 @@ from funcckpt import CheckpointError, remat
 
 THREADS = 8
 ROUNDS = 5
-JOBS = {}
-job = registered(JOBS)
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +63,6 @@ def act(x, w):
     return torch.tanh(w @ x) * x
 
 
-shared = functools.cache(lambda wrap: wrap(act))
-
-
 def inputs(i):
     return tensor(3, seed=100 + i), tensor(3, 3, seed=i)
 
@@ -78,9 +72,7 @@ REVERSE = "double_backward", "vmap_x grad_both", "grad_x grad_x", "jacrev_x", "v
 
 @pytest.mark.parametrize("first", ["jvp_both", "hessian_x", "dual"])
 def test_one_remat_under_another_transform_in_each_thread(first):
-    """Forward mode is in the first: torch counts its levels once for all threads, and they must not lead the
-    others astray.
-    """
+    """Forward mode is in the first: torch counts its levels once for all threads."""
     stacks = [first, *itertools.islice(itertools.cycle(REVERSE), THREADS - 1)]
     rounds = lambda f, i: [stack(*stacks[i].split())(f)(*inputs(i)) for _ in range(ROUNDS)]
     want = [rounds(act, i) for i in range(THREADS)]
@@ -88,48 +80,24 @@ def test_one_remat_under_another_transform_in_each_thread(first):
     assert_same(together(*[functools.partial(rounds, f, i) for i in range(THREADS)]), want)
 
 
-@job
-def worlds(wrap, i):
-    """Autocast belongs to a thread: each recomputation has that of its own."""
-    x, w = (t.float() for t in inputs(i))
-    w.requires_grad_()
-    dtype = [torch.bfloat16, torch.float16, None][i % 3]
-    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        y = shared(wrap)(x, w)
-    time.sleep(0)
-    total(y).backward()
-    return y.detach(), w.grad
-
-
-class Slow(nn.Module):
-    """Gives other threads a chance between its layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4, dtype=F64), nn.Linear(4, 3, dtype=F64)
-
+class Slow(nn.Tanh):
     def forward(self, x):
-        h = torch.tanh(self.first(x))
         time.sleep(0)
-        return self.second(h)
+        return super().forward(x)
 
 
-MODEL = Slow()
+def test_one_module_in_all_threads():
+    """Two use it without remat, which must not put its stand-ins where others look."""
+    model = nn.Sequential(nn.Linear(3, 4), Slow(), nn.Linear(4, 3)).double()
 
+    def job(wrap, i):
+        x, f = tensor(2, 3, seed=i), wrap(model) if i > 1 else model
+        y = f(x)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        own = torch.autograd.grad(total(y), [*model.parameters()])
+        return own, vmap(grad(lambda x: total(f(x))))(x)
 
-@job
-def one_module(wrap, i):
-    """Two threads use it without remat, which must not put its stand-ins where others look."""
-    x, f = tensor(2, 3, seed=i), wrap(MODEL) if i > 1 else MODEL
-    y = f(x)
-    assert all(type(p) is nn.Parameter for p in MODEL.parameters())
-    own = torch.autograd.grad(total(y), [*MODEL.parameters()])
-    return own, vmap(grad(lambda x: total(f(x))))(x)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_as_one_after_the_other(name):
-    rounds = lambda wrap, i: [JOBS[name](wrap, i) for _ in range(ROUNDS)]
+    rounds = lambda wrap, i: [job(wrap, i) for _ in range(ROUNDS)]
     want = [rounds(plain, i) for i in range(THREADS)]
     assert_same(together(*[functools.partial(rounds, remat, i) for i in range(THREADS)]), want)
 
