@@ -14,7 +14,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 from torch.nn.functional import dropout
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcckpt
 from funcckpt import checkpoint_name, remat
@@ -85,7 +84,6 @@ def sensitivity(f):
 TRANSFORMS = {
     "grad": (grad, 2),
     "vmap(grad)": (lambda f: vmap(grad(f), (None, 0)), 2),
-    "grad(vmap)": (lambda f: grad(lambda p, x: vmap(f, (None, 0))(p, x).sum()), 2),
     "vjp": (lambda f: lambda p, x: vjp(f, p, x)[1](torch.ones((), dtype=x.dtype)), 2),
     "jvp": (tangents_of, 1),
     "jvp(grad)": (lambda f: lambda p, x: jvp(lambda x: grad(f, argnums=1)(p, x), (x,), (x.cos(),)), 2),
@@ -118,27 +116,16 @@ def test_recomputation_waits_for_its_cotangent():
     assert seen == [-1, 0, 1][:DEPTH]
 
 
-def training_step(f):
-    def step(p, x):
-        x = x.clone().requires_grad_()
-        return torch.autograd.grad(f(p, x), x)
-
-    return step
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["vmap(grad)", "training step"])
-def test_the_default_compiler_saves_memory(name, tmp_path):
+def test_the_default_compiler_saves_memory(tmp_path):
     p = [{"in": torch.randn(32, 256), "out": torch.randn(256, 32)}] * 6
-    x = torch.randn(128, 32).requires_grad_(name == "training step")
+    x = torch.randn(128, 32)
 
     def peak(loss):
-        f = vmap(grad(loss, argnums=1), (None, 0)) if name == "vmap(grad)" else loss
-        f = torch.compile(f, fullgraph=True)
-        step = lambda: torch.autograd.grad(f(p, x), x) if x.requires_grad else f(p, x)
-        step()
+        f = torch.compile(vmap(grad(loss, argnums=1), (None, 0)), fullgraph=True)
+        f(p, x)
         with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-            step()
+            f(p, x)
         profile.export_chrome_trace(str(tmp_path / "trace"))
         events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
         changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"]
@@ -161,7 +148,6 @@ def gradients(f, *own):
 LOSSES = {
     "plain": (none, 2),
     "vmap": (lambda f: lambda p, x: vmap(f, (None, 0))(p, x).sum(), 2),
-    "grad": (sensitivity, 4),
     "vmap(grad)": (lambda f: lambda p, x: vmap(sensitivity(f), (None, 0))(p, x).sum(), 4),
     "jvp": (lambda f: lambda p, x: tangents_of(f)(p, x)[1], 2),
 }
@@ -216,23 +202,12 @@ def of_any_structure(wrap):
     return loss
 
 
-class Module(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(tensor(3, 3))
-
-    def method(self, x):
-        return torch.tanh(x @ self.w).sin()
-
-    forward = method
-
-
-MODULE = Module()
+MODULE = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
 
 
 def kinds_of_callables(wrap):
     def loss(p, x):
-        for f in (MODULE, MODULE.method, partial(block, p[0]), torch.tanh):
+        for f in (MODULE, MODULE.forward, partial(block, p[0]), torch.tanh):
             x = wrap(f)(x)
         return (x * x).sum()
 
@@ -254,7 +229,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs(program):
-    own = [MODULE.w] if program is kinds_of_callables else []
+    own = [*MODULE.parameters()] if program is kinds_of_callables else []
     compiled, counts = counted(program(remat))
     torch.testing.assert_close(gradients(compiled, *own), gradients(program(none), *own))
     assert counts[TANH] == PROGRAMS[program][0]
@@ -263,15 +238,12 @@ def test_programs(program):
     assert counts[TANH] == PROGRAMS[program][1]
 
 
-@pytest.mark.parametrize("how", ["Remat", "checkpoint"])
-def test_modules(how):
+def test_modules():
     layers = [nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(DEPTH)]
     plain, ours = [copy.deepcopy(nn.Sequential(*layers).double()) for _ in range(2)]
-    if how == "Remat":
-        apply_remat(ours, "?")
-    else:
-        for layer in ours:
-            layer.forward = partial(funcckpt.checkpoint, layer.forward)
+    apply_remat(ours, "?")
+    ours[1] = layers[1]
+    ours[1].forward = partial(funcckpt.checkpoint, ours[1].forward)
 
     def of(m, compiler):
         per_sample = vmap(grad(lambda p, x: functional_call(m, p, (x,)).square().sum()), (None, 0))
@@ -316,25 +288,22 @@ def test_random_numbers_are_those_of_the_forward(f, randomness):
 
 
 def test_random_numbers_of_training_steps():
+    """Between plain autograd and a transform."""
     w, x = [torch.rand(64, dtype=torch.float64) + 0.5 for _ in range(2)]
-    compiled, _ = counted(lambda x: remat(masks)(x).sum())
-    y = compiled(x.requires_grad_())
-    torch.testing.assert_close((torch.autograd.grad(y, x)[0] * x).sum(), y)
 
-    def f(w, x):  # between plain autograd and a transform
+    def f(w, x):
         g, y = with_value(lambda x: dropout(w * x, 0.5))(x)
         return g.square().sum(), y
 
     compiled, _ = counted(f)
-    value, y = compiled(w.requires_grad_(), x.detach())
+    value, y = compiled(w.requires_grad_(), x)
     torch.testing.assert_close(torch.autograd.grad(value, w)[0], 2 * w.detach() * (y / (w * x)).detach() ** 2)
 
 
 # -- what is refused, and what the compiler does not take ------------------------------------------------------
 
 
-SINE = torch.ops.aten.sin.default
-CONTEXTS = partial(funcckpt.create_selective_checkpoint_contexts, [SINE])
+CONTEXTS = partial(funcckpt.create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
 
 
 def write(x):
@@ -349,13 +318,12 @@ def write(x):
             grad(lambda x: funcckpt.checkpoint(torch.sin, x, context_fn=CONTEXTS).sum()),
             "context_fn cannot be",
         ),
-        (lambda x: funcckpt.checkpoint(torch.sin, x, policy=[SINE]).sum(), "checkpoint: policy cannot be"),
         (
             grad(lambda x: remat(write)(x * 1).sum()),
             "remat(write) writes in place to an argument or a captured tensor: float64[4, 3]",
         ),
     ],
-    ids=["policy", "contexts", "policy of checkpoint", "write"],
+    ids=["policy", "contexts", "write"],
 )
 def test_what_is_refused(f, says):
     with pytest.raises(Exception) as caught:
@@ -377,27 +345,14 @@ def test_a_broken_graph_is_checkpointed_all_the_same(transform):
     torch.testing.assert_close(gradients(compiled), gradients(transform(plain_loss)))
 
 
-class Count(TorchDispatchMode):
-    seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += func is torch.ops.aten.tanh.default
-        return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-
-@pytest.mark.parametrize("name", ["vmap(grad)", "jvp", "hessian"])
-def test_the_eager_backend_recomputes(name):
+def test_the_eager_backend_recomputes():
     """It runs the graph of Dynamo itself, with no AOTAutograd: as it is without a compiler."""
-    transform, times = TRANSFORMS[name]
+    transform, times = TRANSFORMS["vmap(grad)"]
     compiled = torch.compile(transform(loss), backend="eager", fullgraph=True)
-    compiled(PARAMETERS, X)
-    with Count() as count:
-        torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_loss)(PARAMETERS, X))
-    assert count.seen == (times + 1) * DEPTH  # and once without remat
+    torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_loss)(PARAMETERS, X))
+    with torch.profiler.profile() as profile:
+        compiled(PARAMETERS, X)
+    assert sum(event.name == "aten::tanh" for event in profile.events()) == times * DEPTH
 
 
 def test_names_and_marks_break_no_graph():
