@@ -21,15 +21,10 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).mT
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Linear(3, 3, bias=False)
-        self.decode = nn.Linear(3, 3)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x):
-        return self.decode(torch.tanh(self.encode(x)))
+def tied():
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3))
+    net[2].weight = net[0].weight
+    return net
 
 
 class Containers(nn.Module):
@@ -74,7 +69,7 @@ def with_parametrization():
 
 
 MODULES = {
-    "tied": Tied,
+    "tied": tied,
     "containers": Containers,
     "parametrized": with_parametrization,
     "spectral_norm_eval": lambda: parametrizations.spectral_norm(nn.Linear(3, 3)).eval(),
@@ -199,17 +194,19 @@ def test_cached_parametrizations():
     assert parametrize._cache_enabled == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+HOOKS = {
+    "spectral_norm": lambda module: nn.utils.spectral_norm(module.eval()),
+    "prune": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+}
+
+
 @pytest.mark.parametrize("transform", ["backward", "vmap_grad"])
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "prune"])
+@pytest.mark.parametrize("kind", HOOKS)
 def test_weights_that_hooks_compute(kind, transform):
     def run(wrap):
         torch.manual_seed(0)
         module = nn.Linear(3, 3, dtype=F64)
-        if kind == "prune":
-            prune.l1_unstructured(module, "weight", 0.5)
-        else:
-            getattr(nn.utils, kind)(module.eval() if kind == "spectral_norm" else module)
+        HOOKS[kind](module)
         found = observe(transform, lambda x: wrap(module)(x).sin(), (tensor(3),))
         return found, [p.grad for p in module.parameters()]
 

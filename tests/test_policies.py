@@ -325,6 +325,9 @@ def test_the_same_policy_serves_checkpoint(policy):
         assert measured.flops - without.flops == EXPECTED["mlp"][policy][0]
 
 
+BUDGET = policies.budget(bytes=1)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -335,18 +338,10 @@ def test_the_same_policy_serves_checkpoint(policy):
         (lambda: policies.budget(bytes=-1), OptionError, "bytes=-1 is negative"),
         (lambda: policies.save_only_these_names(["a"]), InputError, "must be a sequence of strings"),
         (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
+        (lambda: policies.save_from_both_policies([], BUDGET), OptionError, "Pass it alone"),
+        (lambda: grad(remat(torch.sin, policy=lambda *args: "yes"))(torch.ones(())), FuncckptError, "'yes'"),
         (
-            lambda: policies.save_from_both_policies([], policies.budget(bytes=1)),
-            OptionError,
-            "Pass it alone",
-        ),
-        (
-            lambda: remat(torch.sin, policy=lambda *args: "yes")(samples().requires_grad_()),
-            FuncckptError,
-            "'yes'",
-        ),
-        (
-            lambda: create_selective_checkpoint_contexts(policies.budget(bytes=1))[0]._policy,
+            lambda: create_selective_checkpoint_contexts(BUDGET)[0]._policy,
             OptionError,
             r"as remat\(f, policy=",
         ),
