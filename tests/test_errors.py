@@ -213,8 +213,7 @@ def test_stored_tensor_is_right_or_named(place, transform):
                 global ESCAPED
                 h = x.sin()
                 if place == "global":
-                    ESCAPED = h
-                    return ESCAPED * x
+                    ESCAPED = h  # which nothing here reads
                 write(o, {"its input": x, "detached": h.detach()}.get(place, h))
                 return h * x
 
