@@ -68,6 +68,11 @@ class FrozenData:
     w: torch.Tensor
 
 
+class Doubled(Pair):
+    def __new__(cls, w):
+        return super().__new__(cls, w * 2, None)
+
+
 class OwnDict(dict):
     __getattr__ = dict.__getitem__
 
@@ -101,11 +106,6 @@ def held_by(make, read):
     return kind
 
 
-def put(container, key, w):
-    container[key] = w
-    return container
-
-
 LIFTED |= {
     "function_attribute": held_by(lambda w: (f := lambda: None, setattr(f, "w", w))[0], lambda f: f.w),
     "defaultdict": held_by(lambda w: collections.defaultdict(lambda: 2, a=[w]), lambda o: o["a"][0] * o["b"]),
@@ -115,6 +115,8 @@ LIFTED |= {
     "vars": held_by(Attributes, lambda o: vars(o)[chr(119)]),
     "slots_of_a_base": held_by(SlotsBelow, lambda o: o.w),
     "frozen_dataclass": held_by(FrozenData, lambda o: o.w),
+    "named_tuple": held_by(Doubled, lambda o: o.left),
+    "partial": held_by(lambda w: (f := functools.partial(w.mul), setattr(f, "w", w))[0], lambda f: f(f.w)),
     "cyclic_object": held_by(
         lambda w: (o := Attributes(w), setattr(o, "me", [o]))[0], lambda o: o.me[0].me[0].w
     ),
@@ -203,10 +205,7 @@ def rebound(place, what, wrap, w, x):
     return out
 
 
-@pytest.mark.parametrize(
-    "transform",
-    ["backward_leaf", "double_backward", "grad", "vjp_later", "jvp", "vmap_grad", "hessian_mixed"],
-)
+@pytest.mark.parametrize("transform", ["backward_leaf", "double_backward", "grad", "jvp", "vmap_grad"])
 @pytest.mark.parametrize("what", VALUES)
 @pytest.mark.parametrize("place", SHELVES)
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -222,7 +221,7 @@ def test_rebound_is_right_or_refused(wrap, place, what, transform):
 HIDDEN = {
     "thread_local": held_by(lambda w: (setattr(LOCAL, "w", w), LOCAL)[1], lambda o: o.w),
     "cache": held_by(lambda w: (f := functools.cache(lambda: w * 2), f())[0], lambda f: f()),
-    "weak_dictionary": held_by(lambda w: put(REGISTRY, "w", w), lambda o: o["w"]),
+    "weak_dictionary": held_by(lambda w: (REGISTRY.update(w=w), REGISTRY)[1], lambda o: o["w"]),
     "own_tuple": held_by(lambda w: type("Own", (tuple,), {})((w,)), lambda o: o[0]),
     "mapping_proxy": held_by(lambda w: types.MappingProxyType({"w": w}), lambda o: o["w"]),
 }
