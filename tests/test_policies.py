@@ -11,13 +11,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
-from funcckpt import (
-    checkpoint,
-    checkpoint_name,
-    create_selective_checkpoint_contexts,
-    policies,
-    remat,
-)
+from funcckpt import checkpoint, checkpoint_name, create_selective_checkpoint_contexts, policies, remat
 from funcckpt.errors import FuncckptError, InputError, OptionError
 from funcckpt.meter import mark, measure
 from funcckpt.policies.policies import Chooser

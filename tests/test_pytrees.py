@@ -119,9 +119,6 @@ def test_one_tensor_as_several_arguments(wrap):
     assert_same(run(wrap), run(plain))
 
 
-# ---------------------------------------------------------------- static arguments
-
-
 STATIC = [
     *({"static_argnums": [1]}, {"static_argnums": -1}, {"static_argnames": "config"}),
     {"static_argnums": 1, "static_argnames": ("config",)},
@@ -156,9 +153,6 @@ def test_static_arguments_that_are_none(option, value):
     with pytest.raises(InputError, match=f"positional.*{option}") as caught:
         remat(positional, **{option: value})(tensor(3), 3)
     assert isinstance(caught.value, TypeError)
-
-
-# ---------------------------------------------------------------- what is left of f
 
 
 def test_keeps_name_doc_and_signature():

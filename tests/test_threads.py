@@ -5,6 +5,7 @@ import itertools
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,26 +37,17 @@ def own_state():
 def together(*jobs):
     """Results of the jobs, each run in its own thread, all started at once. An error in one is raised."""
     barrier = threading.Barrier(len(jobs))
-    results, errors = [None] * len(jobs), []
 
-    def run(i, job):
-        try:
-            torch.set_num_threads(1)
-            barrier.wait()
-            before = own_state()
-            results[i] = job()
-            assert own_state() == before
-        except BaseException as error:
-            errors.append(error)
+    def run(job):
+        torch.set_num_threads(1)
+        barrier.wait()
+        before = own_state()
+        result = job()
+        assert own_state() == before
+        return result
 
-    threads = [threading.Thread(target=run, args=(i, job)) for i, job in enumerate(jobs)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(run, jobs))
 
 
 def act(x, w):
