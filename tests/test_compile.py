@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from oracles import plain as none, tensor
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn.functional import dropout
 from torch.utils import _pytree as pytree
 
@@ -77,7 +77,6 @@ def sensitivity(f):
 TRANSFORMS = {
     "grad": (grad, 2),
     "vmap(grad)": (lambda f: vmap(grad(f), (None, 0)), 2),
-    "vjp": (lambda f: lambda p, x: vjp(f, p, x)[1](torch.ones((), dtype=x.dtype)), 2),
     "jvp": (tangents_of, 1),
     "jvp(grad)": (lambda f: lambda p, x: jvp(lambda x: grad(f, argnums=1)(p, x), (x,), (x.cos(),)), 2),
     "grad(grad)": (lambda f: grad(sensitivity(f)), 4),

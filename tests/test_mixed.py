@@ -56,7 +56,6 @@ def backward(f):
 TRANSFORMS = {
     "without grad mode": lambda f: torch.no_grad()(f)(W.clone().requires_grad_(), X, ETA),
     "backward": backward,
-    "vmap": lambda f: vmap(f, (None, 0, None))(W, XS, ETA),
     "vmap of grad, captured batched": lambda f: vmap(grad(f, (0, 1, 2)), (None, None, 0))(W, X, XS[:, 0]),
     "grad of vmap": lambda f: grad(lambda w: vmap(f, (None, 0, None))(w, XS, ETA).sum())(W),
     "vmap in vmap": lambda f: vmap(vmap(grad(f), (None, 0, None)), (2, None, None))(

@@ -20,8 +20,6 @@ from funcckpt.tape import recording
 pytestmark = pytest.mark.usefixtures("small_sizes_matter")
 
 
-# -- exactly what is kept, and what is computed again ---------------------------------------------------
-
 B, N, D, H = 3, 6, 8, 2
 DH, HID = D // H, 16
 
@@ -190,9 +188,8 @@ def test_plans_hold_no_policies():
     x, w = samples()[0], weights(attention)[0]
     before = len(recording._plans)
     for _ in range(3):
-        policy = policies.save_from_both_policies(
-            policies.save_only_these_names("h"), [torch.ops.aten.mm.default]
-        )
+        names, product = policies.save_only_these_names("h"), [torch.ops.aten.mm.default]
+        policy = policies.save_from_both_policies(names, product)
         grad(remat(lambda x: checkpoint_name(x @ w, "h").sin().sum(), policy=policy))(x)
     assert len(recording._plans) == before + 1
     ref = weakref.ref(policy)
@@ -201,16 +198,11 @@ def test_plans_hold_no_policies():
     assert ref() is None
 
 
-def kept_by(y):
-    """What the node of a checkpoint in plain eager code holds."""
-    return y.grad_fn.saved_tensors
-
-
 def test_kept_values_belong_to_the_graph():
     """They are freed with it, and kept under retain_graph."""
     ws = [w.requires_grad_() for w in weights(mlp)]
     y = remat(mlp, policy=policies.dots_saveable)(samples()[0], *ws)
-    kept = weakref.ref(kept_by(y)[-1].untyped_storage())
+    kept = weakref.ref(y.grad_fn.saved_tensors[-1].untyped_storage())
     first = torch.autograd.grad(y.sum(), ws, retain_graph=True)
     assert kept() is not None
     assert_close(torch.autograd.grad(y.sum(), ws), first)
@@ -233,9 +225,6 @@ def test_another_way_in_the_recomputation_finds_less_and_nothing_wrong():
         turn = itertools.count()
         g = remat(lambda x: f(x, next(turn)), policy=policies.dots_saveable, determinism_check="none")  # noqa: B023
         assert_close(grad(g)(x), grad(lambda x: f(x, recomputed))(x))  # noqa: B023
-
-
-# -- a budget ------------------------------------------------------------------------------------------
 
 
 # The same by fraction of what the backward reads.
@@ -263,7 +252,7 @@ def test_a_budget_is_kept_and_more_is_never_worse(block, run):
 def saved_by(f, *args):
     """The numbers that one call in plain eager code keeps beside its inputs."""
     inputs = [x for x in args if isinstance(x, torch.Tensor)]
-    return sum(x.nbytes for x in kept_by(f(*args))[len(inputs) :])
+    return sum(x.nbytes for x in f(*args).grad_fn.saved_tensors[len(inputs) :])
 
 
 def test_a_budget_is_kept_whatever_the_arguments_are():
@@ -281,9 +270,6 @@ def test_a_budget_is_kept_whatever_the_arguments_are():
     assert saved_by(wrapped, x, w, 9) == 0  # and measured now
     half = [t.detach().bfloat16().requires_grad_() for t in (x, w)]
     assert saved_by(wrapped, *half, 3) == 3 * N * D * 2
-
-
-# -- offloading, the other form, and what is refused -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -334,11 +320,7 @@ BUDGET = policies.budget(bytes=1)
         (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
         (lambda: policies.save_from_both_policies([], BUDGET), OptionError, "Pass it alone"),
         (lambda: grad(remat(torch.sin, policy=lambda *args: "yes"))(torch.ones(())), FuncckptError, "'yes'"),
-        (
-            lambda: create_selective_checkpoint_contexts(BUDGET)[0]._policy,
-            OptionError,
-            r"as remat\(f, policy=",
-        ),
+        (lambda: create_selective_checkpoint_contexts(BUDGET)[0]._policy, OptionError, r"remat\(f, policy="),
     ],
 )
 def test_what_is_no_policy(make, error, words):

@@ -38,11 +38,6 @@ def parameters(x, *rest, scale, **more):
     return x * scale + more["bias"]
 
 
-def nested(tree):
-    (a, [b, c]), d = tree["in"], tree["more"]
-    return [(a * b, {"k": [c.sin() * d]}), ()]
-
-
 def dataclasses_(body):
     return Body(body.mass * body.at.x.sum(), Point(body.at.y.sin(), body.at.x * body.mass), body.name + "!")
 
@@ -71,7 +66,6 @@ x3, y3 = tensor(3), tensor(3, seed=1)
 pair = Point(tensor(2), tensor(2, seed=1))
 CASES = {
     "parameters": case(parameters, x3, y3, 2.0, bias=tensor(), scale=tensor(3, seed=2)),
-    "nested": case(nested, {"in": (tensor(2), [tensor(2, seed=1), tensor(2, seed=2)]), "more": 3.0}),
     "dataclasses": case(dataclasses_, Body(tensor(), pair, "sun")),
     "collections": case(collections_, x3),
     "leaves_in": case(
