@@ -12,12 +12,11 @@ from __future__ import annotations
 import operator
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch import wrappers
 from . import kinds
 from .code import is_library
 from .find import Found
@@ -183,15 +182,14 @@ def _made_anew(node: Node) -> set[str]:
     return {name.rpartition("_")[0] for name in node.value._parameters}
 
 
-def unwrap_stored(found: Found, changed: Iterable[int]) -> None:
-    """Take the tensors that f stored out of the levels at which it ran, once these are over."""
+def unwrap_stored(found: Found, changed: Iterable[int], alive: Callable[[Tensor], Tensor]) -> None:
+    """Take the tensors that f stored out of the levels at which it ran, once these are over, by `alive`."""
     # Torch takes away only one level that is over, and would refuse what f stores in its next call.
     for node in map(found.nodes.__getitem__, changed):
         now = kinds.read(node.kind, node.value, node.names)
-        of_levels = [(name, x) for name, x in now.items() if isinstance(x, Tensor)]
-        alive = {name: wrappers.alive(x) for name, x in of_levels if wrappers.is_dead_tensor_wrapper(x)}
-        if alive:
-            _put(node.kind, node.value, now, {**now, **alive})
+        taken_out = {name: alive(x) for name, x in now.items() if isinstance(x, Tensor)}
+        if any([now[name] is not x for name, x in taken_out.items()]):
+            _put(node.kind, node.value, now, {**now, **taken_out})
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]:

@@ -128,7 +128,7 @@ class Call(UserProgram):
                 self.kept = None
         if self._buffers is not None:
             outputs = self._buffers.settle(outputs)
-        unwrap_stored(self.found, self._assigned)
+        unwrap_stored(self.found, self._assigned, wrappers.alive)
         self.seal()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
