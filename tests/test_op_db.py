@@ -30,6 +30,7 @@ OPEN = {
     ("nn.functional.max_unpool2d", "vmap_different grad_x"),
     ("nn.functional.max_unpool2d.grad", "vmap_different grad_x"),
     ("cov", "double_backward"),
+    ("cov", "grad_x grad_x"),
 }
 TRANSFORMS = (
     "backward | double_backward | grad_x grad_x | vjp_vmap | vmap_different grad_x | jvp_x | jvp_x grad_x"
