@@ -7,7 +7,7 @@ import torch
 from oracles import F64, OBSERVATIONS, assert_same, compare, observe, plain, tensor, total
 from support import WRAPS
 from torch import nn
-from torch.func import functional_call, grad, hessian
+from torch.func import functional_call, grad, hessian, stack_module_state, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 from torch.utils._pytree import tree_leaves
@@ -48,18 +48,21 @@ class Containers(nn.Module):
 
 
 class Hooked(nn.Module):
-    """A hook on a layer, and its own forward patched by a partial, as libraries do."""
+    """Hooks on a layer, removed when it goes, and its own forward patched by a partial, as libraries do."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 3)
-        self.layer.register_forward_hook(lambda module, args, out: out * 2)
+        self.handle = self.layer.register_forward_hook(lambda module, args, out: out * 2)
         self.layer.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
         patched = functools.partial(lambda old, x: old(x) * 2, self.forward)
         self.forward = functools.update_wrapper(patched, self.forward)
 
     def forward(self, x):
         return self.layer(x)
+
+    def __del__(self):
+        self.handle.remove()
 
 
 def with_parametrization():
@@ -73,6 +76,7 @@ MODULES = {
     "containers": Containers,
     "parametrized": with_parametrization,
     "hooked": Hooked,
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).eval(),
     "lstm": lambda: nn.LSTM(3, 3),
 }
 
@@ -251,3 +255,16 @@ def test_functional_call_in_a_graph(mode):
     step = lambda wrap: grad(lambda p, x: wrap(lambda p, x: functional_call(NET, p, (x,)).sin())(p, x).sum())
     graph = make_fx(step(remat), tracing_mode=mode)(REPLACED, X)
     assert_same(graph(REPLACED, X.sin()), step(plain)(REPLACED, X.sin()))
+
+
+def test_an_ensemble_of_stacked_modules():
+    """As torch's tutorial has it: the module that is called has no memory of its own."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double() for _ in range(3)]
+    state, base = stack_module_state(nets), nets[0].to("meta")
+
+    def run(wrap):
+        call = lambda p, b, x: wrap(lambda x: functional_call(base, (p, b), (x,)))(x).sum()
+        return vmap(vmap(grad(call), (None, None, 0)), (0, 0, None))(*state, tensor(5, 3))
+
+    assert_same(run(remat), run(plain))

@@ -65,12 +65,8 @@ PARAMETERS = [{"in": tensor(3, 5, seed=i), "out": tensor(5, 3, seed=i)} for i in
 X = tensor(4, 3, seed=9)
 
 
-def tangents_of(f):
-    return lambda p, x: jvp(lambda x: f(p, x), (x,), (x.cos(),))
-
-
-def sensitivity(f):
-    return lambda p, x: grad(f, argnums=1)(p, x).pow(2).sum()
+tangents_of = lambda f: lambda p, x: jvp(lambda x: f(p, x), (x,), (x.cos(),))
+sensitivity = lambda f: lambda p, x: grad(f, argnums=1)(p, x).pow(2).sum()
 
 
 # Transforms, and how often each block is run: forward mode keeps nothing, and recomputes nothing.
@@ -325,14 +321,17 @@ def test_a_broken_graph_is_checkpointed_all_the_same(transform):
     torch.testing.assert_close(gradients(compiled), gradients(transform(plain_loss)))
 
 
-def test_the_eager_backend_recomputes():
+@pytest.mark.parametrize("name", ["vmap(grad)", "jvp", "hessian"])
+def test_the_eager_backend_recomputes(name):
     """It runs the graph of Dynamo itself, with no AOTAutograd: as it is without a compiler."""
-    transform, times = TRANSFORMS["vmap(grad)"]
-    compiled = torch.compile(transform(loss), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(PARAMETERS, X), transform(plain_loss)(PARAMETERS, X))
-    with torch.profiler.profile() as profile:
-        compiled(PARAMETERS, X)
-    assert sum(event.name == "aten::tanh" for event in profile.events()) == times * DEPTH
+    eager, counts = TRANSFORMS[name][0](loss), []
+    compiled = torch.compile(eager, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(PARAMETERS, X), TRANSFORMS[name][0](plain_loss)(PARAMETERS, X))
+    for f in (compiled, eager):
+        with torch.profiler.profile() as profile:
+            f(PARAMETERS, X)
+        counts.append(sum(event.name == "aten::tanh" for event in profile.events()))
+    assert counts[0] == counts[1] > 0
 
 
 def test_names_and_marks_break_no_graph():

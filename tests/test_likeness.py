@@ -7,6 +7,7 @@ import importlib
 import pickle
 import random
 import sys
+import types
 from typing import ClassVar
 
 import numpy as np
@@ -150,6 +151,53 @@ def compiled_modules_are_recomputed_as_they_were_written(wrap):
     compiled = torch.compile(module, backend="eager")
     (wrap(compiled)(x).sin() + wrap(lambda x: compiled(x).cos())(x)).sum().backward()
     return x.grad, module.weight.grad
+
+
+class Halved(torch.Tensor):
+    """Says what operators do; in its own backward, it has no say any more."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            args = args[0], args[1] * 0.5
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@program
+def parameters_of_a_class_of_their_own(wrap):
+    module, x = nn.Linear(3, 3, bias=False, dtype=F64), leaf(3)
+    module.weight = nn.Parameter(tensor(3, 3, seed=1).as_subclass(Halved))
+    wrap(lambda x: module(x).sin() * (2 if isinstance(module.weight, Halved) else 3))(x).sum().backward()
+    gradient = grad(lambda x: wrap(module)(x).as_subclass(torch.Tensor).sum())(tensor(3))
+    return x.grad, module.weight.grad.as_subclass(torch.Tensor), gradient
+
+
+class Exp(torch.autograd.Function):
+    """In the old style, which torch.func refuses."""
+
+    forward = staticmethod(lambda ctx, x: (ctx.save_for_backward(x), x.exp())[1])
+    backward = staticmethod(lambda ctx, ct: ct * ctx.saved_tensors[0].exp())
+
+
+@program
+def second_derivatives_of_an_old_autograd_function(wrap):
+    x, w = leaf(3), leaf(3, seed=1)
+    out = wrap(lambda x: Exp.apply(x.sin() * w) * x)(x)
+    first = torch.autograd.grad(out.sum(), (x, w), create_graph=True)
+    return torch.autograd.grad(sum(g.sin().sum() for g in first), (x, w))
+
+
+@program
+def what_was_assigned_before_it_failed(wrap):
+    box = types.SimpleNamespace(w=leaf(3), failed=False)
+
+    def f(x):
+        box.failed = True
+        raise ValueError(box.w * x)
+
+    with pytest.raises(ValueError):
+        wrap(f)(leaf(3))
+    return box.failed
 
 
 @program

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import tensor
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
@@ -67,15 +68,11 @@ POLICIES = {
     "anything": policies.save_anything_except_these_names("z", "p"),
 }
 SHAPES = {mlp: [(D, HID), (HID, D)], attention: [(D, D)] * 4}
+SAMPLES = tensor(B, N, D, seed=9)
 
 
 def weights(block):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator, dtype=torch.float64) / 3 for s in SHAPES[block]]
-
-
-def samples():
-    return torch.randn(B, N, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [tensor(*shape, seed=i) / 3 for i, shape in enumerate(SHAPES[block])]
 
 
 def loss(block, wrap):
@@ -89,18 +86,12 @@ def loss(block, wrap):
 
 def plain(block, wrap):
     ws = [w.clone().requires_grad_() for w in weights(block)]
-    loss(block, wrap)(ws, samples()[0]).backward()
+    loss(block, wrap)(ws, SAMPLES[0]).backward()
     return [w.grad for w in ws]
 
 
-def under_grad(block, wrap):
-    return grad(loss(block, wrap))(weights(block), samples()[0])
-
-
-def per_sample(block, wrap):
-    return vmap(grad(loss(block, wrap)), (None, 0))(weights(block), samples())
-
-
+under_grad = lambda block, wrap: grad(loss(block, wrap))(weights(block), SAMPLES[0])
+per_sample = lambda block, wrap: vmap(grad(loss(block, wrap)), (None, 0))(weights(block), SAMPLES)
 RUNS = {"plain": plain, "grad": under_grad, "vmap_grad": per_sample}
 
 
@@ -140,11 +131,11 @@ def test_dots_are_kept(name):
     """A vector that requires no grad may be a running statistic, of which a recomputation gets a copy; and
     under vmap torch reshapes what F.linear makes of it in place.
     """
-    v, b = samples()[:, 0].contiguous(), samples().view(-1)[:HID]
+    v, b = SAMPLES[:, 0].contiguous(), SAMPLES.view(-1)[:HID]
 
     def run(wrap):
         loss = lambda w, x, v: wrap(PRODUCTS[name])(w, x, v, b).square().sum()
-        return vmap(grad(loss), (None, 0, 0))(weights(mlp)[0].mT.contiguous(), samples(), v)
+        return vmap(grad(loss), (None, 0, 0))(weights(mlp)[0].mT.contiguous(), SAMPLES, v)
 
     without = measure(run, lambda f: f)
     measured = measure(run, functools.partial(remat, policy=policies.dots_saveable))
@@ -157,7 +148,7 @@ def test_what_a_policy_keeps_is_learned_once(monkeypatch):
     asked = []
     decides = Chooser.decides
     monkeypatch.setattr(Chooser, "decides", lambda *args: asked.append(args) or decides(*args))
-    x, w = samples()[0], weights(attention)[0]
+    x, w = SAMPLES[0], weights(attention)[0]
 
     def f(x, flag):
         y = x @ w
@@ -185,7 +176,7 @@ def test_what_a_policy_keeps_is_learned_once(monkeypatch):
 
 def test_plans_hold_no_policies():
     """And one that is made again for each call is the same."""
-    x, w = samples()[0], weights(attention)[0]
+    x, w = SAMPLES[0], weights(attention)[0]
     before = len(recording._plans)
     for _ in range(3):
         names, product = policies.save_only_these_names("h"), [torch.ops.aten.mm.default]
@@ -201,7 +192,7 @@ def test_plans_hold_no_policies():
 def test_kept_values_belong_to_the_graph():
     """They are freed with it, and kept under retain_graph."""
     ws = [w.requires_grad_() for w in weights(mlp)]
-    y = remat(mlp, policy=policies.dots_saveable)(samples()[0], *ws)
+    y = remat(mlp, policy=policies.dots_saveable)(SAMPLES[0], *ws)
     kept = weakref.ref(y.grad_fn.saved_tensors[-1].untyped_storage())
     first = torch.autograd.grad(y.sum(), ws, retain_graph=True)
     assert kept() is not None
@@ -211,7 +202,7 @@ def test_kept_values_belong_to_the_graph():
 
 def test_another_way_in_the_recomputation_finds_less_and_nothing_wrong():
     """What is kept is known by all that ran before it, not by its shape or position."""
-    x, w = samples()[0], weights(attention)
+    x, w = SAMPLES[0], weights(attention)
 
     def in_another_order(x, turn):
         ws = w[1::-1] if turn else w[:2]
@@ -264,7 +255,7 @@ def test_a_budget_is_kept_whatever_the_arguments_are():
 
     limit = N * D * 8
     wrapped = remat(f, policy=policies.budget(bytes=limit))
-    x, w = samples()[0].requires_grad_(), weights(attention)[0]
+    x, w = SAMPLES[0].clone().requires_grad_(), weights(attention)[0]
     assert saved_by(wrapped, x, w, 1) == limit
     assert saved_by(wrapped, x, w, 9) == 0  # too much for what was planned
     assert saved_by(wrapped, x, w, 9) == 0  # and measured now

@@ -160,12 +160,8 @@ def test_under_autocast_a_loop_is_the_plain_one_that_casts_in_each_step(options)
 # -- counts -----------------------------------------------------------------------------------------
 
 
-def sines(loop, *args):
-    return measure(loop, *args).ops["aten.sin.default"]
-
-
-def backward(f):
-    return lambda x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[0]
+sines = lambda loop, *args: measure(loop, *args).ops["aten.sin.default"]
+backward = lambda f: lambda x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[0]
 
 
 HOW = {"grad": grad, "backward": backward, "vmap of grad": lambda f: lambda x: vmap(grad(f))(x[None])}

@@ -1,5 +1,6 @@
 """Eight threads at once: their own transforms and streams, and one module for all."""
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -131,3 +132,33 @@ def test_forward_in_one_thread_and_backward_in_another():
     made = together(*[functools.partial(make, remat, i) for i in range(THREADS)])
     got = together(*[functools.partial(torch.autograd.grad, *pair) for pair in made[1:] + made[:1]])
     assert_same(got[-1:] + got[:-1], want)
+
+
+def test_autocast_of_each_thread():
+    def job(wrap, dtype):
+        found = []
+        for _ in range(ROUNDS):
+            x, w = (t.float().requires_grad_() for t in inputs(0))
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                y = wrap(act)(x, w)
+            time.sleep(0)
+            found.append((y, torch.autograd.grad(total(y), (x, w))))
+        return found
+
+    dtypes = [torch.bfloat16, torch.float16, None, torch.bfloat16]
+    want = [job(plain, dtype) for dtype in dtypes]
+    assert_same(together(*[functools.partial(job, remat, dtype) for dtype in dtypes]), want)
+
+
+def test_an_error_stays_in_its_thread():
+    def job(i):
+        def f(x, w):
+            return act(x, w) * (1 / (1 - next(runs) % 2 * (i % 2)))
+
+        runs = itertools.count()  # which no recomputation puts back
+        for _ in range(ROUNDS):
+            with pytest.raises(ZeroDivisionError) if i % 2 else contextlib.nullcontext():
+                assert_same(stack("vmap_x", "grad_both")(remat(f))(*inputs(i)), want[i])
+
+    want = [stack("vmap_x", "grad_both")(act)(*inputs(i)) for i in range(THREADS)]
+    together(*[functools.partial(job, i) for i in range(THREADS)])

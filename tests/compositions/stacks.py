@@ -43,20 +43,10 @@ def scalar(out):
     return sum([leaf.sin().sum() for leaf in split(out)[0]], 0.0)
 
 
-def cost(fn):
-    return lambda *args: scalar(fn(*args))
-
-
-def real(fn):
-    return lambda *args: split(fn(*args))[0]
-
-
-def rows(t):
-    return torch.stack([t, t * 0.5 + 0.1])
-
-
-def direction(t):
-    return t.cos()
+cost = lambda fn: lambda *args: scalar(fn(*args))
+real = lambda fn: lambda *args: split(fn(*args))[0]
+rows = lambda t: torch.stack([t, t * 0.5 + 0.1])
+direction = lambda t: t.cos()
 
 
 SCALES = torch.tensor([1.0, 0.5])
@@ -243,8 +233,7 @@ def unpack(out):
     return [tuple(forward_ad.unpack_dual(t)) if is_differentiable(t) else t for t in pytree.tree_leaves(out)]
 
 
-def dual_of(x):
-    return forward_ad.make_dual(x, direction(x.detach()))
+dual_of = lambda x: forward_ad.make_dual(x, direction(x.detach()))
 
 
 @outer
@@ -279,8 +268,7 @@ def traced(fn, x, w, **options):
     return make_fx(fn, **options)(x, w)(x * 0.9, w * 1.1)
 
 
-def outputs(fn):
-    return lambda *args: tuple(split(fn(*args))[0])
+outputs = lambda fn: lambda *args: tuple(split(fn(*args))[0])
 
 
 OUTER |= {

@@ -20,20 +20,10 @@ def vector(x):
     return x.sin() * x.sum()
 
 
-def gradient(f, argnums=0):
-    return grad(lambda *args: f(*args).sum(), argnums)
-
-
-def tangent(f):
-    return lambda x: jvp(f, (x,), (x,))[1]
-
-
-def batched(f):
-    return lambda x: vmap(f)(torch.stack([x, x * 2, x - 1]))
-
-
-def plain_backward(f):
-    return lambda x: f(x.clone().requires_grad_()).sum().backward()
+gradient = lambda f, argnums=0: grad(lambda *args: f(*args).sum(), argnums)
+tangent = lambda f: lambda x: jvp(f, (x,), (x,))[1]
+batched = lambda f: lambda x: vmap(f)(torch.stack([x, x * 2, x - 1]))
+plain_backward = lambda f: lambda x: f(x.clone().requires_grad_()).sum().backward()
 
 
 def plain_double_backward(f):

@@ -32,12 +32,8 @@ def deep(block):
     return loss
 
 
-def normal(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(4)) * 0.2
-
-
-def weights(hidden):
-    return [(normal(WIDTH, n), normal(n, WIDTH)) for n in hidden]
+normal = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(4)) * 0.2
+weights = lambda hidden: [(normal(WIDTH, n), normal(n, WIDTH)) for n in hidden]
 
 
 def peak(f, *args):
