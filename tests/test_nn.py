@@ -322,10 +322,7 @@ class Model(Parent):
         self.head = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
-def wrapped_names(model):
-    return [name for name, m in model.named_modules() if isinstance(m, Remat)]
-
-
+wrapped_names = lambda model: [name for name, m in model.named_modules() if isinstance(m, Remat)]
 # Some models have longer names, as peft and data parallelism give them.
 LONGER = lambda: nn.ModuleDict({"inner": nn.ModuleDict({"model": Model()})})
 LAYERS = [f"layers.{i}" for i in range(5)]

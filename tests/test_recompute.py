@@ -18,15 +18,12 @@ from funcckpt.tape import recompute
 
 L, N, D, H = 4, 8, 4, 16
 MATMUL = 2 * N * D * H
+draw = lambda *shape: torch.randn(*shape, dtype=torch.float64) / 2
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(small_sizes_matter):
     recompute._plans.clear()
-
-
-def draw(*shape):
-    return torch.randn(*shape, dtype=torch.float64) / 2
 
 
 def block(x, w1, w2):

@@ -346,12 +346,15 @@ class Vjp(Derived):
         try:
             functorch.set_grad_enabled(True)
             if is_plain:
-                given = self.arity - len(self.inner.ids if isinstance(self.inner, WithCaptured) else ())
+                ids = self.inner.ids if isinstance(self.inner, WithCaptured) else ()
+                captured = dict(zip(range(self.arity - len(ids), self.arity), ids, strict=True))
                 detach = wrappers.how_to_detach(primals)
                 for i in self.wrt:
                     x = primals[i]
                     # A captured leaf stays, since f may differentiate it; but its hooks are for the backward.
-                    if i < given or not x.requires_grad or not x.is_leaf or x._backward_hooks:
+                    # Saved-tensor hooks give another object, of which the graph would show the original.
+                    stays = id(x) == captured.get(i) and x.is_leaf and x.requires_grad
+                    if not stays or x._backward_hooks:
                         is_nested = mode and x.requires_grad
                         primals[i] = x.view_as(x) if is_nested else detach(x).requires_grad_()
                 leaves = [*map(primals.__getitem__, self.wrt)]

@@ -237,10 +237,15 @@ def test_as_without(seed, how, family, monkeypatch):
         assert_same(found, expected)
 
 
-# What others than f do inside of f, and how often, is no operator of f: copies of hooks and of selective regions.
-FOUND = [("checkpoint", [("left scope", ["linear"]), ("selective save", [("hooks", ["matmul"]), "noise"])])]
+FOUND = [
+    # What others than f do inside of f, and how often, is no operator of f: copies of hooks and of regions.
+    ("checkpoint", [("left scope", ["linear"]), ("selective save", [("hooks", ["matmul"]), "noise"])]),
+    ("left scope", [("remat", [("remat", ["linear"])])]),  # hooks give another parameter than was captured
+]
 
 
-def test_as_without_found(monkeypatch):
+@pytest.mark.parametrize("how", ["once", "under no_grad and hooks"])
+@pytest.mark.parametrize("program", FOUND, ids=lambda program: program[0])
+def test_as_without_found(program, how, monkeypatch):
     monkeypatch.setattr(selective, "is_far", lambda x: True)
-    assert_same(run(FOUND, 0, False, "once"), run(FOUND, 0, True, "once"))
+    assert_same(run([program], 0, False, how), run([program], 0, True, how))
