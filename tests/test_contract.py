@@ -382,10 +382,7 @@ def test_a_write_between_the_runs_is_an_error(which, transform, wrap):
     assert isinstance(error.value, MutationError) or "modified by an inplace operation" in str(error.value)
 
 
-def writes(x):
-    return x.mul_(2).sin()
-
-
+writes = lambda x: x.mul_(2).sin()
 RUNS_ONCE = {
     "no_grad": lambda f, x: torch.no_grad()(f)(x.clone()),
     "vmap": lambda f, x: vmap(f)(x.clone()),

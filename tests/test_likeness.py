@@ -187,6 +187,18 @@ def second_derivatives_of_an_old_autograd_function(wrap):
     return torch.autograd.grad(sum(g.sin().sum() for g in first), (x, w))
 
 
+class Once(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.exp())
+    backward = staticmethod(torch.autograd.function.once_differentiable(lambda ctx, ct: ct * 2))
+
+
+@program
+def a_second_derivative_that_is_refused(wrap):
+    x = leaf(3)
+    first = torch.autograd.grad(wrap(lambda x: Once.apply(x * x))(x).square().sum(), x, create_graph=True)
+    first[0].sum().backward()
+
+
 @program
 def what_was_assigned_before_it_failed(wrap):
     box = types.SimpleNamespace(w=leaf(3), failed=False)

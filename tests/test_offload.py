@@ -141,13 +141,11 @@ def everything(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_CPU_OFFLOAD
 
 
-def by_remat(f):
-    return remat(f, policy=everything)
-
-
-def by_hooks(f):
-    contexts = lambda: create_selective_checkpoint_contexts(everything)
-    return lambda *args: checkpoint(f, *args, context_fn=contexts)
+contexts = lambda: create_selective_checkpoint_contexts(everything)
+OFFLOADING = {
+    "remat": lambda f: remat(f, policy=everything),
+    "hooks": lambda f: lambda *args: checkpoint(f, *args, context_fn=contexts),
+}
 
 
 def read_only(x, w):
@@ -161,7 +159,7 @@ def writes_inside(x, w):
 
 
 @pytest.mark.parametrize("f", [read_only, writes_inside])
-@pytest.mark.parametrize("wrap", [by_remat, by_hooks])
+@pytest.mark.parametrize("wrap", OFFLOADING.values(), ids=OFFLOADING)
 def test_copies_that_come_late(late, wrap, f, monkeypatch):
     """What is copied is what was there, whoever writes to it; into pinned memory."""
     seen = []
@@ -180,7 +178,7 @@ def test_copies_that_come_late(late, wrap, f, monkeypatch):
         assert_same(per_sample(wrap(f)), per_sample(f))
 
 
-@pytest.mark.parametrize("wrap", [by_remat, by_hooks])
+@pytest.mark.parametrize("wrap", OFFLOADING.values(), ids=OFFLOADING)
 def test_copies_back_are_ahead_of_their_use(late, wrap):
     """All are begun before the first one is waited for."""
     y = wrap(read_only)(tensor(3, 3).requires_grad_(), tensor(3, 3))

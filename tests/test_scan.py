@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from oracles import F64, tensor
 from support import assert_same
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -25,7 +26,6 @@ from funcckpt.loops.schedules import Schedule, advances, choose, evaluations, pa
 from funcckpt.meter import mark, measure
 from funcckpt.tape import recompute
 
-F64 = torch.float64
 N, D = 11, 3
 SCHEDULES = [
     {"checkpoint": None},
@@ -58,10 +58,6 @@ def plain_while(cond, body, carry, **_):
     while cond(carry):
         carry = body(carry)
     return carry
-
-
-def tensor(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 W, X, XS, V = tensor(D, D, seed=1) / 2, tensor(D, seed=2), tensor(N, D, seed=3), tensor(D, D, seed=4)
