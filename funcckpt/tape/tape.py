@@ -79,7 +79,6 @@ class Tape:
         call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None)
         self.calls.append(call)
         for i, x in enumerate(operators.written(func, args, kwargs)):
-            self._must_run(x)
             if x.layout is torch.strided:
                 self.makers[x.untyped_storage()] = index, -1 - i
         if kind == "writes":
@@ -92,15 +91,10 @@ class Tape:
             elif y.untyped_storage()._cdata in storages or y.untyped_storage() in self.makers:
                 # Shared memory that the schema does not mention (`aten.unsafe_split`).
                 call.may_skip, shares = False, True
-                self._must_run(y)
             else:
                 call.outputs[i] = TensorMeta.of(y)
                 self.makers[y.untyped_storage()] = index, i
         return None if shares else call
-
-    def _must_run(self, x: Tensor) -> None:
-        for index, _ in self.made((x,)):
-            self.calls[index].may_skip = False
 
     def unread(self) -> list[Call]:
         """The calls whose results nobody has read, and whose results are freed."""
