@@ -60,17 +60,9 @@ def own_sources() -> bytes:
     return b"".join([file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))])
 
 
-def job(
-    layers: int,
-    width: int,
-    heads: int,
-    context: int,
-    batch: int,
-    method: str,
-    text: bytes,
-    device: str = "cpu",
-) -> Callable[[], dict[str, Tensor]]:
+def job(method: str, text: bytes, device: str = "cpu", **sizes: int) -> Callable[[], dict[str, Tensor]]:
     """The job as a function: the gradient for each of `batch` sequences of `context` bytes of a text."""
+    layers, width, heads, context, batch = [sizes[name] for name in SIZES]
     torch.manual_seed(0)
     blocks = [METHODS[method][0](Block(width, heads)) for _ in range(layers)]
     ends = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)

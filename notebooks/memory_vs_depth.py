@@ -8,7 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from funcckpt.__main__ import SIZES, job
+from funcckpt.__main__ import SIZES, job, own_sources
 from funcckpt.meter import measure
 
 DEPTHS = [2, 4, 8, 12, 16, 24, 32]
@@ -16,12 +16,12 @@ INK, MUTED, BLUE, ORANGE = "#1f2328", "#656d76", "#0969da", "#bc4c00"
 
 
 def main() -> None:
-    plain, rematted, gradients = [], [], []
+    plain, rematted, gradients, text = [], [], [], own_sources()
     print(f"{'layers':>8}{'plain':>12}{'remat':>12}{'gradients':>12}   MiB")
     for depth in DEPTHS:
         sizes = {**SIZES, "layers": depth}
-        plain.append(measure(job(**sizes, remat=False)).peak_bytes / 2**20)
-        m = measure(job(**sizes, remat=True))
+        plain.append(measure(job("plain", text, **sizes)).peak_bytes / 2**20)
+        m = measure(job("remat", text, **sizes))
         rematted.append(m.peak_bytes / 2**20)
         gradients.append(m.end_bytes / 2**20)
         print(f"{depth:>8}{plain[-1]:>12.1f}{rematted[-1]:>12.1f}{gradients[-1]:>12.1f}")
