@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import compress, islice
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..closures import Found, kinds
 from ..closures.code import about
 from ..core import dispatch
 from ..core.call import Call, Options
-from ..core.program import Derived, Jvp, Program, Tensors, Vjp, Vmap, is_differentiable
+from ..core.program import Derived, Jvp, Tensors, Vjp, Vmap, is_differentiable
 from ..errors import InputError, OptionError
 from ..remat import name_and_check, remat
 from .steps import in_words
@@ -161,6 +162,7 @@ class _Unfit(world.Mode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(eq=False)
 class _Gradient(Vjp):
     """(inputs) -> gradients of the only output of a program, a scalar, with respect to the inputs `wrt`.
 
@@ -169,17 +171,10 @@ class _Gradient(Vjp):
     nothing.
     """
 
-    def __init__(
-        self,
-        inner: Program,
-        call_level: int,
-        arity: int,
-        wrt: tuple[int, ...],
-        with_zeros: bool = False,
-        unbatched: _Gradient | None = None,
-    ) -> None:
-        super().__init__(inner, call_level, arity, wrt, (0,), at_level=False)
-        self.with_zeros, self._unbatched = with_zeros, unbatched
+    of: tuple[int, ...] = (0,)
+    at_level: bool = False
+    with_zeros: bool = False
+    of_one_sample: _Gradient | None = None  # before the last vmap
 
     def pullback(
         self, call_level: int, arity: int, wrt: tuple[int, ...], of: tuple[int, ...], at_level: bool
@@ -197,7 +192,9 @@ class _Gradient(Vjp):
         at = zip(inputs, in_dims, strict=True)
         own = [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in at]
         losses = _Sum(self.inner, call_level, (0,) * self.arity, size, randomness)
-        return _Gradient(losses, call_level, self.arity, self.wrt, self.with_zeros, self), own
+        gradient = _Gradient(losses, call_level, self.arity, self.wrt, with_zeros=self.with_zeros)
+        gradient.of_one_sample = self
+        return gradient, own
 
     def run(self, *inputs: Tensor) -> Tensors:
         # The first run is always recorded, since the net looks at what its outputs depend on.
@@ -215,16 +212,16 @@ class _Gradient(Vjp):
         program: _Gradient | None = self
         while program is not None:
             program.connected, program.out_dims = self.connected, (0,) * len(gradients)
-            program = program._unbatched
+            program = program.of_one_sample
         return gradients
 
 
+@dataclass(eq=False)
 class _Directional(Derived):
     """(inputs, tangents) -> the tangent of the first output, along the inputs `along`."""
 
-    def __init__(self, inner: Program, call_level: int, arity: int, along: tuple[int, ...]) -> None:
-        super().__init__(inner, call_level)
-        self.arity, self.along = arity, along
+    arity: int
+    along: tuple[int, ...]
 
     def run(self, *inputs: Tensor) -> Tensors:
         jvp = Jvp(self.inner, self.call_level, self.arity, self.along)
