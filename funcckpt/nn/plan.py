@@ -162,20 +162,18 @@ def fit(
             print(f"fit: run {next(runs)} of the step", end="\r", file=sys.stderr, flush=True)
         return _run((model, step, batch, torch.device(measure_on)), size, *arguments, **more)
 
-    plans: dict[tuple[float, int], Plan] = {}  # by (bytes above the limit, FLOPs)
+    plans: list[Plan] = []
     for size in _chunk_sizes(step, batch):
-        plan = _search(partial(run, size), names, choices, bytes, size)
-        plans.setdefault((max(0, plan.peak_bytes - bytes), plan.recomputed_flops), plan)
-        if (0, 0) in plans:
+        plans.append(_search(partial(run, size), names, choices, bytes, size))
+        if plans[-1].peak_bytes <= bytes and not plans[-1].recomputed_flops:
             break
-    above, _ = best = min(plans)
-    if above:
-        least = plans[best].peak_bytes
+    best = min(plans, key=lambda plan: (max(0, plan.peak_bytes - bytes), plan.recomputed_flops))
+    if (least := best.peak_bytes) > bytes:
         raise OptionError(
             f"fit: bytes={bytes:,} is too little. The lowest peak that was found is {least:,} bytes "
             f"({in_units(least, BYTES)}). Make the batch smaller, or select smaller blocks."
         )
-    return plans[best]
+    return best
 
 
 def _blocks(model: nn.Module, select: Any) -> list[str]:
@@ -230,9 +228,6 @@ def _apply(model: M, choices: Mapping[str, str], policies: Mapping[str, Any]) ->
 # -- runs of the step ---------------------------------------------------------------------------------
 
 
-_Job = tuple[nn.Module, Callable[..., Any], tuple[Any, ...], torch.device]
-
-
 class _Cost(NamedTuple):
     peak_bytes: int
     flops: int
@@ -262,8 +257,8 @@ class _NumbersOnCpu(world.Mode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: Mapping[str, Any]) -> _Cost:
-    """Run the step on copies of the model and the batch."""
+def _run(job: Any, chunk_size: int | None, plan: Mapping[str, str], policies: Mapping[str, Any]) -> _Cost:
+    """Run the step on copies of the model and the batch. `job` are these three, and the device."""
     model, step, batch, device = job
     with _CopyTo(device):
         model, batch = copy.deepcopy((model, batch))
