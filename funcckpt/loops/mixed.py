@@ -80,7 +80,11 @@ def inner_grad(
     if has_aux:
         return torch.func.grad(remat(loss), argnums, has_aux=True)
 
-    scalar = _scalar(loss, name)
+    def scalar(*args: Any, **kwargs: Any) -> Tensor:
+        out = loss(*args, **kwargs)
+        if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
+            raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
+        return out.clone()  # a new tensor, even if the loss returns an input
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -127,16 +131,6 @@ def inner_grad(
         return (*gradients,) if isinstance(argnums, tuple) else gradients[0]
 
     return gradient
-
-
-def _scalar(loss: Callable[..., Any], name: str) -> Callable[..., Tensor]:
-    def scalar(*args: Any, **kwargs: Any) -> Tensor:
-        out = loss(*args, **kwargs)
-        if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
-            raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
-        return out.clone()  # a new tensor, even if the loss returns an input
-
-    return scalar
 
 
 # By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu).

@@ -167,7 +167,7 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
     # xs are in the order in which they were given, also if `reverse`; `first` counts in this order.
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = [first + steps - end for end in ends[1:]] if loop.reverse else [first + end for end in ends[:-1]]
-    options = Options(static_argnums=_STATIC, chooser=loop.chooser)
+    options = Options(static_argnums=frozenset((0, 1)), chooser=loop.chooser)  # the loop and the schedule
     stacks = []
     for part, start, x in zip(cut, starts, split(xs, lengths, loop.reverse), strict=True):
         if part.schedule is None:
@@ -181,9 +181,6 @@ def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: 
     if loop.reverse:
         starts, stacks = starts[::-1], stacks[::-1]
     return carry, concatenate(stacks, loop.name, starts)
-
-
-_STATIC = frozenset((0, 1))  # the loop and the schedule
 
 
 def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, Any]:

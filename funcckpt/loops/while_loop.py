@@ -68,10 +68,7 @@ def while_loop(
         max_steps = number_of_steps(max_steps, "max_steps", loop.name)
     if checkpoint is None or keeps_nothing((cond_fun, body_fun), init_val):
         bars = bars_of(loop.name, None) if progress else None
-        carry, _ = _sweep(cond_fun, loop._replace(bars=bars), init_val, max_steps, ())
-        if bars is not None:
-            bars.close()
-        return carry
+        return _sweep(cond_fun, loop._replace(bars=bars), init_val, max_steps, ())[0]
     # Only values are computed here: no transform looks at them.
     with leaving_nothing((cond_fun, body_fun)) as (streams, has_assigned):
         with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
