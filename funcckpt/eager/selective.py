@@ -22,18 +22,16 @@ from .. import world
 from .._torch import autograd, dynamo
 from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
-from ..policies.policies import Chooser, as_function, current_name
+from ..policies.policies import Chooser, Policy, as_function, current_name
 from ..tape.operators import kind_of, results, run_operator
 from ..tape.tape import Call, Tape
 from .region import Versioned
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
 
-Policy = Callable[..., CheckpointPolicy | bool]
-
 
 def create_selective_checkpoint_contexts(
-    policy_fn_or_list: Policy | Sequence[Any], allow_cache_entry_mutation: bool = False
+    policy_fn_or_list: Policy, allow_cache_entry_mutation: bool = False
 ) -> tuple[Any, Any]:
     """Contexts for a checkpoint in which some operators are not recomputed.
 
@@ -95,7 +93,7 @@ class _Mode(TorchDispatchMode):
 class Forward(_Mode):
     """The mode for the forward: asks the policy, and keeps what it saves."""
 
-    def __init__(self, policy: Policy, calls: _Calls) -> None:
+    def __init__(self, policy: Callable[..., Any], calls: _Calls) -> None:
         super().__init__()
         self.policy = policy
         self._chooser = Chooser(policy, "create_selective_checkpoint_contexts")

@@ -188,10 +188,9 @@ def chooser_of(policy: Any, title: str) -> Chooser | None:
 
 # Products without batch dimensions; below, those with them, attention and convolutions.
 _PRODUCTS = frozenset((aten.mm, aten.addmm, aten.mv, aten.addmv, aten.dot, aten.vdot, aten._addmm_activation))
-_ATTENTION = ("flash", "efficient", "cudnn")
 _DOTS = _PRODUCTS | {
     *(aten.bmm, aten.baddbmm, aten.addbmm, aten.convolution, aten._convolution, aten.cudnn_convolution),
-    *[getattr(aten, f"_scaled_dot_product_{kind}_attention") for kind in _ATTENTION],
+    *[getattr(aten, f"_scaled_dot_product_{kind}_attention") for kind in ("flash", "efficient", "cudnn")],
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_fused_attention_overrideable,
 }
