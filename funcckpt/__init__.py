@@ -1,26 +1,10 @@
 """Activation checkpointing as a pure function transform for PyTorch and torch.func.
 
-`remat(f)` and `checkpoint(f, ...)` keep the inputs of f and run it again in the backward. Their contract:
+`remat(f)` and `checkpoint(f, ...)` keep the inputs of f and run it again in the backward. That run finds
+all that f refers to as it was at the call: tensors, numbers and modules in arguments, closures and globals,
+random streams, buffers, autocast. Where that is not possible, an error names it. Side effects happen twice.
 
-====================================================  ==================================================
-What f refers to                                      In the recomputation
-====================================================  ==================================================
-tensors, numbers, functions and modules: arguments,   those of the call. A tensor that f uses is an input
-closure variables, defaults, globals, partials,       of the checkpoint; one that f does not use is none
-bound objects, attributes, items
-parameters, buffers, attributes, ``training``         those of the call
-random numbers of torch, Python and numpy             those of the call; the streams move once
-buffers that a module updates in training             read as of the call, and updated once
-autocast, default dtype and device                    those of the call
-class attributes, Python modules, sets                right, or an error that names it
-tensors that are written to in place                  MutationError
-differentiated tensors that no search finds           inputs, or ClosureError
-writes that no version counter records, names that    undefined
-code computes, state inside of C objects
-prints and other side effects                         happen twice
-====================================================  ==================================================
-
-``docs/contract.md`` has each line with the test that holds it, and what is undefined.
+``docs/contract.md`` is the complete contract, with the test that holds each line, and what is undefined.
 """
 
 import typing as _typing
