@@ -27,10 +27,7 @@ def same(request):
     return compared
 
 
-def rows(n=8):
-    return torch.randn(n, 3, dtype=F64, requires_grad=True)
-
-
+rows = lambda n=8: torch.randn(n, 3, dtype=F64, requires_grad=True)
 NORMS = {
     "data": lambda: nn.Sequential(nn.BatchNorm1d(3, affine=False, dtype=F64), nn.Linear(3, 3, dtype=F64)),
     "affine": lambda: nn.Sequential(nn.Linear(3, 3, dtype=F64), nn.BatchNorm1d(3, dtype=F64)),
@@ -98,7 +95,25 @@ class Reads(nn.Module):
         return norm(x) * scale
 
 
+class Codes(nn.Module):
+    """Buffers of other shapes, of which one keeps its value."""
+
+    def __init__(self, adjacency=None):
+        super().__init__()
+        self.register_buffer("codes", torch.ones(2, 3, dtype=F64))
+        self.register_buffer("seen", torch.tensor([True]))
+        self.register_buffer("adjacency", adjacency)
+
+    def forward(self, x):
+        self.seen.fill_(True)
+        y = (x - self.codes.clone().sum(0)).tanh()
+        self.codes.mul_(0.9).add_(0.1)
+        return y if self.adjacency is None else torch.sparse.mm(self.adjacency, y)
+
+
 MODULES = {
+    "codes": Codes,
+    "sparse": lambda: Codes(torch.eye(8, dtype=F64).to_sparse()),
     "in place": lambda: Average("in place"),
     "assigned": lambda: Average("assigned"),
     "read before": lambda: Reads("before"),
@@ -148,12 +163,13 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("transform", ["grad", "grad_grad", "vjp", "jvp", "vmap_grad"])
 @pytest.mark.parametrize("given", [False, True])
-def test_statistics_under_transforms(wrap, transform, given):
+@pytest.mark.parametrize("last", [lambda: nn.BatchNorm1d(3, dtype=F64), Codes], ids=["norm", "codes"])
+def test_statistics_under_transforms(wrap, transform, given, last):
     """The module's own; or made and written to inside of the transform, which torch allows under vmap, too."""
 
     def run(wrap):
         torch.manual_seed(5)
-        model = NORMS["affine"]()
+        model = nn.Sequential(nn.Linear(3, 3, dtype=F64), last())
         own = {name: b.clone() for name, b in model.named_buffers()}
         other = model[0].weight.detach()
 

@@ -24,10 +24,7 @@ from funcckpt.nn import Remat
 
 PROGRAMS = {}
 program = registered(PROGRAMS)
-
-
-def leaf(*shape, seed=0):
-    return tensor(*shape, seed=seed, requires_grad=True)
+leaf = lambda *shape, seed=0: tensor(*shape, seed=seed, requires_grad=True)
 
 
 @program

@@ -10,12 +10,7 @@ from torch.func import vjp, vmap
 from funcckpt import CheckpointError, MutationError, remat
 
 SOME = "backward", "grad", "vmap_grad"
-
-
-def saves(x):
-    return x.sin() * x
-
-
+saves = lambda x: x.sin() * x
 CHANGES = {
     "argument": lambda wrap, x: wrap(saves)(x),
     "captured": lambda wrap, w: wrap(lambda: saves(w))(),

@@ -22,6 +22,7 @@ from funcckpt import MutationError, remat
 pytestmark = pytest.mark.filterwarnings("ignore")  # some operators are deprecated
 
 LARGE = 100_000  # elements
+moves = lambda leaf: differentiable(leaf) and leaf.requires_grad
 # What remat does although plain torch refuses it: recomputed without create_graph, where the derivative needs
 # no .item().
 MORE_THAN_TORCH = {"index_reduce.prod", "scatter_reduce.prod"}
@@ -62,10 +63,6 @@ def samples(op, dtype, limit):
     torch.manual_seed(1234)
     made = op.sample_inputs("cpu", dtype, requires_grad=True)
     return [*itertools.islice((sample for sample in made if size(sample) < LARGE), limit)]
-
-
-def moves(leaf):
-    return differentiable(leaf) and leaf.requires_grad
 
 
 def body(op, sample):

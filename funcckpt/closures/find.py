@@ -19,6 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from itertools import compress
 from typing import Any
 
@@ -167,6 +168,9 @@ class Found:
                         for name in imported:
                             draws_elsewhere |= name not in sys.modules  # an unknown module may draw
                             pending.append((sys.modules.get(name), number, _BESIDE))
+                    else:
+                        for name, variable in _variables_in(value):
+                            pending.append((variable, id(space), name))
             now = len(names), len(named), functions
             if read_with != now:  # there may be new names
                 read_with = now
@@ -296,3 +300,14 @@ class Found:
                 words.append(node.kind.label.format(key))
             number, key = node.parent, node.key
         return " of ".join(words) or "a captured tensor"
+
+
+def _variables_in(function: types.FunctionType) -> Iterator[tuple[str, ContextVar[Any]]]:
+    """The context variables in globals of a library's function, where its hooks collect what f computes."""
+    for name in names_in(function.__code__)[1]:
+        value = function.__globals__.get(name)
+        cls: Any = type(value)
+        inside = value.__dict__.values() if kinds.kind_of(cls) is kinds.OBJECT else ()
+        for x in (value, *inside):
+            if type(x) is ContextVar:
+                yield name, x

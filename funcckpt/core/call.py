@@ -117,7 +117,7 @@ class Call(UserProgram):
         inputs = self.take_inputs()
         handed_back = [*inputs, *map(_tensor, self._constants)]
         if self.found.updates_statistics:
-            self._buffers = tensors.GivenBuffers(inputs)
+            self._buffers = tensors.GivenBuffers(inputs, self.found.buffers_in_training())
             inputs = self._buffers.saved(inputs)
         try:
             outputs = dispatch.bind(self, inputs)
@@ -207,8 +207,8 @@ class Call(UserProgram):
             inputs = buffers.given(inputs)
         updates: dict[int, Tensor] = {}
         if found.updates_statistics:
-            # Also tensors that `functional_call` may put in the place of buffers.
-            others = [*found.buffers_in_training(), *filter(tensors.may_be_buffer, found.tensors.values())]
+            own = found.buffers_in_training()
+            others = [*own, *tensors.buffers_among(found.tensors.values(), own)]
             updates = tensors.copies_of([x for x in others if id(x) not in self._numbers])
         gradients = []
         if found.calls_backward:
@@ -259,7 +259,7 @@ class Call(UserProgram):
             if id(x) in map(id, inputs) or not wrappers.is_constant(x):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
-                    "be lost. Return it from the function, or store a detached copy."
+                    "be lost. Return it from the function, or (outside of vmap) store a detached copy."
                 )
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import ItemsView, Sequence, ValuesView
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -197,12 +198,28 @@ def _refuse_if_it_hides_tensors(leaf: Any, returned: str) -> None:
         raise OutputError(
             f"{returned}, whose values are computed after the checkpoint. Return a list or tuple of them."
         )
-    for x in Found(leaf, everything=True).tensors.values():
+    for x in Found((leaf, _items_in(leaf, {})), everything=True).tensors.values():
         if wrappers.is_tracked(x):
             raise OutputError(
                 f"{returned} that holds a tensor ({describe(x)}), which would lose its gradient. Return a "
                 "tuple, list or dict of tensors, or register the class with torch.utils._pytree."
             )
+
+
+# Containers that pytrees and the search do not follow: subclasses of those in Python, and views.
+_CONTAINERS = (list, tuple, set, frozenset, deque, ValuesView, ItemsView, MappingProxyType)
+
+
+def _items_in(x: Any, seen: dict[int, Any]) -> list[Any]:
+    """The items and attributes of a container, and those of containers in it."""
+    if id(x) not in seen and isinstance(x, _CONTAINERS):
+        seen[id(x)] = x
+        items = [
+            *(x.values() if isinstance(x, MappingProxyType) else x),
+            *getattr(x, "__dict__", {}).values(),
+        ]
+        return [*items, *[inner for item in items for inner in _items_in(item, seen)]]
+    return []
 
 
 def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[int]:

@@ -66,8 +66,8 @@ _version = operator.attrgetter("_version")
 
 
 def is_same(x: Tensor, before: Tensor) -> bool:
-    """Whether a buffer has its old value. False without values, and on a device that would have to wait."""
-    if functorch.is_tracing() or x.is_meta or x.device.type != "cpu":
+    """Whether a buffer has its old value. False if that cannot be told, or the device would have to wait."""
+    if functorch.is_tracing() or x.is_meta or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
     with autograd.without_dispatch_modes():  # a selective checkpoint would count the operator
         return torch.equal(wrappers.physical(x.detach())[0], before)
@@ -115,10 +115,19 @@ class Refusing(world.Mode):
 # Running statistics, a count of batches. They are read as of the call, and updated once: by the first run.
 
 
-def may_be_buffer(x: Tensor) -> bool:
-    """Whether a tensor looks like running statistics, or a count of batches."""
-    tracked = requires_grad(x) or wrappers.is_plain_dual(wrappers.below_wrappers(x))
-    return not tracked and x.numel() <= MAX_BUFFER and x.dim() == (1 if x.is_floating_point() else 0)
+def buffers_among(candidates: Iterable[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+    """What may stand for buffers in `functional_call`. `own` are the buffers of modules in training.
+
+    Such a tensor looks like one of these, or like running statistics or a count of batches.
+    """
+    looks = {(x.shape, x.dtype) for x in own}
+    return [
+        x
+        for x in candidates
+        if not (requires_grad(x) or wrappers.is_plain_dual(wrappers.below_wrappers(x)))
+        and x.numel() <= MAX_BUFFER
+        and (x.dim() == (1 if x.is_floating_point() else 0) or (x.shape, x.dtype) in looks)
+    ]
 
 
 def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -137,9 +146,11 @@ class GivenBuffers:
     one more output.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+        """`own` are the buffers of modules in training."""
+        found = {*map(id, buffers_among(inputs, own))}
         # By input number; the values become None once the buffers are updated.
-        self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if may_be_buffer(x)}
+        self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if id(x) in found}
         # The numbers of buffers of levels; after the first run, only of those that it has updated.
         self._at_levels = [i for i, x in self._originals.items() if wrappers.is_functorch_wrapped_tensor(x)]
 

@@ -130,7 +130,8 @@ class Region:
         self._buffers: list[tuple[Tensor, Tensor]] = []
         if found.updates_statistics:
             reached = [x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)]
-            buffers = [*found.buffers_in_training(), *filter(tensors.may_be_buffer, reached)]
+            buffers = found.buffers_in_training()
+            buffers += tensors.buffers_among(reached, buffers)
             self._buffers = [
                 (x, _copy(x))
                 for x in {id(x): x for x in buffers}.values()
@@ -168,7 +169,12 @@ class Region:
             tensors.check_gradients(gradients, self._name, found.where)
         # Only buffers that f has updated matter.
         if self._buffers:
-            updated = {id(x): before for x, before in self._buffers if not tensors.is_same(x, before)}
+            written = {*map(id, self._changed())}
+            updated = {
+                id(x): before
+                for x, before in self._buffers
+                if id(x) in written or not tensors.is_same(x, before)
+            }
             self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
             self._instead.update(updated)
             self._buffers = []

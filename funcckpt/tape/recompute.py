@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
+from ..errors import CheckpointError
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, signature, tensors_of
 from .recording import Kept
@@ -37,11 +38,14 @@ if TYPE_CHECKING:
 Tensors = tuple[Tensor, ...]
 
 
-class Redo(Exception):
+class Redo(CheckpointError):
     """The recomputation must run again, in full."""
 
     def __init__(self, replay: Replay) -> None:
-        super().__init__("a result was read that the recomputation had skipped")
+        super().__init__(
+            f"A value is read that a recomputation of {replay.source.name} has skipped, and has stored all the "
+            "same, as in a list to which it appends. Return such a value from the function."
+        )
         self.replay = replay
         replay.was_read = True
 

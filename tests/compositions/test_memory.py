@@ -56,12 +56,8 @@ def in_plain_eager(block):
     return run
 
 
-def per_sample(block):
-    return vmap(grad(deep(block)), (None, 0))
-
-
-def torch_checkpointed(x, w1, w2):
-    return torch_checkpoint(block, x, w1, w2, use_reentrant=False)
+per_sample = lambda block: vmap(grad(deep(block)), (None, 0))
+torch_checkpointed = lambda x, w1, w2: torch_checkpoint(block, x, w1, w2, use_reentrant=False)
 
 
 @pytest.mark.parametrize("transform", [lambda f: grad(deep(f)), in_plain_eager], ids=["grad", "plain eager"])

@@ -19,16 +19,8 @@ from .implementations import Ops, leaf, theirs as torch_checkpoint
 
 aten = torch.ops.aten
 mm, sin = aten.mm.default, aten.sin.default
-
-
-def theirs(policy, **options):
-    return functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy, **options)
-
-
-def ours(policy, **options):
-    return functools.partial(funcckpt.create_selective_checkpoint_contexts, policy, **options)
-
-
+theirs = functools.partial(functools.partial, torch.utils.checkpoint.create_selective_checkpoint_contexts)
+ours = functools.partial(functools.partial, funcckpt.create_selective_checkpoint_contexts)
 combinations = pytest.mark.parametrize(
     ("call", "contexts"),
     [(checkpoint, theirs), (checkpoint, ours), (torch_checkpoint, ours)],
