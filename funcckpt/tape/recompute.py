@@ -43,8 +43,8 @@ class Redo(CheckpointError):
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(
-            f"A value is read that a recomputation of {replay.source.name} has skipped, and has stored all the "
-            "same, as in a list to which it appends. Return such a value from the function."
+            f"A value is read that a recomputation of {replay.source.name} has skipped, and has stored all "
+            "the same, as in a list to which it appends. Return such a value from the function."
         )
         self.replay = replay
         replay.was_read = True
