@@ -125,6 +125,7 @@ def buffers_among(candidates: Iterable[Tensor], own: Sequence[Tensor]) -> list[T
         x
         for x in candidates
         if not (requires_grad(x) or wrappers.is_plain_dual(wrappers.below_wrappers(x)))
+        and not x.is_nested
         and x.numel() <= MAX_BUFFER
         and (x.dim() == (1 if x.is_floating_point() else 0) or (x.shape, x.dtype) in looks)
     ]
