@@ -328,7 +328,7 @@ def test_the_eager_backend_recomputes(name):
     compiled = torch.compile(eager, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(PARAMETERS, X), TRANSFORMS[name][0](plain_loss)(PARAMETERS, X))
     for f in (compiled, eager):
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             f(PARAMETERS, X)
         counts.append(sum(event.name == "aten::tanh" for event in profile.events()))
     assert counts[0] == counts[1] > 0
