@@ -24,7 +24,7 @@ from funcckpt import (
     patched,
     remat,
 )
-from funcckpt._torch import functorch
+from funcckpt._torch import autograd, functorch
 from funcckpt.eager import selective
 from funcckpt.errors import MutationError
 
@@ -241,6 +241,7 @@ FOUND = [
     # What others than f do inside of f, and how often, is no operator of f: copies of hooks and of regions.
     ("checkpoint", [("left scope", ["linear"]), ("selective save", [("hooks", ["matmul"]), "noise"])]),
     ("left scope", [("remat", [("remat", ["linear"])])]),  # hooks give another parameter than was captured
+    ("checkpoint", [("remat", ["linear"])]),  # as the first call in a process
 ]
 
 
@@ -248,4 +249,5 @@ FOUND = [
 @pytest.mark.parametrize("program", FOUND, ids=lambda program: program[0])
 def test_as_without_found(program, how, monkeypatch):
     monkeypatch.setattr(selective, "is_far", lambda x: True)
+    autograd.references_of_private_leaf.cache_clear()
     assert_same(run([program], 0, False, how), run([program], 0, True, how))
