@@ -196,8 +196,7 @@ def kinds_of_callables(wrap):
     return loss
 
 
-def nested(wrap):
-    return wrap(blocks(wrap))
+nested = lambda wrap: wrap(blocks(wrap))
 
 
 # And how often blocks are run, in a training step and under `grad`.

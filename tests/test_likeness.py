@@ -184,6 +184,23 @@ def second_derivatives_of_an_old_autograd_function(wrap):
     return torch.autograd.grad(sum(g.sin().sum() for g in first), (x, w))
 
 
+class File:
+    closed = 0
+
+    def __init__(self, content):
+        self.content = content
+
+    def __del__(self):
+        File.closed += 1
+
+
+@program
+def an_object_is_not_closed_by_a_run(wrap):
+    before, files = File.closed, []
+    f = lambda x: files.append(File(x.sin())) or wrap(lambda x, file=files[-1]: x * file.content)(x).sum()
+    return grad(f)(tensor(3)), File.closed - before
+
+
 class Once(torch.autograd.Function):
     forward = staticmethod(lambda ctx, x: x.exp())
     backward = staticmethod(torch.autograd.function.once_differentiable(lambda ctx, ct: ct * 2))

@@ -14,10 +14,7 @@ from funcckpt.meter import measure
 PS = [torch.randn(16, 16) for _ in range(4)]
 X = torch.randn(64, 16)
 MM = [torch.ops.aten.mm.default]
-
-
-def layer(p, x):
-    return torch.tanh(torch.tanh(x @ p))
+layer = lambda p, x: torch.tanh(torch.tanh(x @ p))
 
 
 def deep(wrap):

@@ -317,3 +317,13 @@ BUDGET = policies.budget(bytes=1)
 def test_what_is_no_policy(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+def test_numbers_that_are_drawn_after_kept_ones():
+    def gradient(wrap):
+        torch.manual_seed(0)
+        f = wrap(lambda x: (x * torch.rand_like(x)).tanh() * torch.randn_like(x).sin())
+        return [grad(lambda x: f(x).sum())(SAMPLES) for _ in range(2)], torch.rand(2)
+
+    keeps = [torch.ops.aten.rand_like.default, torch.ops.aten.mul.Tensor]
+    assert_close(gradient(functools.partial(remat, policy=keeps)), gradient(lambda f: f))

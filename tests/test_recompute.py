@@ -172,16 +172,9 @@ ANYWHERE = [statistics, reads_before_it_is_written, several_outputs, pieces, att
 ANYWHERE.append(differentiated_checkpoint)
 
 
-def by_item(x, w):
-    return ((x @ w).sin() * (x.detach() @ v).sum().item()).sum()
-
-
-def by_branch(x, w):
-    return ((x @ w).sin() if (x.detach() @ v).sum() > 0 else (x @ w).cos()).sum()
-
-
-def by_numpy(x, w):
-    return ((x @ w).sin() * torch.from_numpy(numpy.sin((x.detach() @ v).numpy()))).sum()
+by_item = lambda x, w: ((x @ w).sin() * (x.detach() @ v).sum().item()).sum()
+by_branch = lambda x, w: ((x @ w).sin() if (x.detach() @ v).sum() > 0 else (x @ w).cos()).sum()
+by_numpy = lambda x, w: ((x @ w).sin() * torch.from_numpy(numpy.sin((x.detach() @ v).numpy()))).sum()
 
 
 def by_list(x, w):

@@ -14,12 +14,7 @@ from funcckpt import remat
 from .stacks import stack
 
 X = (0.3, -0.2, 0.5)
-
-
-def vector(x):
-    return x.sin() * x.sum()
-
-
+vector = lambda x: x.sin() * x.sum()
 gradient = lambda f, argnums=0: grad(lambda *args: f(*args).sum(), argnums)
 tangent = lambda f: lambda x: jvp(f, (x,), (x,))[1]
 batched = lambda f: lambda x: vmap(f)(torch.stack([x, x * 2, x - 1]))
@@ -130,8 +125,7 @@ def flops(run):
     return mode.get_total_flops()
 
 
-def along_w(f):
-    return lambda x, w: jvp(lambda w: f(x, w), (w,), (w,))
+along_w = lambda f: lambda x, w: jvp(lambda w: f(x, w), (w,), (w,))
 
 
 # By what remat adds.
