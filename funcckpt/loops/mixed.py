@@ -186,8 +186,9 @@ class _Gradient(Vjp):
         at = zip(inputs, in_dims, strict=True)
         own = [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in at]
         losses = _Sum(self.inner, call_level, (0,) * self.arity, size, randomness)
-        gradient = _Gradient(losses, call_level, self.arity, self.wrt, with_zeros=self.with_zeros)
-        gradient.of_one_sample = self
+        gradient = _Gradient(
+            losses, call_level, self.arity, self.wrt, with_zeros=self.with_zeros, of_one_sample=self
+        )
         return gradient, own
 
     def run(self, *inputs: Tensor) -> Tensors:

@@ -228,6 +228,9 @@ def _apply(model: M, choices: Mapping[str, str], policies: Mapping[str, Any]) ->
 # -- runs of the step ---------------------------------------------------------------------------------
 
 
+_Job = tuple[nn.Module, Callable[..., Any], tuple[Any, ...], torch.device]
+
+
 class _Cost(NamedTuple):
     peak_bytes: int
     flops: int
@@ -257,8 +260,8 @@ class _NumbersOnCpu(world.Mode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(job: Any, chunk_size: int | None, plan: Mapping[str, str], policies: Mapping[str, Any]) -> _Cost:
-    """Run the step on copies of the model and the batch. `job` are these three, and the device."""
+def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: Mapping[str, Any]) -> _Cost:
+    """Run the step on copies of the model and the batch."""
     model, step, batch, device = job
     with _CopyTo(device):
         model, batch = copy.deepcopy((model, batch))
