@@ -91,7 +91,7 @@ class Found:
         self.opaque: list[nn.Module] = []
         draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
-        nodes, tensors, names = self.nodes, self.tensors, set(_ALWAYS_NAMED)
+        nodes, tensors, names = self.nodes, self.tensors, set[str]()
         met: set[int] = set()
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
@@ -140,6 +140,7 @@ class Found:
                 if counted is not None:
                     named.append(node)
                     names |= of.names
+                    names |= _ALWAYS_NAMED
                 if kind is kinds.MODULE and value.training and value._buffers:
                     self._training.append(value._buffers)
                 for name, item in content.items():

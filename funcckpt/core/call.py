@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .. import world
@@ -27,6 +26,7 @@ from ..tape.tape import watch_of
 from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
 from .program import Tensors, UserProgram, here, is_differentiable
+from .tensors import PLAIN, has_lazy
 
 
 class Options(NamedTuple):
@@ -78,7 +78,7 @@ class Call(UserProgram):
                         inputs.append(x)
         self.count = len(inputs)
         # The first call of a lazy module is not checkpointed.
-        self._is_lazy = any(map(is_lazy, found.tensors.values()))
+        self._is_lazy = has_lazy(found.tensors.values())
         # Captured tensors that are not inputs, with their versions.
         constants = [x for key, x in found.tensors.items() if key not in self._numbers and not self._is_lazy]
         self._constants = [*zip(constants, tensors.versions_of(constants), strict=True)]
@@ -146,7 +146,7 @@ class Call(UserProgram):
 
     def take_inputs(self) -> list[Tensor]:
         inputs = self._inputs
-        if self.layers and not _PLAIN.issuperset(map(type, inputs)):
+        if self.layers and not PLAIN.issuperset(map(type, inputs)):
             for i, x in enumerate(inputs):
                 if wrappers.has_torch_function(x):
                     raise InputError(
@@ -407,4 +407,3 @@ def code_of(f: Any) -> Any:
 
 
 _tensor: Callable[[Any], Tensor] = operator.itemgetter(0)
-_PLAIN = frozenset({Tensor, nn.Parameter})

@@ -181,8 +181,9 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
             inputs = [wrappers.detached(x) if i in unused else x for i, x in enumerate(inputs)]
     else:
         outputs, captured = net.run(program, values), source.captured
-        is_tracked = any(map(wrappers.require_grad, (*inputs, *captured)))
-        active = [*map(is_differentiable, outputs)] if is_tracked else []
+        active = []
+        if records and any(map(wrappers.require_grad, (*inputs, *captured))):
+            active = [*map(is_differentiable, outputs)]
     if not records or not any(active):
         return outputs, ()
     return attach(program, outputs, active, inputs, captured), captured
@@ -245,7 +246,7 @@ class _Node(functorch.SingleLevelFunction):
                 f"an input of remat({program.source.name}), or a tensor that it captured, was changed in "
                 f"place between the forward and the backward. Pass a copy of it (x.clone()). {error}"
             ) from None
-        handing_out: Any = nullcontext()
+        handing_out: Any = _NOTHING
         if ctx.kept is not None:
             kept = slice(-len(ctx.kept.places), None)
             handing_out = recompute.handing_out(program.source, ctx.kept, arguments[kept])
@@ -284,6 +285,9 @@ class _Node(functorch.SingleLevelFunction):
         """The rule for plain forward mode: the tangents were computed with the outputs."""
         tangents, ctx.tangents = ctx.tangents, ()
         return (*tangents,)
+
+
+_NOTHING = nullcontext()
 
 
 def _make_duals(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensors:

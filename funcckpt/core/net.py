@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,8 @@ from .tensors import Tensors, versions_of
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program after the first run of its function, and record nothing."""
+    if not torch.is_grad_enabled():
+        return recompute.run(program, inputs)
     with torch.no_grad():
         return recompute.run(program, inputs)
 
@@ -58,15 +59,16 @@ def run_first(
     if source.chooser is not None and not functorch.is_tracing():
         if records or "grad" in [layer.kind for layer in layers]:
             record = recording.Record(program, source.chooser)
-    shadows: Any = functorch.shadows(layers) if layers else nullcontext()
-    asleep = nullcontext() if record is None or layers else autograd.hooks_asleep()
-    watched: Any = record or nullcontext()
-    with shadows as levels, asleep, watched:
-        outputs = program.run(*given)
-        if layers:
+    if layers:
+        with functorch.shadows(layers) as levels, record or nullcontext():
+            outputs = program.run(*given)
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
-        elif record is not None:
+    elif record is not None:
+        with autograd.hooks_asleep(), record:
+            outputs = program.run(*given)
             record.note_graph(outputs, first_node)
+    else:
+        outputs = program.run(*given)
     if wrappers.has_dual_level():
         for y in outputs:
             if wrappers.tangent_of(y) is not None:

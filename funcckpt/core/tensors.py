@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .. import world
@@ -18,6 +19,12 @@ from ..errors import MutationError, describe
 # Elements up to which a buffer of a module that is training is copied before the forward.
 MAX_BUFFER = 1 << 20
 Tensors = tuple[Tensor, ...]
+PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def has_lazy(tensors: Collection[Tensor]) -> bool:
+    """Whether some tensors are parameters of lazy modules, which get a shape in their first call."""
+    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_lazy, tensors))
 
 
 def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
@@ -116,7 +115,7 @@ class Region:
         if found.has_hooks_of_opacus:
             check_no_opacus(title(f), f, found)
         # Whether there are lazy modules, which get their tensors in the first call.
-        self.is_lazy = any(map(is_lazy, found.tensors.values()))
+        self.is_lazy = tensors.has_lazy(found.tensors.values())
         if self.is_lazy:
             return
         self._given = leaves
