@@ -215,15 +215,22 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
 
 
 def is_constant(x: Tensor) -> bool:
-    """Whether no active transform tracks a tensor inside of `x`."""
+    """Whether no active transform differentiates a tensor inside of `x`."""
     x = alive(x)
     if len(everything_below(x)) > 1:
         return False
-    while not (x.requires_grad or is_batchedtensor(x) or is_legacy_batchedtensor(x)):
+    while not (x.requires_grad or is_legacy_batchedtensor(x)):
         if not is_functorch_wrapped_tensor(x):
             return True
         x = get_unwrapped(x)
     return False
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether a vmap has batched `x`, or a tensor inside of it."""
+    while is_functorch_wrapped_tensor(x) and not is_batchedtensor(x):
+        x = get_unwrapped(x)
+    return is_batchedtensor(x)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:

@@ -202,8 +202,8 @@ def unwrap_stored(found: Found, changed: Iterable[int], alive: Callable[[Tensor]
             _put(node.kind, node.value, now, {**now, **taken_out})
 
 
-def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that f stored in `changed` objects in its first run, and where."""
+def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool, str]]:
+    """The tensors that f stored in `changed` objects in its first run; whether as an item, and where."""
     for number in changed:
         node = found.nodes[number]
         of_library = node.kind is kinds.MODULE and is_library(node.cls.__module__)
@@ -218,4 +218,4 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]
                         if "cache" in repr(node.cls).lower()
                         else ""
                     )
-                    yield x, found.path(number, key) + of
+                    yield x, x is value, found.path(number, key) + of

@@ -46,8 +46,10 @@ class Call(UserProgram):
 
     # What f returned, after its first run.
     _outputs: Outputs | None = None
-    # The ids of the objects to which f has assigned something in its first run.
+    # The ids of the objects to which f has assigned something in its first run, and the batched tensors that it
+    # has stored there. These are returned beside the outputs, since other levels have batched them inside of f.
     _assigned: Collection[int] = ()
+    _stored: Sequence[Tensor] = ()
 
     def __init__(
         self, f: Any, name: str, options: Options, args: Any, kwargs: Any, lifts_all: bool = False
@@ -126,9 +128,12 @@ class Call(UserProgram):
             if self.kept is not None:
                 self.kept.tensors = []
                 self.kept = None
+        count = len(outputs) - len(self._stored)
+        returned = dict(zip(map(id, self._stored), outputs[count:], strict=True))
+        outputs, self._stored = outputs[:count], ()
         if self._buffers is not None:
             outputs = self._buffers.settle(outputs)
-        unwrap_stored(self.found, self._assigned, wrappers.alive)
+        unwrap_stored(self.found, self._assigned, lambda x: returned.get(id(x), wrappers.alive(x)))
         self.seal()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
@@ -255,18 +260,21 @@ class Call(UserProgram):
         self._outputs = Outputs(self.name, out, [*inputs, *map(_tensor, self._constants)])
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
         self._assigned = found.changed()
-        for x, where in stored(found, self._assigned):
-            if id(x) in map(id, inputs) or not wrappers.is_constant(x):
+        self._stored = batched = []
+        for x, is_item, where in stored(found, self._assigned):
+            if is_item and wrappers.is_batched(x) and wrappers.is_constant(x) and id(x) not in map(id, inputs):
+                batched.append(x)
+            elif id(x) in map(id, inputs) or wrappers.is_batched(x) or not wrappers.is_constant(x):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
-                    "be lost. Return it from the function, or (outside of vmap) store a detached copy."
+                    "be lost. Return it, or store a detached copy (under vmap not inside of another object)."
                 )
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
         if buffers is None:
-            return outputs
+            return (*outputs, *batched)
         buffers.note(inputs, before)
-        return (*outputs, *buffers.outputs(inputs))
+        return (*outputs, *buffers.outputs(inputs), *batched)
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
