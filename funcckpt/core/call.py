@@ -46,8 +46,8 @@ class Call(UserProgram):
 
     # What f returned, after its first run.
     _outputs: Outputs | None = None
-    # The ids of the objects to which f has assigned something in its first run, and the batched tensors that it
-    # has stored there. These are returned beside the outputs, since other levels have batched them inside of f.
+    # The ids of the objects to which f has assigned something in its first run; and batched tensors that it has
+    # stored there. They are returned beside the outputs, since other levels have batched them inside of f.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
 
@@ -262,13 +262,14 @@ class Call(UserProgram):
         self._assigned = found.changed()
         self._stored = batched = []
         for x, is_item, where in stored(found, self._assigned):
-            if is_item and wrappers.is_batched(x) and wrappers.is_constant(x) and id(x) not in map(id, inputs):
-                batched.append(x)
-            elif id(x) in map(id, inputs) or wrappers.is_batched(x) or not wrappers.is_constant(x):
+            is_batched, may_stay = wrappers.is_batched(x), wrappers.is_constant(x)
+            if id(x) in map(id, inputs) or not may_stay or (is_batched and not is_item):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
                     "be lost. Return it, or store a detached copy (under vmap not inside of another object)."
                 )
+            if is_batched:
+                batched.append(x)
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
         if buffers is None:
