@@ -46,8 +46,8 @@ class Call(UserProgram):
 
     # What f returned, after its first run.
     _outputs: Outputs | None = None
-    # The ids of the objects to which f has assigned something in its first run; and batched tensors that it has
-    # stored there. They are returned beside the outputs, since other levels have batched them inside of f.
+    # The ids of the objects to which f has assigned something in its first run; and batched tensors that it
+    # has stored there. They are returned beside the outputs, since other levels have batched them inside of f.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
 
