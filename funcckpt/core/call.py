@@ -47,7 +47,7 @@ class Call(UserProgram):
     # What f returned, after its first run.
     _outputs: Outputs | None = None
     # The ids of the objects to which f has assigned something in its first run; and batched tensors that it
-    # has stored there. They are returned beside the outputs, since other levels have batched them inside of f.
+    # has stored there. Inside of f other levels have batched them, so they are returned beside the outputs.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
 
