@@ -38,6 +38,7 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     CGradInterpreterPtr,
     CJvpInterpreterPtr,
     CVmapInterpreterPtr,
+    RandomnessType,
     TransformType,
     _add_batch_dim,
     _grad_decrement_nesting,
@@ -82,10 +83,11 @@ T = TypeVar("T")
 Interpreter = Any  # torch._C._functorch.CInterpreter
 Dims = tuple[int | None, ...]
 
-# As numbers: to compare the enum members takes as long as a small operator.
+# As numbers: to compare the enum members takes as long as a small operator, and so does their name.
 GRAD, VMAP = TransformType.Grad.value, TransformType.Vmap.value
 JVP, FUNCTIONALIZE = TransformType.Jvp.value, TransformType.Functionalize.value
 _NAMES = {GRAD: "grad", VMAP: "vmap", JVP: "jvp", FUNCTIONALIZE: "functionalize"}
+_RANDOMNESS = {kind.value: name.lower() for name, kind in RandomnessType.__members__.items()}
 # While any vmap is active, random operators see this key and may raise. In a recomputation they must not: the
 # forward has decided about randomness.
 without_vmap_mode = partial(_ExcludeDispatchKeyGuard, DispatchKeySet(_dispatch_key_parse("VmapMode")))
@@ -112,7 +114,7 @@ def kind_of(interpreter: Interpreter) -> str:
 def options_of_vmap(interpreter: Interpreter) -> tuple[int, str]:
     """The batch size of a vmap level, and its randomness."""
     vmap = CVmapInterpreterPtr(interpreter)
-    return vmap.batchSize(), vmap.randomness().name.lower()
+    return vmap.batchSize(), _RANDOMNESS[vmap.randomness().value]
 
 
 def vmapped(
