@@ -71,9 +71,7 @@ def compare(run, remat, allowed=()):
 def of_one(*names):
     """A stack of transforms of a function of one tensor."""
 
-    def run(f, x):
-        return stack(*names)(lambda x, w: f(x))(x, torch.ones(3, 3, dtype=x.dtype))
-
+    run = lambda f, x: stack(*names)(lambda x, w: f(x))(x, torch.ones(3, 3, dtype=x.dtype))
     return run
 
 

@@ -96,6 +96,15 @@ def parameters_are_parameters(wrap, w, x):
     return wrap(lambda x: by_kind(p, x))(x), wrap(by_kind)(p, x)
 
 
+@lifted
+def leaf_made_for_an_inner_one(wrap, w, x):
+    def f(x):
+        v = torch.ones(3, dtype=F64, requires_grad=True)
+        return wrap(lambda x: act(w * v, x))(x)
+
+    return wrap(f)(x)
+
+
 def held_by(make, read):
     """A kind in which f reads w from an object that holds it."""
 

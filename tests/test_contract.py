@@ -111,9 +111,7 @@ def loop_variable(w, x, wrap):
 
 @place
 def default(w, x, wrap):
-    def f(x, w=w, *, k=2.0):
-        return (x @ w * k).sin()
-
+    f = lambda x, w=w, *, k=2.0: (x @ w * k).sin()
     y = wrap(f)(x)
     f.__defaults__, f.__kwdefaults__ = (w * 0,), {"k": 5.0}
     return y
@@ -367,9 +365,7 @@ def test_a_write_between_the_runs_is_an_error(which, transform, wrap):
     """Ours, or that of autograd where it has saved the tensor."""
     (x, w), v = inputs(), torch.ones(3)
 
-    def f(x):
-        return wrap(lambda v, x: (x @ w * v).sin())(v, x)
-
+    f = lambda x: wrap(lambda v, x: (x @ w * v).sin())(v, x)
     if transform == "vjp":
         y, pull = torch.func.vjp(f, x)
     else:

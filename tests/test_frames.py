@@ -53,9 +53,7 @@ def test_frames_of_gpt2():
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     tokens = torch.randint(0, 61, (3, 8))
 
-    def loss(p, x):
-        return functional_call(model, p, (x[None],)).logits.pow(2).mean()
-
+    loss = lambda p, x: functional_call(model, p, (x[None],)).logits.pow(2).mean()
     count = frames_of(lambda: vmap(grad(loss), (None, 0))(parameters, tokens))
     assert count <= 6 * 500, count
 

@@ -169,8 +169,7 @@ def test_less_memory_than_reverse_over_reverse(options, memory, flops):
     """Of a deep network, of which each layer has a learning rate."""
     x = tensor(128, 16)
 
-    def loss(ws):
-        return ((functools.reduce(lambda h, w: F.gelu(h @ w), ws, x) - x.cos()) ** 2).mean()
+    loss = lambda ws: ((functools.reduce(lambda h, w: F.gelu(h @ w), ws, x) - x.cos()) ** 2).mean()
 
     def trained(gradient, rates):
         one = lambda ws: [w - r * g for w, r, g in zip(ws, rates, gradient(loss)(ws))]

@@ -70,9 +70,7 @@ def test_memory_of_a_clipped_sum():
     w, x = torch.randn(100, 100, dtype=F64), torch.randn(64, 100, dtype=F64)
     one = w.nbytes
 
-    def loss(w, x):
-        return (w @ x).square().sum()
-
+    loss = lambda w, x: (w @ x).square().sum()
     peaks = {}
     for size in (None, 2):
         with Storages().known(w, x) as storages:  # parameters that require grad record nothing
@@ -100,9 +98,7 @@ def test_bytes(way, samples):
     torch.manual_seed(0)
     w, x = torch.randn(30, 30, dtype=F64) / 9, torch.randn(200, 30, dtype=F64)
 
-    def loss(w, x):
-        return torch.tanh(w @ torch.tanh(w @ x)).square().sum()
-
+    loss = lambda w, x: torch.tanh(w @ torch.tanh(w @ x)).square().sum()
     run = lambda **options: WAYS[way](loss, w, x, **options)
     given = measure(run, chunk_size=samples).peak_bytes
     found = measure(run, bytes=given)

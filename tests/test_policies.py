@@ -209,9 +209,7 @@ def test_another_way_in_the_recomputation_finds_less_and_nothing_wrong():
         a, b = x @ ws[0], x @ ws[1]
         return ((a.sin() * b.cos()) if ws[0] is w[0] else (b.sin() * a.cos())).sum()
 
-    def after_another_operator(x, turn):
-        return ((x.cos() if turn else x.sin()) @ w[0]).square().sum()
-
+    after_another_operator = lambda x, turn: ((x.cos() if turn else x.sin()) @ w[0]).square().sum()
     for f, recomputed in ((in_another_order, 0), (after_another_operator, 1)):
         turn = itertools.count()
         g = remat(lambda x: f(x, next(turn)), policy=policies.dots_saveable, determinism_check="none")  # noqa: B023

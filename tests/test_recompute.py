@@ -113,8 +113,7 @@ def test_blocks_of_a_real_size(monkeypatch, transform):
     ws = [torch.empty(shape, device="meta") for shape in [(256, 1024), (1024, 256)] * 24]
     x = torch.empty(64, 128, 256, device="meta")
 
-    def large(x, w1, w2):
-        return x + F.layer_norm(F.gelu(x @ w1), (1024,)) @ w2
+    large = lambda x, w1, w2: x + F.layer_norm(F.gelu(x @ w1), (1024,)) @ w2
 
     def flops(wrap):
         def loss(ws, x):

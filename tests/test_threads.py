@@ -152,9 +152,7 @@ def test_autocast_of_each_thread():
 
 def test_an_error_stays_in_its_thread():
     def job(i):
-        def f(x, w):
-            return act(x, w) * (1 / (1 - next(runs) % 2 * (i % 2)))
-
+        f = lambda x, w: act(x, w) * (1 / (1 - next(runs) % 2 * (i % 2)))
         runs = itertools.count()  # which no recomputation puts back
         for _ in range(ROUNDS):
             with pytest.raises(ZeroDivisionError) if i % 2 else contextlib.nullcontext():

@@ -226,11 +226,11 @@ def is_constant(x: Tensor) -> bool:
     return False
 
 
-def is_batched(x: Tensor) -> bool:
-    """Whether a vmap has batched `x`, or a tensor inside of it."""
-    while is_functorch_wrapped_tensor(x) and not is_batchedtensor(x):
+def is_bound(x: Tensor) -> bool:
+    """Whether `x` is of no use after its level, since a vmap or `functionalize` has wrapped it."""
+    while is_functorch_wrapped_tensor(x) and not (is_batchedtensor(x) or torch._is_functional_tensor(x)):
         x = get_unwrapped(x)
-    return is_batchedtensor(x)
+    return is_functorch_wrapped_tensor(x)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:

@@ -22,7 +22,7 @@ from ..closures import Found, Rebuilt, stored, unwrap_stored
 from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
-from ..tape.tape import watch_of
+from ..tape.tape import unwatched, watch_of
 from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
 from .program import Tensors, UserProgram, here, is_differentiable
@@ -46,8 +46,8 @@ class Call(UserProgram):
 
     # What f returned, after its first run.
     _outputs: Outputs | None = None
-    # The ids of the objects to which f has assigned something in its first run; and batched tensors that it
-    # has stored there. Inside of f other levels have batched them, so they are returned beside the outputs.
+    # The ids of the objects to which f has assigned something in its first run; and tensors of levels that it
+    # has stored there. Inside of f these levels are others, so they are returned beside the outputs.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
 
@@ -95,6 +95,8 @@ class Call(UserProgram):
         self._buffers: tensors.GivenBuffers | None = None
         # By id: captured tensors with a history, on which no output depends, detached.
         self._unused: dict[int, Tensor] = {}
+        # The ids of leaves that f has made for a checkpoint inside of it, or that the search did not find.
+        self._own_or_hidden: set[int] = set()
         self._streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states: world.States | None = None
         # Where the first run left the streams, if it drew from them.
@@ -260,22 +262,22 @@ class Call(UserProgram):
         self._outputs = Outputs(self.name, out, [*inputs, *map(_tensor, self._constants)])
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
         self._assigned = found.changed()
-        self._stored = batched = []
+        self._stored = bound = []
         for x, is_item, where in stored(found, self._assigned):
-            is_batched, may_stay = wrappers.is_batched(x), wrappers.is_constant(x)
-            if id(x) in map(id, inputs) or not may_stay or (is_batched and not is_item):
+            is_bound, may_stay = wrappers.is_bound(x), wrappers.is_constant(x)
+            if id(x) in map(id, inputs) or not may_stay or (is_bound and not is_item):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
                     "be lost. Return it, or store a detached copy (under vmap not inside of another object)."
                 )
-            if is_batched:
-                batched.append(x)
+            if is_bound:
+                bound.append(x)
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
         if buffers is None:
-            return (*outputs, *batched)
+            return (*outputs, *bound)
         buffers.note(inputs, before)
-        return (*outputs, *buffers.outputs(inputs), *batched)
+        return (*outputs, *buffers.outputs(inputs), *bound)
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
@@ -302,7 +304,10 @@ class Call(UserProgram):
                 raise net.not_given(self, f"that requires grad ({result})")
             # Otherwise f made the leaf itself, for an inner optimisation: nobody can ask for its gradient.
             elif sys.getrefcount(leaf) > private or wrappers.is_functorch_wrapped_tensor(leaf):
-                captured.append(leaf)  # a wrapper comes from hooks around the call, for an input at a level
+                captured.append(leaf)
+                # A wrapper comes from hooks around the call, for an input at a level.
+                if not wrappers.is_functorch_wrapped_tensor(leaf):
+                    self._own_or_hidden.add(id(leaf))
         return captured
 
     # -- a recomputation ------------------------------------------------------------------------------
@@ -324,6 +329,8 @@ class Call(UserProgram):
             inputs = self._buffers.given(inputs)
             buffers = self._buffers.outputs(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
+        hidden = {key: describe(mapped[key]) for key in self._own_or_hidden & mapped.keys()}
+        first_node = functorch.next_sequence_number()
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written = [x for x, version in self._constants if version is not None and x._version != version]
         states = self._states if self.random and self._options.preserve_rng_state else None
@@ -348,6 +355,11 @@ class Call(UserProgram):
                         'pass determinism_check="none" to allow other numbers.'
                     )
         again = Outputs(self.name, out)
+        if hidden:  # a leaf that f makes itself is now another one
+            values = [*map(wrappers.below_wrappers, again.tensors)]
+            for key, _ in autograd.entering(values, (), first_node):
+                if key in hidden:
+                    raise net.not_given(self, f"that requires grad ({hidden[key]})")
         if checks and (difference := self._outputs.difference(again)):
             raise CheckpointError(
                 f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "
@@ -364,10 +376,11 @@ class Call(UserProgram):
         for key, x in captured:
             if source is self and id(x) != key:
                 mapped[key] = x
-                if key not in self.found.places:
+                if key not in self.found.places and key not in self._own_or_hidden:
                     raise net.not_given(self, f"that requires grad ({describe(x)})")
-        for key, update in self._updated.items():
-            mapped[key] = update.clone()
+        if self._updated:
+            with unwatched():
+                mapped |= {key: update.clone() for key, update in self._updated.items()}
         return mapped
 
     # -- versions -----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..errors import MutationError, describe
+from ..tape.tape import unwatched
 
 # Elements up to which a buffer of a module that is training is copied before the forward.
 MAX_BUFFER = 1 << 20
@@ -140,11 +141,12 @@ def buffers_among(candidates: Iterable[Tensor], own: Sequence[Tensor]) -> list[T
 
 def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id: the values of captured buffers before the first run."""
-    return {
-        id(x): wrappers.physical(x.clone())[0]
-        for x in buffers
-        if not x.requires_grad and x.numel() <= MAX_BUFFER
-    }
+    with unwatched():
+        return {
+            id(x): wrappers.physical(x.clone())[0]
+            for x in buffers
+            if not x.requires_grad and x.numel() <= MAX_BUFFER
+        }
 
 
 class GivenBuffers:
@@ -169,15 +171,16 @@ class GivenBuffers:
         """The inputs that the graph saves: with copies of the buffers."""
         saved = [*inputs]
         for i, x in self._originals.items():
-            with nullcontext() if i in self._at_levels else functorch.without_levels():
+            with unwatched(), nullcontext() if i in self._at_levels else functorch.without_levels():
                 saved[i] = x.clone()
         return saved
 
     def given(self, inputs: Tensors) -> Tensors:
         """The inputs that f gets: in the first run the original buffers of no level, otherwise copies."""
         given = [*inputs]
-        for i, x in self._originals.items():
-            given[i] = inputs[i].clone() if x is None or i in self._at_levels else x
+        with unwatched():
+            for i, x in self._originals.items():
+                given[i] = inputs[i].clone() if x is None or i in self._at_levels else x
         return (*given,)
 
     def note(self, inputs: Tensors, before: Tensors) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -217,3 +218,16 @@ def watch_of(source: Any) -> Watch | None:
     for mode in functorch.dispatch_modes():
         watch = mode if isinstance(mode, Watch) else watch
     return watch if watch is not None and watch.source is source else None
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """A block of operators that are not those of f (copies of buffers). Another run may have others."""
+    watches = [m for m in functorch.dispatch_modes() if isinstance(m, Watch) and m.in_f]
+    for watch in watches:
+        watch.in_f = False
+    try:
+        yield
+    finally:
+        for watch in watches:
+            watch.in_f = True

@@ -94,9 +94,7 @@ def partitioned(model, x, budget):
     parameters = dict(real.named_parameters())
     names = list(parameters)
 
-    def loss(x, *values):
-        return loss_of(real, dict(zip(names, values)), x)
-
+    loss = lambda x, *values: loss_of(real, dict(zip(names, values)), x)
     with config.patch(activation_memory_budget=budget):
         f = aot_function(loss, boxed_nop, boxed_nop, partition_fn=min_cut_rematerialization_partition)
         f(x, *parameters.values()).backward()  # traces

@@ -222,9 +222,7 @@ DEPTHS = [4, 8, 16, 32, 64, 96]
 
 
 def in_turn(wrap: Callable) -> Callable:
-    def run(blocks, x):
-        return reduce(lambda x, p: wrapped(p, x), blocks, x)
-
+    run = lambda blocks, x: reduce(lambda x, p: wrapped(p, x), blocks, x)
     wrapped = wrap(block)
     return run
 

@@ -206,7 +206,7 @@ slice(0, 2) | slice(1, 3) | a[{}].sum() * a
 # How often each kind of statement is drawn.
 WEIGHTS = dict(
     unary=3, binary=4, reshape=3, linear=3, hide=3, in_place=1, special=2, knob=2, part=2, loop=2,
-    rebind=5,
+    rebind=5, log=1,
 )  # fmt: skip
 
 
@@ -433,6 +433,14 @@ class Writer:
         v, u, m = self.picks(scope, "vvm")
         self.let(scope, VECTOR, self.rng.choice(PARTS).format(v, u, m, part=part))
         self.rebound(scope, *[text.format(part) for text in REBINDINGS], f"{part}.extra = {u}")
+
+    def log(self, scope, depth):
+        """A call that stores a detached tensor outside of itself."""
+        log, (v, u) = self.name("log"), self.picks(scope, "vv")
+        self.emit(f"{log} = Holder()", f"{log}.t = None")
+        store = f"setattr({log}, 't', a.detach() * {u}.detach())"
+        self.let(scope, VECTOR, f"remat(lambda a: {store} or a * {u})({v})")
+        scope.add(VECTOR, f"{log}.t")
 
     def loop(self, scope, depth):
         i, u = self.name("i"), self.pick(scope, VECTOR)

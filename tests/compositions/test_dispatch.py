@@ -39,9 +39,7 @@ def gradients_through_outputs_that_are_not_batched(wrap, x, w):
         return a * c, b, (d * b).sum()
 
     def results(batched, xs):
-        def loss(xs, w):
-            return sum(y.cos().sum() for y in batched(xs, w))
-
+        loss = lambda xs, w: sum(y.cos().sum() for y in batched(xs, w))
         leaf = w.clone().requires_grad_()
         (first,) = torch.autograd.grad(loss(xs, leaf), leaf, create_graph=True)
         (second,) = torch.autograd.grad(first.sin().sum(), leaf)

@@ -180,9 +180,7 @@ def functional_call_of_distributed_tensors():
     model, plain, (x, *_) = setup("remat")
     tensor_parallel(model)
 
-    def moved(p):
-        return (p.detach() + 0.1).requires_grad_()
-
+    moved = lambda p: (p.detach() + 0.1).requires_grad_()
     results = []
     for m in (model, plain):
         parameters = {name: moved(p) for name, p in m.named_parameters()}
@@ -196,8 +194,7 @@ def functional_call_of_distributed_tensors():
 def per_sample():
     model, plain, (x, *_) = setup("remat")
 
-    def loss_of(m):
-        return lambda parameters, x: functional_call(m, parameters, (x[None],)).square().sum()
+    loss_of = lambda m: lambda parameters, x: functional_call(m, parameters, (x[None],)).square().sum()
 
     def run(m, x):
         parameters = {name: p.detach() for name, p in m.named_parameters()}
