@@ -30,7 +30,8 @@ from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 from . import world
-from .errors import FuncckptError, InputError, OptionError, describe
+from ._torch import wrappers
+from .errors import FuncckptError, InputError, OptionError, TransformError, describe
 from .meter import Meter
 from .tape.operators import tensors_in
 
@@ -267,6 +268,14 @@ def _reduced(
     chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
     """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
+    for x in pytree.tree_leaves(parameters):
+        while wrappers.is_functorch_wrapped_tensor(x):
+            if x.requires_grad:
+                raise TransformError(
+                    f"{chunks.name}: its results have no derivative in reverse mode. Write it with "
+                    "vmap(grad(loss)), or differentiate in forward mode (jvp, jacfwd)."
+                )
+            x = wrappers.get_unwrapped(x)
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)
     states = world.states(world.random_streams(())) if randomness == "same" else []
     results = []

@@ -12,12 +12,14 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ._torch import functorch
@@ -49,15 +51,25 @@ def autocast_devices() -> tuple[str, ...]:
 _CPU = torch.device("cpu")
 
 
-def _state() -> tuple[torch.device, torch.dtype, tuple[bool, ...], tuple[torch.dtype, ...], bool]:
-    """Default device and dtype; for each device whether autocast is on, and its dtype; autocast's cache."""
+# Whether each kernel of `scaled_dot_product_attention` may be chosen.
+_ATTENTIONS = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
+
+
+def _state() -> tuple[Any, ...]:
+    """Default device and dtype; whether autocast is on for each device, its dtypes, its cache; attentions."""
     device = _CPU
     if functorch.has_function_modes():  # the default device is one
         with functorch.without_levels():  # torch may make a tensor to find out
             device = torch.get_default_device()
     kinds = autocast_devices()
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
-    return device, torch.get_default_dtype(), (*enabled,), (*dtypes,), torch.is_autocast_cache_enabled()
+    casts = (*enabled,), (*dtypes,), torch.is_autocast_cache_enabled()
+    return device, torch.get_default_dtype(), casts, (*[allowed() for allowed in _ATTENTIONS.values()],)
 
 
 class Mode(TorchFunctionMode):
@@ -77,7 +89,7 @@ class World:
             self._modes = [m for m in modes if not isinstance(m, (Mode, functorch.DeviceContext))]
         self._state = _state()
         # Whether autocast is enabled.
-        self.casts = any(self._state[2])
+        self.casts = any(self._state[2][0])
 
     def is_here(self) -> bool:
         """Whether the world is still the same."""
@@ -86,16 +98,18 @@ class World:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Put this world back for a block of code."""
-        device, dtype, *autocast, cache = self._state
+        device, dtype, (enabled, dtypes, cache), attentions = self._state
         now = _state()
         with ExitStack() as stack:
             active = functorch.function_modes() if self._modes else ()
             for mode in self._modes:
                 if mode not in active:
                     stack.enter_context(mode)
-            if self._state[2:] != now[2:]:
-                for kind, enabled, cast in zip(autocast_devices(), *autocast, strict=True):
-                    stack.enter_context(torch.autocast(kind, cast, enabled=enabled, cache_enabled=cache))
+            if self._state[2] != now[2]:
+                for kind, is_on, cast in zip(autocast_devices(), enabled, dtypes, strict=True):
+                    stack.enter_context(torch.autocast(kind, cast, enabled=is_on, cache_enabled=cache))
+            if attentions != now[3]:
+                stack.enter_context(sdpa_kernel([*compress(_ATTENTIONS, attentions)]))
             if device != now[0]:
                 stack.enter_context(device)
             if dtype != now[1]:

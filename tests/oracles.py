@@ -169,6 +169,7 @@ def world():
         "autocast cache": torch.is_autocast_cache_enabled(),
         "default dtype": torch.get_default_dtype(),
         "default device": str(torch.get_default_device()),
+        "attention": torch.backends.cuda.flash_sdp_enabled(),
     }
 
 

@@ -77,12 +77,7 @@ def assert_same(actual, expected, what="result"):
             )
             continue
         torch.testing.assert_close(
-            a.detach(),
-            e.detach(),
-            rtol=RTOL,
-            atol=ATOL,
-            equal_nan=True,
-            msg=lambda m, w=where: f"{w}: {m}",
+            a.detach(), e.detach(), rtol=RTOL, atol=ATOL, equal_nan=True, msg=lambda m, w=where: f"{w}: {m}"
         )
 
 

@@ -249,8 +249,7 @@ def masks(x):
     return dropout(x * y, 0.5) * torch.empty_like(x).uniform_(1, 2)
 
 
-def with_value(f):
-    return grad(lambda x: (lambda y: (y.sum(), y))(remat(f)(x)), has_aux=True)
+with_value = lambda f: grad(lambda x: (lambda y: (y.sum(), y))(remat(f)(x)), has_aux=True)
 
 
 @pytest.mark.parametrize("f", [lambda x: dropout(x, 0.5), masks], ids=["dropout", "masks"])

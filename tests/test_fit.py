@@ -127,10 +127,7 @@ def of_all_plans(step, model, names, choices):
 
 @pytest.mark.parametrize(
     ("step", "counts", "choices"),
-    [
-        (backward, (2, 2), (None, policies.dots_saveable)),
-        (per_sample, (1, 3), (None,)),
-    ],
+    [(backward, (2, 2), (None, policies.dots_saveable)), (per_sample, (1, 3), (None,))],
 )
 def test_the_plan_is_the_best_of_all(step, counts, choices):
     model = a_model(*counts)

@@ -16,6 +16,7 @@ import torch
 from oracles import F64, assert_same, compare, observe, tensor
 from support import WRAPS, registered
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
@@ -231,6 +232,48 @@ def an_output_that_is_an_input(wrap):
     x, v, w = leaf(3), leaf(3), tensor(3)
     y, *same, twice = wrap(lambda x: ((y := x * v * w), x, v, w, y))(x)
     return [a is b for a, b in zip(same, (x, v, w))], twice is y
+
+
+@program
+def frozen_for_the_forward(wrap):
+    x, w, b = leaf(3, 3), leaf(3, 3, seed=1).requires_grad_(False), leaf(3)
+    y = wrap(lambda x, b: torch.tanh(x @ w) * b)(x, b)
+    w.requires_grad_()
+    b.requires_grad_(False)
+    y.sum().backward()
+    return x.grad, w.grad
+
+
+@program
+def code_that_catches_everything(wrap):
+    def f(x):
+        h = x.sin()
+        try:
+            return h.cos() * 2
+        except BaseException:  # the end of a recomputation
+            return h.cos().exp().sin()
+
+    return torch.autograd.grad(wrap(f)(x := leaf(3)).sum(), x)
+
+
+@program
+def detached_values_of_an_earlier_vmap(wrap):
+    class Block(nn.Module):
+        def forward(self, x):
+            self.last = x.detach()
+            return (x + self.shift).sin().sum()
+
+    (block := Block()).register_buffer("shift", torch.zeros(3, dtype=F64))
+    f, x = wrap(block), leaf(3)
+    vmap(grad(f))(tensor(2, 3)), grad(lambda x: grad(f)(x).sum())(x)
+    return jvp(grad(f), (tensor(3),), (tensor(3),)), grad(f)(tensor(3)), torch.autograd.grad(f(x), x)
+
+
+@program
+def tensors_moved_by_hooks_in_forward_mode(wrap):
+    with torch.autograd.graph.save_on_cpu(), forward_ad.dual_level():
+        x = forward_ad.make_dual(leaf(3), tensor(3, seed=1))
+        return forward_ad.unpack_dual(torch.autograd.grad(wrap(torch.sin)(x).sum(), x)[0]).tangent
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

@@ -71,8 +71,7 @@ def backward(loss):
     return tree_map(lambda t: torch.zeros_like(t) if t.grad is None else t.grad, meta)
 
 
-def of_all_tasks(loss):
-    return vmap(grad(loss), (None, 0, 0, 0, 0))(META, *TASKS)
+of_all_tasks = lambda loss: vmap(grad(loss), (None, 0, 0, 0, 0))(META, *TASKS)
 
 
 @pytest.mark.parametrize("gradient", [grad, inner_grad])

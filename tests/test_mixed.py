@@ -204,6 +204,8 @@ UNFIT = {
     "batch_norm": lambda y: F.batch_norm(y, None, None, training=True),
     "instance_norm": lambda y: F.instance_norm(y[None])[0],
     "glu": lambda y: F.glu(torch.cat([y, y.cos()], 1)),
+    "solve": lambda y: torch.linalg.solve(y @ y.mT + 1, y),
+    "eigh": lambda y: torch.linalg.eigh(y @ y.mT + 1)[1].square(),
     "module": NORM,
     "batch_norm_module": NORMS["a"][1],
     "glu_module": lambda y: nn.GLU()(torch.cat([y, y.cos()], 1)),

@@ -6,15 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models import (
-    BLOCKS,
-    disable,
-    enable,
-    gpt2,
-    llama,
-    trained,
-    vision_transformer,
-)
+from models import BLOCKS, disable, enable, gpt2, llama, trained, vision_transformer
 from torch.func import grad, vmap
 
 from funcckpt import EscapeError, TransformError, explain, patched

@@ -137,10 +137,7 @@ def late(monkeypatch):
     return stream
 
 
-def everything(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_CPU_OFFLOAD
-
-
+everything = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD
 contexts = lambda: create_selective_checkpoint_contexts(everything)
 OFFLOADING = {
     "remat": lambda f: remat(f, policy=everything),

@@ -43,8 +43,7 @@ def by_hand(parameters, loss, *batch):
     return torch.stack(rows)
 
 
-def flat(tree):
-    return torch.cat([t.flatten() for t in tree.values()])
+flat = lambda tree: torch.cat([t.flatten() for t in tree.values()])
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 3, 100])
@@ -134,6 +133,8 @@ def test_randomness():
 
     with pytest.raises(RuntimeError, match="randomness"):
         gradient_norms(loss, parameters, x)
+    with pytest.raises(funcckpt.TransformError, match="reverse mode"):
+        torch.func.grad(lambda p: gradient_norms(loss, p, x).sum())(parameters)
     x = x[:1].expand(20, 4)
     seen = gradient_norms(loss, parameters, x, randomness="different", chunk_size=7)
     assert len(seen.unique()) > 3

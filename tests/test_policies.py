@@ -69,10 +69,7 @@ POLICIES = {
 }
 SHAPES = {mlp: [(D, HID), (HID, D)], attention: [(D, D)] * 4}
 SAMPLES = tensor(B, N, D, seed=9)
-
-
-def weights(block):
-    return [tensor(*shape, seed=i) / 3 for i, shape in enumerate(SHAPES[block])]
+weights = lambda block: [tensor(*shape, seed=i) / 3 for i, shape in enumerate(SHAPES[block])]
 
 
 def loss(block, wrap):

@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set
 import funcckpt
 from funcckpt._torch import autograd, functorch, wrappers
 
-
-def leaf():
-    return torch.ones(3, requires_grad=True)
+leaf = lambda: torch.ones(3, requires_grad=True)
 
 
 def test_blocks_of_cached_parametrizations_are_left():

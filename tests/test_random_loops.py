@@ -134,8 +134,7 @@ def times(loops, step, x, n, o):
     return loops.until(lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x), **o)[1]
 
 
-def scanned(loops, step, x, n, o):
-    return loops.scan(lambda c, _: (step(c), None), x, length=n, **o)[0]
+scanned = lambda loops, step, x, n, o: loops.scan(lambda c, _: (step(c), None), x, length=n, **o)[0]
 
 
 def tree(loops, step, x, n, o):

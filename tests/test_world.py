@@ -12,6 +12,7 @@ from oracles import F64, assert_same, compare, plain, tensor, total, world
 from support import WRAPS, default_dtype
 from torch.func import grad, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from funcckpt import CheckpointError, remat
@@ -181,6 +182,7 @@ WORLDS = {
     "autocast_off": lambda: autocast(enabled=False),
     "default_dtype": lambda: default_dtype(F64),
     "default_device": lambda: torch.device("meta"),
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
 }
 
 

@@ -226,9 +226,20 @@ def saved_tensors_hooks() -> list[Hooks]:
 
 def hooks_asleep() -> AbstractContextManager[Any]:
     """A block in which tensors are saved without the active hooks."""
-    if top_saved_tensors_hooks() is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
+    return nullcontext() if top_saved_tensors_hooks() is None else _without_hooks()
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    hooks = []
+    while (top := top_saved_tensors_hooks()) is not None:
+        hooks.append(top)
+        _pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            _push_saved_tensors_default_hooks(*pair)
 
 
 def may_push_hooks() -> bool:

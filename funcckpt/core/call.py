@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -50,6 +51,7 @@ class Call(UserProgram):
     # has stored there. Inside of f these levels are others, so they are returned beside the outputs.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
+    _beside = 0  # their number
 
     def __init__(
         self, f: Any, name: str, options: Options, args: Any, kwargs: Any, lifts_all: bool = False
@@ -59,6 +61,7 @@ class Call(UserProgram):
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
         self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
         self.found = found = Found(f if arguments.is_flat else (f, arguments.others))
+        tensors.drop_stale(found.tensors, self.layers or ())
         if found.has_hooks_of_opacus:
             check_no_opacus(f"remat({name})", f, found)
         if self.chooser is not None:
@@ -274,6 +277,7 @@ class Call(UserProgram):
                 bound.append(x)
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
+        self._beside = len(bound)
         if buffers is None:
             return (*outputs, *bound)
         buffers.note(inputs, before)
@@ -365,7 +369,8 @@ class Call(UserProgram):
                 f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "
                 'as arguments, or turn this check off with determinism_check="none".'
             )
-        return (*again.as_in(self._outputs), *buffers)
+        # What the first run returned beside them has no gradient.
+        return (*again.as_in(self._outputs), *buffers, *[torch.empty(0)] * self._beside)
 
     def _mapped(self, inputs: Tensors) -> dict[int, Tensor]:
         """By id: the tensors that replace captured ones in a recomputation."""

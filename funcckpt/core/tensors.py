@@ -41,6 +41,19 @@ def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
     return found
 
 
+def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> None:
+    """Remove tensors of levels that are over, which a function has stored. No operator takes them."""
+    wrapped = [(key, x) for key, x in found.items() if wrappers.is_functorch_wrapped_tensor(x)]
+    for key, x in wrapped:
+        while wrappers.is_functorch_wrapped_tensor(x := wrappers.alive(x)):
+            level = wrappers.maybe_get_level(x)
+            layer = layers[level - 1] if level <= len(layers) else None
+            x, size = wrappers.get_unwrapped(x), wrappers.batch_size_of(x)
+            if layer is None or (size is not None and (layer.kind, layer.batch_size) != ("vmap", size)):
+                del found[key]
+                break
+
+
 def requires_grad(x: Tensor) -> bool:
     """Whether `x`, or a tensor inside of it, requires grad."""
     return x.requires_grad or (
@@ -78,7 +91,7 @@ def is_same(x: Tensor, before: Tensor) -> bool:
     if functorch.is_tracing() or x.is_meta or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
     with autograd.without_dispatch_modes():  # a selective checkpoint would count the operator
-        return torch.equal(wrappers.physical(x.detach())[0], before)
+        return torch.equal(wrappers.physical(wrappers.alive(x).detach())[0], before)
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
@@ -143,7 +156,7 @@ def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id: the values of captured buffers before the first run."""
     with unwatched():
         return {
-            id(x): wrappers.physical(x.clone())[0]
+            id(x): wrappers.physical(wrappers.alive(x).clone())[0]
             for x in buffers
             if not x.requires_grad and x.numel() <= MAX_BUFFER
         }
@@ -172,7 +185,7 @@ class GivenBuffers:
         saved = [*inputs]
         for i, x in self._originals.items():
             with unwatched(), nullcontext() if i in self._at_levels else functorch.without_levels():
-                saved[i] = x.clone()
+                saved[i] = wrappers.alive(x).clone()
         return saved
 
     def given(self, inputs: Tensors) -> Tensors:

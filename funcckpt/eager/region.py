@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
-from .._torch import autograd, functorch
+from .._torch import autograd, functorch, wrappers
 from ..closures import Found, Rebuilt
 from ..core import tensors
 from ..core.call import check_no_opacus
@@ -112,6 +112,7 @@ class Region:
         if not isinstance(self._structure, tuple):
             others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
         self._found = found = Found((f, others) if others else f)
+        tensors.drop_stale(found.tensors, ())
         if found.has_hooks_of_opacus:
             check_no_opacus(title(f), f, found)
         # Whether there are lazy modules, which get their tensors in the first call.
@@ -119,10 +120,13 @@ class Region:
         if self.is_lazy:
             return
         self._given = leaves
-        # By id: tensors that the recomputation uses as they are, with their versions.
+        # By id: tensors that the recomputation uses as they are; their versions; whether they require grad.
         self._constants = {
-            number: (x, x._version) for number, x in found.tensors.items() if not x.is_inference()
+            number: (x, x._version, x.requires_grad)
+            for number, x in found.tensors.items()
+            if not x.is_inference()
         }
+        self._requires_grad = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
         # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies.
@@ -157,7 +161,8 @@ class Region:
         if found.calls_backward:
             reached = [x for x in (*found.tensors.values(), *self._given) if isinstance(x, Tensor)]
             gradients = tensors.gradients_behind(reached)
-        with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0]:
+        anew = autograd.parametrizations_anew() or nullcontext()
+        with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0], anew:
             out = f(*args, **kwargs)
         self._complete = True
         # Streams that did not move are left alone: another thread may draw from them. But f may have put back
@@ -211,7 +216,7 @@ class Region:
         known = {*found.tensors, *map(id, self._given)}
         for (key, _), leaf in edges.items():
             if leaf is not None and key not in known:
-                self._constants[key] = leaf, leaf._version
+                self._constants[key] = leaf, leaf._version, True
         nodes = {node for node, _ in edges}
         unused = [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in nodes]
         if unused:
@@ -221,7 +226,7 @@ class Region:
             self._constants.pop(number, None)
 
     def _changed(self) -> list[Tensor]:
-        return [x for x, version in self._constants.values() if x._version != version]
+        return [x for x, version, _ in self._constants.values() if x._version != version]
 
     # -- the backward -------------------------------------------------------------------------------
 
@@ -261,10 +266,17 @@ class Region:
         found = self._found
         changed = found.changed()
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
+        # A model may be frozen for the forward alone.
+        for number, (x, _, before) in self._constants.items():
+            if x.requires_grad != before:
+                instead[number] = x.detach().requires_grad_(before)
         leaves = [
             x.unpack() if isinstance(x, autograd.Saved) else _copy(x) if isinstance(x, Tensor) else x
             for x in self._inputs
         ]
+        for i, (x, before) in enumerate(zip(leaves, self._requires_grad, strict=True)):
+            if isinstance(x, Tensor) and x.requires_grad != before:
+                leaves[i] = x.detach().requires_grad_(before)
         with ExitStack() as stack:
             f = found.root
             if changed or instead:
@@ -282,6 +294,8 @@ class Region:
                 stack.enter_context(self._world.replayed())
             if self._torch_function != functorch._get_torch_function_state():
                 stack.enter_context(functorch.torch_function_as(self._torch_function))
+            if (anew := autograd.parametrizations_anew()) is not None:
+                stack.enter_context(anew)
             if self._patched != patched.is_active():
                 stack.enter_context(patched.active(self._patched))
             if self._states:
@@ -289,10 +303,10 @@ class Region:
             # Random numbers are those of the forward: a vmap around the backward must not change them.
             stack.enter_context(functorch.without_vmap_mode())
             stack.enter_context(torch.enable_grad())
-            count = 0
+            count, is_over = 0, False
 
             def pack(x: Tensor) -> Tensor:
-                nonlocal count
+                nonlocal count, is_over
                 i, count = count, count + 1
                 # An alias: the graph of the recomputation would otherwise refer to itself.
                 kept = autograd.alias(x) if x.requires_grad else x
@@ -305,13 +319,18 @@ class Region:
                             f"the forward pass: position {i}: {self._looks[i]} saved, {here} recomputed."
                         )
                     slot[key] = kept, kept._version
-                if self._early_stop and count == len(self._slots):
+                if self._early_stop and count >= len(self._slots):
+                    is_over = True
                     raise _Stop
                 return kept
 
-            with suppress(_Stop), saved_tensors_hooks(pack, lambda x: x), self._contexts[1], self._logs[1]:
-                autograd.without_dynamo(f)(*args, **kwargs)
-        if self._complete and count != len(self._slots):
+            try:
+                with saved_tensors_hooks(pack, lambda x: x), self._contexts[1], self._logs[1]:
+                    autograd.without_dynamo(f)(*args, **kwargs)
+            except (_Stop, Exception):
+                if not is_over:  # TorchScript, and code of f that catches everything, raise something else
+                    raise
+        if self._complete and not is_over and count != len(self._slots):
             raise self._error(
                 "A different number of tensors was saved during the original forward and recomputation: "
                 f"{len(self._slots)}, and {count}."
@@ -349,4 +368,4 @@ def is_of_checkpoint(hooks: autograd.Hooks | None) -> bool:
 def _copy(x: Tensor) -> Tensor:
     """A copy that no mode sees and no graph records."""
     with autograd.without_dispatch_modes(), autograd.plain():
-        return x.detach().clone()
+        return wrappers.alive(x).detach().clone()

@@ -135,6 +135,9 @@ def inner_grad(
 
 # By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu).
 _UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
+_UNFIT |= {"det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve", "eig", "eigh", "cholesky_inverse"}
+_UNFIT |= {"cholesky", "cholesky_ex", "householder_product"}
+_UNFIT |= {f"linalg_{name}" for name in _UNFIT}  # what function modes see
 _MODULES = {name for name, kind in vars(nn).items() if isinstance(kind, type)}
 
 

@@ -65,6 +65,8 @@ def _to_disk(x: Tensor) -> Tensor:
         return x.clone()
     moved = _to_host(x)
     parts = wrappers.everything_below(moved)
+    if any(map(wrappers.is_legacy_batchedtensor, parts)):
+        return moved  # nobody can reach its memory
     with functorch.without_levels():
         for part in parts:
             part.data = _mapped(part.data)

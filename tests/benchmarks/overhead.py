@@ -93,8 +93,7 @@ def under(transform, wrap, f=tiny):
     return lambda: transform(lambda x: g(x).sum())(x)
 
 
-def samples(f):
-    return lambda _: vmap(grad(f))(xs)
+samples = lambda f: lambda _: vmap(grad(f))(xs)
 
 
 def of_model(wrap):
@@ -179,8 +178,7 @@ def ten(x):
     return x
 
 
-def closure(w):
-    return lambda x: (x * w).sin()
+closure = lambda w: lambda x: (x * w).sin()
 
 
 EAGER_CASES: dict[str, Callable[[Callable], Any]] = {

@@ -210,8 +210,7 @@ WEIGHTS = dict(
 )  # fmt: skip
 
 
-def draw(seed):
-    return Writer(random.Random(seed)).program(seed)
+draw = lambda seed: Writer(random.Random(seed)).program(seed)
 
 
 class Scope:

@@ -19,8 +19,7 @@ from funcckpt.meter import measure
 BLOCKS, ROWS, WIDTH, HIDDEN = 24, 16, 16, 64
 
 
-def block(x, w1, w2):
-    return x + F.layer_norm(F.gelu(x @ w1), (w1.shape[1],)) @ w2
+block = lambda x, w1, w2: x + F.layer_norm(F.gelu(x @ w1), (w1.shape[1],)) @ w2
 
 
 def deep(block):

@@ -52,8 +52,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
+whole = lambda x: x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def steps(model, batches):

@@ -9,9 +9,7 @@ from oracles import F64 as D
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-def leaf(*shape):
-    return torch.randn(*shape, dtype=D, requires_grad=True)
+leaf = lambda *shape: torch.randn(*shape, dtype=D, requires_grad=True)
 
 
 def plain(f, *args, **options):

@@ -31,8 +31,7 @@ class Chain(nn.Module):
         return self.net(x) if self.segments == "plain" else checkpoint_sequential(self.net, self.segments, x)
 
 
-def backward(chain, x):
-    return torch.autograd.grad(chain(x).sum(), [x, *chain.parameters()])
+backward = lambda chain, x: torch.autograd.grad(chain(x).sum(), [x, *chain.parameters()])
 
 
 def per_sample(chain, x):
