@@ -51,17 +51,11 @@ def autocast_devices() -> tuple[str, ...]:
 _CPU = torch.device("cpu")
 
 
-# Whether each kernel of `scaled_dot_product_attention` may be chosen.
-_ATTENTIONS = {
-    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
-    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
-    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
-    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
-}
+_KERNELS = "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"
 
 
 def _state() -> tuple[Any, ...]:
-    """Default device and dtype; whether autocast is on for each device, its dtypes, its cache; attentions."""
+    """Default device and dtype; autocast's switches, dtypes and cache; which kernels attention may choose."""
     device = _CPU
     if functorch.has_function_modes():  # the default device is one
         with functorch.without_levels():  # torch may make a tensor to find out
@@ -69,7 +63,10 @@ def _state() -> tuple[Any, ...]:
     kinds = autocast_devices()
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
     casts = (*enabled,), (*dtypes,), torch.is_autocast_cache_enabled()
-    return device, torch.get_default_dtype(), casts, (*[allowed() for allowed in _ATTENTIONS.values()],)
+    of = torch.backends.cuda
+    flash, efficient = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled()
+    attention = flash, efficient, of.math_sdp_enabled(), of.cudnn_sdp_enabled()
+    return device, torch.get_default_dtype(), casts, attention
 
 
 class Mode(TorchFunctionMode):
@@ -98,7 +95,7 @@ class World:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Put this world back for a block of code."""
-        device, dtype, (enabled, dtypes, cache), attentions = self._state
+        device, dtype, (enabled, dtypes, cache), attention = self._state
         now = _state()
         with ExitStack() as stack:
             active = functorch.function_modes() if self._modes else ()
@@ -108,8 +105,9 @@ class World:
             if self._state[2] != now[2]:
                 for kind, is_on, cast in zip(autocast_devices(), enabled, dtypes, strict=True):
                     stack.enter_context(torch.autocast(kind, cast, enabled=is_on, cache_enabled=cache))
-            if attentions != now[3]:
-                stack.enter_context(sdpa_kernel([*compress(_ATTENTIONS, attentions)]))
+            if attention != now[3]:
+                allowed = [getattr(SDPBackend, name) for name in compress(_KERNELS, attention)]
+                stack.enter_context(sdpa_kernel(allowed))
             if device != now[0]:
                 stack.enter_context(device)
             if dtype != now[1]:

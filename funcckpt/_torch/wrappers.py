@@ -226,11 +226,6 @@ def is_constant(x: Tensor) -> bool:
     return False
 
 
-def batch_size_of(x: Tensor) -> int | None:
-    """The size of the dimension by which `x` is batched at its level; None if it is not batched."""
-    return get_unwrapped(x).shape[maybe_get_bdim(x)] if is_batchedtensor(x) else None
-
-
 def is_bound(x: Tensor) -> bool:
     """Whether `x` is of no use after its level, since a vmap or `functionalize` has wrapped it."""
     while is_functorch_wrapped_tensor(x) and not (is_batchedtensor(x) or torch._is_functional_tensor(x)):

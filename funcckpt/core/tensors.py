@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -43,13 +44,16 @@ def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
 
 def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> None:
     """Remove tensors of levels that are over, which a function has stored. No operator takes them."""
-    wrapped = [(key, x) for key, x in found.items() if wrappers.is_functorch_wrapped_tensor(x)]
-    for key, x in wrapped:
-        while wrappers.is_functorch_wrapped_tensor(x := wrappers.alive(x)):
-            level = wrappers.maybe_get_level(x)
-            layer = layers[level - 1] if level <= len(layers) else None
-            x, size = wrappers.get_unwrapped(x), wrappers.batch_size_of(x)
-            if layer is None or (size is not None and (layer.kind, layer.batch_size) != ("vmap", size)):
+    for key, x in [*compress(found.items(), map(wrappers.is_functorch_wrapped_tensor, found.values()))]:
+        while wrappers.is_functorch_wrapped_tensor(x):
+            outer, x, level = x, wrappers.get_unwrapped(x), wrappers.maybe_get_level(x)
+            if wrappers.is_dead_tensor_wrapper(outer):
+                continue
+            is_over = level > len(layers)
+            if not is_over and wrappers.is_batchedtensor(outer):
+                size = x.shape[wrappers.maybe_get_bdim(outer)]
+                is_over = layers[level - 1][1:3] != ("vmap", size)
+            if is_over:
                 del found[key]
                 break
 

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +127,7 @@ class Region:
             for number, x in found.tensors.items()
             if not x.is_inference()
         }
-        self._requires_grad = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        self._requires_grad = [*map(getattr, leaves, repeat("requires_grad"), repeat(False))]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
         # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies.
