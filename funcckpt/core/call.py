@@ -333,10 +333,10 @@ class Call(UserProgram):
             inputs = self._buffers.given(inputs)
             buffers = self._buffers.outputs(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
-        hidden = {}
+        hidden, first_node = {}, 0
         if self._own_or_hidden:
             hidden = {key: describe(mapped[key]) for key in self._own_or_hidden & mapped.keys()}
-        first_node = functorch.next_sequence_number()
+            first_node = functorch.next_sequence_number()
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written = [x for x, version in self._constants if version is not None and x._version != version]
         states = self._states if self.random and self._options.preserve_rng_state else None
