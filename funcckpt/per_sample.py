@@ -272,8 +272,8 @@ def _reduced(
         while wrappers.is_functorch_wrapped_tensor(x):
             if x.requires_grad:
                 raise TransformError(
-                    f"{chunks.name}: its results have no derivative in reverse mode. Use vmap(grad(loss)), or "
-                    "forward mode (jvp, jacfwd); or pass detached parameters, if only the value counts."
+                    f"{chunks.name}: the results have no derivative in reverse mode. Use vmap(grad(loss)) "
+                    "or forward mode (jvp, jacfwd), or detach the parameters if only the values count."
                 )
             x = wrappers.get_unwrapped(x)
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)
