@@ -33,7 +33,7 @@ from ..closures.code import about
 from ..core import dispatch
 from ..core.call import Call, Options
 from ..core.program import Derived, Jvp, Tensors, Vjp, Vmap, is_differentiable
-from ..errors import InputError, OptionError
+from ..errors import InputError, OptionError, TransformError
 from ..remat import name_and_check, remat
 from .steps import in_words
 
@@ -226,7 +226,13 @@ class _Directional(Derived):
         arguments = list(inputs)
         for i in self.along:  # A shared input was expanded to all samples; now it gets tangents.
             arguments[i] = wrappers.with_memory_for_each(inputs[i])
-        primals, tangents = jvp.split(jvp.run(*arguments))
+        try:
+            primals, tangents = jvp.split(jvp.run(*arguments))
+        except NotImplementedError as error:  # an operator has no forward mode, or a Function no jvp
+            raise TransformError(
+                f"inner_grad({self.source.name}) cannot be differentiated in mixed mode: {error} Write "
+                "torch.func.grad(remat(loss)) in place of inner_grad(loss)."
+            ) from error
         return (torch.zeros_like(primals[0]) if tangents[0] is None else tangents[0],)
 
 
