@@ -268,12 +268,12 @@ def _reduced(
     chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
     """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
-    for x in pytree.tree_leaves(parameters):
+    for x in pytree.tree_leaves((parameters, batch)) if torch.is_grad_enabled() else ():
         while wrappers.is_functorch_wrapped_tensor(x):
             if x.requires_grad:
                 raise TransformError(
                     f"{chunks.name}: the results have no derivative in reverse mode. Use vmap(grad(loss)) "
-                    "or forward mode (jvp, jacfwd), or detach the parameters if only the values count."
+                    "or forward mode (jvp, jacfwd), or detach what it is given if only the values count."
                 )
             x = wrappers.get_unwrapped(x)
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)

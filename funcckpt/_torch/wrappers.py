@@ -226,6 +226,11 @@ def is_constant(x: Tensor) -> bool:
     return False
 
 
+def is_over(x: Tensor) -> bool:
+    """Whether `x` belongs to a level that is over, as a transform inside of f leaves it behind."""
+    return is_functorch_wrapped_tensor(x := alive(x)) and maybe_get_level(x) > functorch.current_level()
+
+
 def is_bound(x: Tensor) -> bool:
     """Whether `x` is of no use after its level, since a vmap or `functionalize` has wrapped it."""
     while is_functorch_wrapped_tensor(x) and not (is_batchedtensor(x) or torch._is_functional_tensor(x)):

@@ -141,6 +141,11 @@ class Rebuilt:
     def write_back(self) -> None:
         """Repeat on the originals what f assigned to copies in its first run."""
         get, assigned, self._placed = self._originals.get, self._placed, {}
+        for node, now, then in self._put_back:
+            after = kinds.read(node.kind, node.value, node.names)
+            for name in then.keys() - after.keys():
+                now.pop(name, None)
+            now.update({name: get(id(x), x) for name, x in after.items() if then.get(name) is not x})
         for number, placed in assigned.items():
             node = self._nodes[number]
             now = kinds.read(node.kind, self._built[number], node.names)
@@ -218,4 +223,5 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool,
                         if "cache" in repr(node.cls).lower()
                         else ""
                     )
-                    yield x, x is value, found.path(number, key) + of
+                    is_item = x is value and node.kind not in kinds.FIXED
+                    yield x, is_item, found.path(number, key) + of

@@ -267,6 +267,8 @@ class Call(UserProgram):
         self._assigned = found.changed()
         self._stored = bound = []
         for x, is_item, where in stored(found, self._assigned):
+            if wrappers.is_over(x):
+                continue
             is_bound, may_stay = wrappers.is_bound(x), wrappers.is_constant(x)
             if id(x) in map(id, inputs) or not may_stay or (is_bound and not is_item):
                 raise EscapeError(
@@ -278,10 +280,11 @@ class Call(UserProgram):
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
         self._beside = len(bound)
-        if buffers is None:
-            return (*outputs, *bound)
-        buffers.note(inputs, before)
-        return (*outputs, *buffers.outputs(inputs), *bound)
+        beside: Sequence[Tensor] = ()
+        if buffers is not None:
+            buffers.note(inputs, before)
+            beside = buffers.outputs(inputs)
+        return (*outputs, *beside, *map(wrappers.alive, bound))
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""

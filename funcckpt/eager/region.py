@@ -267,10 +267,13 @@ class Region:
         found = self._found
         changed = found.changed()
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
+        written = self._changed() if self._check else []
         # A model may be frozen for the forward alone.
-        for number, (x, _, before) in self._constants.items():
+        for number, (x, version, before) in self._constants.items():
             if x.requires_grad != before:
                 instead[number] = x.detach().requires_grad_(before)
+                if x._version != version:
+                    written.append(instead[number])
         leaves = [
             x.unpack() if isinstance(x, autograd.Saved) else _copy(x) if isinstance(x, Tensor) else x
             for x in self._inputs
@@ -289,7 +292,7 @@ class Region:
             args, kwargs = unflatten(leaves, self._structure)
             del leaves, instead
             # Restore the world of the forward where it differs.
-            if self._check and (written := self._changed()):
+            if written:
                 stack.enter_context(tensors.Refusing(written, self._was_changed))
             if not self._world.is_here():
                 stack.enter_context(self._world.replayed())
