@@ -199,6 +199,9 @@ STORES = {
         lambda: COLLECTING.set([]) and None, lambda o, h: collect(h), lambda o: COLLECTING.get()[0],
     ),
     "global": (int, lambda o, h: None, lambda o: ESCAPED),
+    "class": (
+        lambda: type("Kept", (), {"last": 0}), lambda o, h: setattr(o, "last", h.detach()), lambda o: o.last,
+    ),
     "beside its parameter": (Beside, Beside.store, lambda o: o.scale),
     "table of a class": (
         lambda: type("Registry", (), {"table": {"calls": 1}}), lambda o, h: o.table.update(h=h),
