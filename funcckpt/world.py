@@ -51,6 +51,7 @@ def autocast_devices() -> tuple[str, ...]:
 _CPU = torch.device("cpu")
 
 
+# Kernels of `scaled_dot_product_attention`, in the order in which `_state` tells whether they may be chosen.
 _KERNELS = "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"
 
 

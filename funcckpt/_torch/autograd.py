@@ -215,13 +215,8 @@ top_saved_tensors_hooks = functools.partial(_top_saved_tensors_default_hooks, Fa
 
 def saved_tensors_hooks() -> list[Hooks]:
     """All active hooks, innermost first. To see them, they are popped and pushed again."""
-    found: list[Hooks] = []
-    while (top := top_saved_tensors_hooks()) is not None:
-        _pop_saved_tensors_default_hooks()
-        found.append(top)
-    for hooks in reversed(found):
-        _push_saved_tensors_default_hooks(*hooks)
-    return found
+    with _without_hooks() as hooks:
+        return hooks
 
 
 def hooks_asleep() -> AbstractContextManager[Any]:
@@ -230,13 +225,13 @@ def hooks_asleep() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _without_hooks() -> Iterator[None]:
-    hooks = []
+def _without_hooks() -> Iterator[list[Hooks]]:
+    hooks: list[Hooks] = []
     while (top := top_saved_tensors_hooks()) is not None:
         hooks.append(top)
         _pop_saved_tensors_default_hooks()
     try:
-        yield
+        yield hooks
     finally:
         for pair in reversed(hooks):
             _push_saved_tensors_default_hooks(*pair)
