@@ -70,9 +70,7 @@ def compare(run, remat, allowed=()):
 
 def of_one(*names):
     """A stack of transforms of a function of one tensor."""
-
-    run = lambda f, x: stack(*names)(lambda x, w: f(x))(x, torch.ones(3, 3, dtype=x.dtype))
-    return run
+    return lambda f, x: stack(*names)(lambda x, w: f(x))(x, torch.ones(3, 3, dtype=x.dtype))
 
 
 # What runs f again, and what does not. A test calls REVERSE[name](f, x).

@@ -288,7 +288,10 @@ def write(x):
     ("f", "says"),
     [
         (lambda x: remat(torch.sin, policy=funcckpt.policies.dots_saveable)(x).sum(), "policy cannot be"),
-        (grad(lambda x: funcckpt.checkpoint(torch.sin, x, context_fn=CONTEXTS).sum()), "context_fn cannot"),
+        (
+            grad(lambda x: funcckpt.checkpoint(torch.sin, x, context_fn=CONTEXTS).sum()),
+            "context_fn cannot be",
+        ),
         (
             grad(lambda x: remat(write)(x * 1).sum()),
             "remat(write) writes in place to an argument or a captured tensor: float64[4, 3]",

@@ -148,7 +148,10 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
     [
         (lambda: inner_grad(lambda w: w)(X), r"returned float64\[4\] on cpu, not a real scalar"),
         (lambda: inner_grad(lambda w: w.sum(), 1)(X), r"argnums=1, but there are 1 arguments"),
-        (lambda: inner_grad(lambda w: w[0].sum())([X.long()]), r"argument 0\[0\] is int64\[4\] on cpu"),
+        (
+            lambda: inner_grad(lambda w: w[0].sum())([X.long()]),
+            r"argument 0\[0\] is int64\[4\] on cpu, which has no",
+        ),
         (lambda: inner_grad(lambda w, b: w.sum(), (0, 1))(X, 2.0), r"argument 1 is a float"),
         (lambda: inner_grad(X), "inner_grad takes a callable, not Tensor"),
         (lambda: grad(lambda x: inner_grad(lambda x: special.zeta(X, x).sum())(x).sum())(X.exp()), "Write"),
@@ -156,7 +159,7 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
     ],
 )
 def test_wrong_input(call, says):
-    with pytest.raises((InputError, TransformError), match=says):
+    with pytest.raises(TransformError if says == "Write" else InputError, match=says):
         call()
 
 

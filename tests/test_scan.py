@@ -366,7 +366,10 @@ def two(c, x):
         (lambda: scan(two, X, XS, 4), r"xs \(float64\[11, 3\]\) has 11 slices, not 4 like length"),
         (lambda: scan(two, X, {"a": XS, "b": XS[:4]}), r"xs\['b'\] .* has 4 slices, not 11 like xs\['a'\]"),
         (lambda: scan(two, X, [XS, XS[:4]]), r"like xs\[0\]\. A list is one pytree: to loop"),
-        (lambda: scan(two, X, {"a": XS, "b": object()}), r"xs\['b'\] is an object, which cannot become"),
+        (
+            lambda: scan(two, X, {"a": XS, "b": object()}),
+            r"xs\['b'\] is an object, which cannot become a ten",
+        ),
         (lambda: scan(lambda c, x: (c, c, c), X, XS), r"step 0 returned 3 values, not the pair"),
         (
             lambda: scan(lambda c, x: (c.float(), None), X, XS),

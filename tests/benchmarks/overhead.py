@@ -179,8 +179,6 @@ def ten(x):
 
 
 closure = lambda w: lambda x: (x * w).sin()
-
-
 EAGER_CASES: dict[str, Callable[[Callable], Any]] = {
     "one operator": lambda wrap: wrap(torch.sin, small),
     "without random state": lambda wrap: wrap(torch.sin, small, preserve_rng_state=False),

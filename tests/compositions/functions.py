@@ -34,9 +34,10 @@ def trees(remat):
     @remat
     def f(d, pair, *rest, **named):
         h = d["w"] @ d["x"] * 0.5 + pair.left * pair.right[0]
-        return {"h": h.sin(), "pair": Pair(h.cos() * rest[0], [named["k"] * 2.0, h.sum()])}, Classic(
-            rest[0] + h, h[:2]
-        )
+        return {
+            "h": h.sin(),
+            "pair": Pair(h.cos() * rest[0], [named["k"] * 2.0, h.sum()]),
+        }, Classic(rest[0] + h, h[:2])
 
     return lambda x, w: f({"x": x, "w": w}, Pair(x.sin(), (w.sum(1), None)), x.cos(), k=w.diag())
 

@@ -208,8 +208,6 @@ WEIGHTS = dict(
     unary=3, binary=4, reshape=3, linear=3, hide=3, in_place=1, special=2, knob=2, part=2, loop=2,
     rebind=5, log=1,
 )  # fmt: skip
-
-
 draw = lambda seed: Writer(random.Random(seed)).program(seed)
 
 

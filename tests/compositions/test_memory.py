@@ -17,8 +17,6 @@ from funcckpt import remat
 from funcckpt.meter import measure
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 24, 16, 16, 64
-
-
 block = lambda x, w1, w2: x + F.layer_norm(F.gelu(x @ w1), (w1.shape[1],)) @ w2
 
 
