@@ -5,6 +5,7 @@ The reference is the same model in one process on the whole batch, without check
 
 import copy
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -217,11 +218,10 @@ CASES = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        for name in sys.argv[1:] or CASES:
-            CASES[name]()
-            dist.barrier()
-            print(f"rank {dist.get_rank()}: {name} passes", flush=True)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name in sys.argv[1:] or CASES:
+        CASES[name]()
+        dist.barrier()
+        print(f"rank {dist.get_rank()}: {name} passes", flush=True)
+    # Not in a `finally`: it would wait for the other ranks, and hide the error of this one.
+    dist.destroy_process_group()
