@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import compress, repeat
 from typing import Any
 
@@ -270,7 +270,9 @@ class _Node(functorch.SingleLevelFunction):
         arguments += compress(cotangents, given)
         del cotangents
         run = autograd.without_dynamo(bind)  # as in `remat`
-        with handing_out:
+        flags = needed[leading:]
+        is_changed = not level and any(map(operator.ne, map(wrappers.require_grad, arguments), flags))
+        with handing_out, _as_frozen_before(arguments, flags) if is_changed else _NOTHING:
             if last is not None:
                 arguments = wrappers.unwrapped_for_grad(arguments, level)
                 results = functorch.below(last, run, vjp, arguments)
@@ -288,6 +290,20 @@ class _Node(functorch.SingleLevelFunction):
 
 
 _NOTHING = nullcontext()
+
+
+@contextmanager
+def _as_frozen_before(inputs: Sequence[Tensor], flags: Sequence[bool]) -> Iterator[None]:
+    """A block in which leaves require grad as in the forward: a model may be frozen for it alone."""
+    pairs = zip(inputs, flags, strict=False)
+    changed = [(x, flag) for x, flag in pairs if x.is_leaf and x.requires_grad != flag]
+    try:
+        for x, flag in changed:
+            x.requires_grad_(flag)
+        yield
+    finally:
+        for x, flag in changed:
+            x.requires_grad_(not flag)
 
 
 def _make_duals(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensors:

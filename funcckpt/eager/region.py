@@ -282,6 +282,9 @@ class Region:
             if isinstance(x, Tensor) and x.requires_grad != before:
                 leaves[i] = x.detach().requires_grad_(before)
         with ExitStack() as stack:
+            # A batched backward may read a slot inside of a vmap, but f ran outside of all transforms.
+            if functorch.maybe_current_level() is not None:
+                stack.enter_context(functorch.without_levels())
             f = found.root
             if changed or instead:
                 f = stack.enter_context(Rebuilt(found, instead, changed))
