@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from . import world
 from ._torch import wrappers
+from .closures import Found
 from .errors import FuncckptError, InputError, OptionError, TransformError, describe
 from .meter import Meter
 from .tape.operators import tensors_in
@@ -268,7 +269,8 @@ def _reduced(
     chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
     """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
-    for x in pytree.tree_leaves((parameters, batch)) if torch.is_grad_enabled() else ():
+    captured = Found(loss).tensors.values()
+    for x in (*tensors_in((parameters, batch)), *captured) if torch.is_grad_enabled() else ():
         while wrappers.is_functorch_wrapped_tensor(x):
             if x.requires_grad:
                 raise TransformError(

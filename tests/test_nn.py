@@ -132,8 +132,6 @@ def made(model):
 def test_as_without(model, wrap, run):
     if model == "parametrized" and run not in ("training", "functional_call"):
         run = "training"  # it updates a buffer, or torch has no rule
-    if (model, wrap, run) == ("tied", "Sequential of two", "jvp(grad)"):
-        run = "grad(vmap)"  # what a group has assigned is of a level that is over: not yet right
     plain = made(model)
     wrapped = WRAPS[wrap](copy.deepcopy(plain))
     assert list(wrapped.state_dict()) == list(plain.state_dict())
@@ -241,7 +239,6 @@ class Compiled(nn.Linear):
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
         (Compiled, "assigned to this instance"),
     ],
-    ids=["function", "number", "ModuleList", "ScriptModule", "forward"],
 )
 def test_what_cannot_be_wrapped(make, message):
     with pytest.raises(InputError, match=message):
@@ -434,7 +431,6 @@ def cost(wrap, run):
 @pytest.mark.parametrize(
     ("run", "policy"),
     [("eager", MM), ("per sample", policies.budget(fraction=0.6)), ("twice", policies.nothing_saveable)],
-    ids=["eager", "per sample", "twice"],
 )
 def test_policies_of_modules(way, run, policy):
     """With hooks the second backward saves nothing: the first puts all activations into its own graph."""

@@ -135,6 +135,9 @@ def test_randomness():
         gradient_norms(loss, parameters, x)
     with pytest.raises(funcckpt.TransformError, match="reverse mode"):
         torch.func.grad(lambda p: gradient_norms(loss, p, x).sum())(parameters)
+    with pytest.raises(funcckpt.TransformError, match="reverse mode"):
+        captures = lambda a: lambda p, x: loss(p, a * x)
+        torch.func.grad(lambda a: gradient_norms(captures(a), parameters, x, randomness="same").sum())(x[0])
     x = x[:1].expand(20, 4)
     seen = gradient_norms(loss, parameters, x, randomness="different", chunk_size=7)
     assert len(seen.unique()) > 3
