@@ -345,7 +345,7 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 
 
 def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    return torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)]).sum()
+    return torch.stack([(x.conj() * y).real.sum() for x, y in zip(a, b, strict=True)]).sum()
 
 
 def _add(total: list[Tensor], terms: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ import copy
 import io
 import itertools
 import pickle
+from abc import ABC
 from collections import OrderedDict
 from functools import partial
 
@@ -238,6 +239,7 @@ class Compiled(nn.Linear):
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "has no forward"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
         (Compiled, "assigned to this instance"),
+        (lambda: type("Abstract", (ABC, nn.Linear), {})(2, 2), "nn.Module be the first base"),
     ],
 )
 def test_what_cannot_be_wrapped(make, message):

@@ -65,8 +65,8 @@ class Found:
         `seal` removes tensors that the graph owns, and puts their attributes into `marks`.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
-    opaque : list of nn.Module
-        Modules that are not searched: of torch.distributed, and scripted ones.
+    opaque : list of nn.Module and torch.jit.ScriptFunction
+        What is not searched: modules of torch.distributed, and TorchScript.
     gone : set of int
         The ids of objects that must be rebuilt, since `seal` removed something that they refer to.
     names : set of str
@@ -88,7 +88,7 @@ class Found:
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
         self.streams: list[Any] = []
-        self.opaque: list[nn.Module] = []
+        self.opaque: list[Any] = []
         draws_elsewhere = self.calls_backward = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set[str]()
@@ -117,7 +117,7 @@ class Found:
                 if kind is None:
                     if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
                         self.streams.append(value)
-                    elif isinstance(value, nn.Module):
+                    elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
                 of = about(value if isinstance(value, type) else cls)

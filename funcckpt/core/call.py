@@ -146,7 +146,7 @@ class Call(UserProgram):
     def _check_not_sharded(self) -> None:
         """Raise if f calls a module that FSDP2 has sharded. Around f, as in `nn.Remat`, it does no harm."""
         around = getattr(self.found.root, "__self__", None)
-        for module in [inner for x in self.found.opaque for inner in x.modules()]:
+        for module in [inner for x in self.found.opaque if isinstance(x, nn.Module) for inner in x.modules()]:
             if module is not around and "FSDPModule" in [base.__name__ for base in type(module).__mro__]:
                 raise InputError(
                     f"remat({self.name}) calls a {type(module).__name__}, which FSDP2 has sharded: its "

@@ -136,15 +136,19 @@ def inner_grad(
 # By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu).
 _UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
 _UNFIT |= {"det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve", "eig", "eigh", "cholesky_inverse"}
-_UNFIT |= {"cholesky", "cholesky_ex", "householder_product"}
-_UNFIT |= {f"linalg_{name}" for name in _UNFIT}  # what function modes see
+_UNFIT |= {"cholesky", "cholesky_ex", "householder_product", "triangular_solve", "native_batch_norm_legit"}
+_UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce"}
+# The names that function modes see, and those of operators in place and below.
+_UNFIT |= {f"linalg_{name}" for name in _UNFIT}
+_UNFIT |= {spelled for name in _UNFIT for spelled in (f"_{name}", f"{name}_")}
 _MODULES = {name for name, kind in vars(nn).items() if isinstance(kind, type)}
 
 
 def _fits(found: Found) -> tuple[bool, bool]:
     """Whether a loss names none of these, as far as its code was read; and whether that is sure."""
     of_modules = [about(node.cls).names for node in found.nodes.values() if node.kind is kinds.MODULE]
-    fits = all(map(_UNFIT.isdisjoint, (found.names, *of_modules)))
+    # TorchScript does not tell.
+    fits = not found.opaque and all(map(_UNFIT.isdisjoint, (found.names, *of_modules)))
     # Code of installed packages was not read, nor that of modules of torch which the loss makes itself.
     return fits, not fits or (not found.draws_elsewhere and _MODULES.isdisjoint(found.names))
 
@@ -155,7 +159,7 @@ class _Unfit(world.Mode):
     found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= getattr(func, "__name__", "") in _UNFIT
+        self.found |= getattr(func, "__name__", "").partition(".")[0] in _UNFIT
         return func(*args, **(kwargs or {}))
 
 
@@ -228,7 +232,11 @@ class _Directional(Derived):
             arguments[i] = wrappers.with_memory_for_each(inputs[i])
         try:
             primals, tangents = jvp.split(jvp.run(*arguments))
-        except NotImplementedError as error:  # an operator has no forward mode, or a Function no jvp
+        except (
+            RuntimeError
+        ) as error:  # an operator has no forward mode, or a wrong one; a Function has no jvp
+            if not isinstance(error, NotImplementedError) and "forward gradient" not in str(error):
+                raise
             raise TransformError(
                 f"inner_grad({self.source.name}) cannot be differentiated in mixed mode: {error} Write "
                 "torch.func.grad(remat(loss)) in place of inner_grad(loss)."

@@ -171,7 +171,7 @@ def choose(
     number = None if isinstance(checkpoint, str) else checkpoint
     for option, value in (("checkpoint", number), ("checkpoints", checkpoints), ("bytes", bytes)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise OptionError(f"{name}: {option}={value!r} is not a positive number.")
+            raise OptionError(f"{name}: {option}={value!r} is not a positive integer.")
     if checkpoints is not None:
         return Schedule("binomial", checkpoints)
     if checkpoint == "binomial":

@@ -109,6 +109,15 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     if "forward" in module.__dict__:
         compiled = "a forward was assigned to this instance, as torch.compile does"
         raise InputError(f"Remat({name}): {compiled}. Wrap the module before that.")
+    kind: Any = type(module)
+    try:
+        module.__class__ = _checkpointed_class(kind)
+        module.__class__ = kind
+    except TypeError as error:  # Python compares the first bases
+        advice = f"Let nn.Module be the first base, as in class {name}(nn.Module, ABC)"
+        raise InputError(
+            f"Remat({name}): the class of the module cannot change: {error}. {advice}."
+        ) from error
     return _checked_options(f"Remat({name})", options)
 
 

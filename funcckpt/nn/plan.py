@@ -293,7 +293,7 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
             raise
         at = "" if meter.running is None else f" at {meter.running}"
         raise InputError(
-            f"fit: the step fails on meta tensors{at}: {error}\nPass all tensors that it uses as "
+            f"fit: the step fails on meta tensors{at}: {error}. Pass all tensors that it uses as "
             'the batch. If it reads values, pass measure_on="cpu".'
         ) from error
     return _Cost(meter.peak_bytes, meter.flops, kept, kinds)
