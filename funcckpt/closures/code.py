@@ -8,6 +8,8 @@ import sys
 import types
 from typing import Any, NamedTuple
 
+import torch
+
 # Libraries whose globals and classes are not searched, since they hold no objects of the user. Closures and
 # instances are. All installed packages count as libraries, except for the function that is passed to remat.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
@@ -35,6 +37,7 @@ class About(NamedTuple):
     is_of_installed: bool  # whether it or a base belongs to an installed package
     own_classes: tuple[type, ...]  # it and its bases, except those of libraries
     names: frozenset[str]  # the names in the code that it inherits from libraries
+    own_names: frozenset[str]  # the same, where they count for its own instances alone
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,7 +45,7 @@ def about(kind: Any) -> About:
     """What is known of a class."""
     is_of_installed = any([is_installed(base.__module__) for base in kind.__mro__])
     own = tuple([base for base in kind.__mro__ if not is_library(base.__module__)])
-    return About(kind in own, is_of_installed, own, _names_in_bases(kind))
+    return About(kind in own, is_of_installed, own, _names_in_bases(kind), _names_in_methods(kind))
 
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
@@ -68,8 +71,8 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
             imported |= inner[2]
         elif isinstance(constant, tuple):  # the names of a loop or a class pattern
             pending.extend(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            looked_up.add(constant)
+        elif isinstance(constant, str):  # maybe with dots, for `attrgetter`
+            looked_up.update(filter(str.isidentifier, constant.split(".")))
     return frozenset(looked_up), frozenset(of_globals), frozenset(imported)
 
 
@@ -88,6 +91,19 @@ def _names_in_bases(kind: Any) -> frozenset[str]:
                 pending |= found - looked_up
                 looked_up |= found
     return frozenset(looked_up)
+
+
+def _names_in_methods(kind: Any) -> frozenset[str]:
+    """The names in methods that an object which is no module inherits: from torch, collections, packages."""
+    names: set[str] = set()
+    if not issubclass(kind, torch.nn.Module):
+        for base in kind.__mro__:
+            package = str(base.__module__).partition(".")[0]
+            if package in ("torch", "collections") or is_installed(base.__module__):
+                for x in vars(base).values():
+                    code = getattr(getattr(x, "fget", x), "__code__", None)
+                    names |= names_in(code)[0] if code is not None else set()
+    return frozenset(names)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -41,7 +41,10 @@ _ALWAYS_NAMED = frozenset(
     {*kinds.PARTS, *_HOOKS, "training", "forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
     | {f"__{side}{name.strip('_')}__" for name in dir(operator) for side in ("", "r")}
     | {f"__{name}__" for name in ("getattr", "len", "iter", "next", "enter", "exit", "bool", "float", "int")}
+    | {f"__{name}__" for name in ("get", "set", "missing", "array", "round", "reversed", "copy", "deepcopy")}
+    | {"__call__", "__torch_function__", "__class_getitem__"}
 )
+_CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})  # of the classes that code refers to
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
 # Functions that update running statistics which are passed to them.
@@ -144,7 +147,7 @@ class Found:
                 if kind is kinds.MODULE and value.training and value._buffers:
                     self._training.append(value._buffers)
                 for name, item in content.items():
-                    if type(item) not in kinds.ATOMS:
+                    if type(item) not in kinds.ATOMS and name != "__class__":  # the cell for super()
                         if name in _OFTEN_EMPTY and not item:
                             self._empty.append(item)
                         else:
@@ -175,9 +178,17 @@ class Found:
             now = len(names), len(named), functions
             if read_with != now:  # there may be new names
                 read_with = now
+                is_all_named = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
+                referred_to = {*edges[::2]}
                 for node in named:
-                    if node.kind in kinds.OBJECTS and (everything or not names.isdisjoint(_LOOK_UP_ANYTHING)):
+                    is_class = isinstance(node.value, type)
+                    more = about(node.value if is_class else node.cls).own_names
+                    if is_class and id(node.value) in referred_to:
+                        more |= _CONSTRUCTORS
+                    if node.kind in kinds.OBJECTS and is_all_named:
                         node.names = None
+                    elif more:
+                        node.names = names | more
                     for name, item in kinds.read(node.kind, node.value, node.names).items():
                         if name not in node.content:
                             node.content[name] = item

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
@@ -109,8 +109,8 @@ def kind_of(cls: Any) -> Kind | None:
     for base, kind in _WITH_SUBCLASSES.items():
         if issubclass(cls, base):
             return SLOTTED if kind is MODULE and slots_of(cls) else kind
-    if issubclass(cls, dict) and not is_library(cls.__module__):
-        return DICT
+    if issubclass(cls, (dict, list, deque, set)) and not is_library(cls.__module__):
+        return DICT if issubclass(cls, dict) else LIST
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return TUPLE
     if is_plain_python(cls):
@@ -120,7 +120,7 @@ def kind_of(cls: Any) -> Kind | None:
 
 _BUILT_IN: dict[type, Kind] = {
     **dict.fromkeys((list, deque, set), LIST),
-    **dict.fromkeys((dict, OrderedDict, defaultdict), DICT),
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), DICT),
     **dict.fromkeys((tuple, frozenset), TUPLE),
 }
 _WITH_SUBCLASSES: dict[type, Kind | None] = {
