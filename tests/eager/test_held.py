@@ -3,6 +3,7 @@
 Torch's checkpoint gives other gradients in these cases, without a word, where not said otherwise.
 """
 
+import types
 import weakref
 
 import pytest
@@ -29,15 +30,11 @@ class Model(nn.Module):
         return (x + getattr(self, what)[:, :3]).tanh().exp()
 
 
-class Plain:
-    pass
-
-
 BIAS = nn.Parameter(torch.zeros(3, dtype=D))
 
 
 def ways(model, what):
-    there, x = Plain(), leaf(2, 3)
+    there, x = types.SimpleNamespace(), leaf(2, 3)
     there.parts = {"m": [model]}
     return {
         "module": (model, (x, what)),
@@ -60,19 +57,11 @@ def test_what_autograd_does_not_save_is_looked_after(way, what):
     y = checkpoint(f, *args)
     with torch.no_grad():
         changed.add_(1)
-    with pytest.raises(MutationError, match="in place since the forward"):
+    named = {"global": "'BIAS'", "looked up": "a captured tensor"}.get(way, f"'{what}'")
+    with pytest.raises(MutationError, match=rf"{named}.*float64\[.*changed in place since the forward"):
         y.sum().backward()
     unchecked.sum().backward()
     checkpoint(f, *args).sum().backward()
-
-
-def test_the_changed_tensor_is_named():
-    model = Model()
-    y = checkpoint(model, leaf(2, 3), "position")
-    with torch.no_grad():
-        model.position.add_(1)
-    with pytest.raises(MutationError, match=r"'position'.*float64\[2, 3\].*changed in place"):
-        y.sum().backward()
 
 
 def test_changed_and_not_needed_is_no_error():
@@ -88,7 +77,7 @@ def test_a_result_that_was_replaced():
     """What is not part of the graph of f is kept without its own graph."""
     x = leaf(3)
     state = {"h": x.sin()}
-    owned = Plain()  # by its node
+    owned = nn.Module()  # by its node
     node, state["h"].grad_fn.metadata["owned"] = weakref.ref(owned), owned
     del owned
     y = checkpoint(lambda x: (x * state["h"].detach()).exp(), x)
