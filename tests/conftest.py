@@ -1,6 +1,4 @@
-"""What every test of funcckpt can count on: one thread, a fixed seed, and nothing left behind by
-the test before.
-"""
+"""What every test can count on: one thread, a fixed seed, and nothing left behind by the test before."""
 
 import collections
 import gc
@@ -47,8 +45,7 @@ def mark_exhaustive(cases):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays. Many tests collect garbage, which is to cost milliseconds and not half a
-    second."""
+    """What is imported by now stays: many tests collect garbage, which must cost milliseconds."""
     gc.collect()
     gc.freeze()
 
@@ -80,9 +77,7 @@ def state_intact():
 
 @pytest.fixture(autouse=True)
 def recomputations_fail_aloud(monkeypatch):
-    """What a recomputation leaves out, or is handed, must not be the cause of an error. Unless it asks for
-    memory that is not there, or torch's own assertion fails, the rerun in full would hide a bug.
-    """
+    """The rerun in full must not hide a bug. It may be for memory that is not there, or an assertion of torch."""
 
     def blame(error):
         if not isinstance(error, recompute.Redo) and not any(words in str(error) for words in NOT_OURS):

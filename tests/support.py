@@ -107,21 +107,17 @@ def message(error):
     return re.sub(r"0x[0-9a-f]+", "0x", text)
 
 
-# What torch says when an operator has no formula for a level; it is another thing to refuse what
-# was asked.
+# What torch says when an operator has no formula for a level; it is another thing to refuse what was asked.
 _LACKING = re.compile(
     r"does not support it|not implemented|is not possible because there exists a Tensor `other`"
     r"|must override the setup_context|We do not yet support|unresolved conjugated tensors"
 )
-# Nothing depends on what is differentiated: remat may give the zeros that this means, and the program
-# fail later.
+# Nothing depends on what is differentiated: remat may give the zeros that this means, and the program fail later.
 _CONSTANT = "element 0 of tensors does not require grad"
 
 
 def assert_same_outcome(actual, expected):
-    """The same value and random stream; or, where plain torch raises, the same type and text of
-    error.
-    """
+    """The same value and random stream; or, where plain torch raises, the same type and text of error."""
     if "INTERNAL ASSERT FAILED" in str(expected.error):
         return  # torch says that it is its own bug: nothing to compare with
     if _CONSTANT in str(expected.error):
@@ -196,11 +192,9 @@ def tensor_bytes(*trees):
 
 
 class Storages(TorchDispatchMode):
-    """Live bytes of the storages born inside the block, seen below functorch: `live` now and
-    `peak` so far.
+    """Live bytes of the storages born inside the block, seen below functorch: `live` now and `peak` so far.
 
-    Twenty lines that share no code with `funcckpt.meter`, so that the tests do not measure with
-    what they test.
+    It shares no code with `funcckpt.meter`, so that the tests do not measure with what they test.
     """
 
     def __init__(self):

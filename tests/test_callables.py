@@ -255,6 +255,12 @@ def test_functional_call_in_a_graph(mode):
     assert_same(graph(REPLACED, X.sin()), step(plain)(REPLACED, X.sin()))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_graph_of_torch_jit():
+    traced = torch.jit.trace(lambda x: remat(torch.sin)(x), X.clone().requires_grad_())
+    assert_same(traced(X * 2), (X * 2).sin())
+
+
 def test_an_ensemble_of_stacked_modules():
     """As torch's tutorial has it: the module that is called has no memory of its own."""
     torch.manual_seed(0)
