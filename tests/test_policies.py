@@ -301,7 +301,7 @@ BUDGET = policies.budget(bytes=1)
         (lambda: policies.budget(), OptionError, "needs one"),
         (lambda: policies.budget(bytes=1, fraction=0.5), OptionError, "either bytes"),
         (lambda: policies.budget(fraction=2), OptionError, "between 0 and 1"),
-        (lambda: policies.budget(bytes=-1), OptionError, "bytes=-1 is not a positive integer"),
+        (lambda: policies.budget(bytes=-1), OptionError, "bytes=-1 is not a number of bytes"),
         (lambda: policies.save_only_these_names(["a"]), InputError, "must be a sequence of strings"),
         (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
         (lambda: policies.save_from_both_policies([], BUDGET), OptionError, "Pass it alone"),

@@ -232,9 +232,8 @@ class _Directional(Derived):
             arguments[i] = wrappers.with_memory_for_each(inputs[i])
         try:
             primals, tangents = jvp.split(jvp.run(*arguments))
-        except (
-            RuntimeError
-        ) as error:  # an operator has no forward mode, or a wrong one; a Function has no jvp
+        except RuntimeError as error:
+            # An operator has no forward mode, or a wrong one, or a Function has no jvp.
             if not isinstance(error, NotImplementedError) and "forward gradient" not in str(error):
                 raise
             raise TransformError(

@@ -115,9 +115,7 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
         module.__class__ = kind
     except TypeError as error:  # Python compares the first bases
         advice = f"Let nn.Module be the first base, as in class {name}(nn.Module, ABC)"
-        raise InputError(
-            f"Remat({name}): the class of the module cannot change: {error}. {advice}."
-        ) from error
+        raise InputError(f"Remat({name}): its class cannot change: {error}. {advice}.") from error
     return _checked_options(f"Remat({name})", options)
 
 

@@ -40,9 +40,9 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     """
     if (bytes is None) == (fraction is None):
         raise OptionError("budget takes either bytes=... or fraction=..., and needs one.")
-    if bytes is not None and (not isinstance(bytes, int) or bytes < 0):
-        raise OptionError(f"budget: bytes={bytes!r} is not a positive integer, or 0.")
-    if fraction is not None and (not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1):
+    if bytes is not None and not (isinstance(bytes, (int, float)) and bytes >= 0):
+        raise OptionError(f"budget: bytes={bytes!r} is not a number of bytes.")
+    if fraction is not None and not (isinstance(fraction, (int, float)) and 0 <= fraction <= 1):
         raise OptionError(f"budget: fraction={fraction!r} is not between 0 and 1.")
     return Budget(bytes, fraction)
 
