@@ -44,6 +44,7 @@ _ALWAYS_NAMED = frozenset(
     | {f"__{name}__" for name in ("get", "set", "missing", "array", "round", "reversed", "copy", "deepcopy")}
     | {"__call__", "__torch_function__", "__class_getitem__"}
 )
+_CELL_OF_SUPER = sys.intern("__class__")  # names are compared by identity: a key may be any object
 _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})  # of the classes that code refers to
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
@@ -147,7 +148,7 @@ class Found:
                 if kind is kinds.MODULE and value.training and value._buffers:
                     self._training.append(value._buffers)
                 for name, item in content.items():
-                    if type(item) not in kinds.ATOMS and name != "__class__":  # the cell for super()
+                    if type(item) not in kinds.ATOMS and name is not _CELL_OF_SUPER:
                         if name in _OFTEN_EMPTY and not item:
                             self._empty.append(item)
                         else:
