@@ -30,8 +30,9 @@ from torch.func import grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 from . import world
-from ._torch import wrappers
+from ._torch import functorch, wrappers
 from .closures import Found
+from .core.tensors import drop_stale
 from .errors import FuncckptError, InputError, OptionError, TransformError, describe
 from .meter import Meter
 from .tape.operators import tensors_in
@@ -269,8 +270,12 @@ def _reduced(
     chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
     """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
-    captured = Found(loss).tensors.values()
-    for x in (*tensors_in((parameters, batch)), *captured) if torch.is_grad_enabled() else ():
+    given: list[Tensor] = []
+    if torch.is_grad_enabled() and (layers := functorch.active_layers()):
+        captured = Found(loss).tensors
+        drop_stale(captured, layers)
+        given = [*tensors_in((parameters, batch)), *captured.values()]
+    for x in given:
         while wrappers.is_functorch_wrapped_tensor(x):
             if x.requires_grad:
                 raise TransformError(

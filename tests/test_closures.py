@@ -120,7 +120,6 @@ LIFTED |= {
     "defaultdict": held_by(lambda w: collections.defaultdict(lambda: 2, a=[w]), lambda o: o["a"][0] * o["b"]),
     "deque": held_by(lambda w: collections.deque([w, w * 2], maxlen=2), lambda o: o[-1] + o[0]),
     "frozenset": held_by(lambda w: frozenset([w]), lambda o: next(iter(o))),
-    "own_list": held_by(lambda w: type("Own", (list,), {})([w]), lambda o: o[0]),
     "own_user_dict": held_by(lambda w: type("Own", (collections.UserDict,), {})(w=w), lambda o: o["w"]),
     "own_dict": held_by(lambda w: OwnDict(w=w), lambda o: o.w),
     "vars": held_by(Attributes, lambda o: vars(o)[chr(119)]),
@@ -165,9 +164,6 @@ class Constants:
 class Reader:
     """Its code, not its state, refers to a global."""
 
-    def __init__(self):
-        self.made = GLOBAL
-
     @property
     def value(self):
         return GLOBAL
@@ -200,7 +196,6 @@ SHELVES = {
     "property": (set_global, lambda: READER.value),
     "call": (set_global, lambda: READER()),
     "made_inside": (set_global, lambda: Reader().value),
-    "constructor": (set_global, lambda: Reader().made),
     "helper_of_a_module": (set_global, lambda: NET[0]()),
 }
 VALUES = {

@@ -8,8 +8,6 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-import torch
-
 # Libraries whose globals and classes are not searched, since they hold no objects of the user. Closures and
 # instances are. All installed packages count as libraries, except for the function that is passed to remat.
 _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "funcckpt"}
@@ -93,16 +91,18 @@ def _names_in_bases(kind: Any) -> frozenset[str]:
     return frozenset(looked_up)
 
 
+# Packages whose classes hold what their methods compute with, and no data sets.
+_SMALL = ("torch.distributions", "collections")
+
+
 def _names_in_methods(kind: Any) -> frozenset[str]:
-    """The names in methods that an object which is no module inherits: from torch, collections, packages."""
+    """The names in methods that an object inherits from small classes of libraries."""
     names: set[str] = set()
-    if not issubclass(kind, torch.nn.Module):
-        for base in kind.__mro__:
-            package = str(base.__module__).partition(".")[0]
-            if package in ("torch", "collections") or is_installed(base.__module__):
-                for x in vars(base).values():
-                    code = getattr(getattr(x, "fget", x), "__code__", None)
-                    names |= names_in(code)[0] if code is not None else set()
+    for base in kind.__mro__:
+        if str(base.__module__).startswith(_SMALL):
+            for x in vars(base).values():
+                code = getattr(getattr(x, "fget", x), "__code__", None)
+                names |= names_in(code)[0] if code is not None else set()
     return frozenset(names)
 
 

@@ -44,8 +44,6 @@ _ALWAYS_NAMED = frozenset(
     | {f"__{name}__" for name in ("get", "set", "missing", "array", "round", "reversed", "copy", "deepcopy")}
     | {"__call__", "__torch_function__", "__class_getitem__"}
 )
-_CELL_OF_SUPER = sys.intern("__class__")  # names are compared by identity: a key may be any object
-_CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})  # of the classes that code refers to
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
 # Functions that update running statistics which are passed to them.
@@ -148,7 +146,7 @@ class Found:
                 if kind is kinds.MODULE and value.training and value._buffers:
                     self._training.append(value._buffers)
                 for name, item in content.items():
-                    if type(item) not in kinds.ATOMS and name is not _CELL_OF_SUPER:
+                    if type(item) not in kinds.ATOMS:
                         if name in _OFTEN_EMPTY and not item:
                             self._empty.append(item)
                         else:
@@ -180,12 +178,8 @@ class Found:
             if read_with != now:  # there may be new names
                 read_with = now
                 is_all_named = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
-                referred_to = {*edges[::2]}
                 for node in named:
-                    is_class = isinstance(node.value, type)
-                    more = about(node.value if is_class else node.cls).own_names
-                    if is_class and id(node.value) in referred_to:
-                        more |= _CONSTRUCTORS
+                    more = about(node.value if isinstance(node.value, type) else node.cls).own_names
                     if node.kind in kinds.OBJECTS and is_all_named:
                         node.names = None
                     elif more:

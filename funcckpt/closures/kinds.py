@@ -109,8 +109,8 @@ def kind_of(cls: Any) -> Kind | None:
     for base, kind in _WITH_SUBCLASSES.items():
         if issubclass(cls, base):
             return SLOTTED if kind is MODULE and slots_of(cls) else kind
-    if issubclass(cls, (dict, list, deque, set)) and not is_library(cls.__module__):
-        return DICT if issubclass(cls, dict) else LIST
+    if issubclass(cls, dict) and not is_library(cls.__module__):
+        return DICT
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return TUPLE
     if is_plain_python(cls):

@@ -271,7 +271,9 @@ class _Node(functorch.SingleLevelFunction):
         del cotangents
         run = autograd.without_dynamo(bind)  # as in `remat`
         flags = needed[leading:]
-        is_changed = not level and any(map(operator.ne, map(wrappers.require_grad, arguments), flags))
+        # Only what is differentiated again depends on them: other threads may use the same leaves.
+        records = torch.is_grad_enabled() and not level
+        is_changed = records and any(map(operator.ne, map(wrappers.require_grad, arguments), flags))
         with handing_out, _as_frozen_before(arguments, flags) if is_changed else _NOTHING:
             if last is not None:
                 arguments = wrappers.unwrapped_for_grad(arguments, level)

@@ -110,8 +110,9 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
         compiled = "a forward was assigned to this instance, as torch.compile does"
         raise InputError(f"Remat({name}): {compiled}. Wrap the module before that.")
     kind: Any = type(module)
+    changed = _checkpointed_class(kind)
     try:
-        module.__class__ = _checkpointed_class(kind)
+        module.__class__ = changed
         module.__class__ = kind
     except TypeError as error:  # Python compares the first bases
         advice = f"Let nn.Module be the first base, as in class {name}(nn.Module, ABC)"
