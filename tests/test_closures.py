@@ -120,6 +120,10 @@ LIFTED |= {
     "defaultdict": held_by(lambda w: collections.defaultdict(lambda: 2, a=[w]), lambda o: o["a"][0] * o["b"]),
     "deque": held_by(lambda w: collections.deque([w, w * 2], maxlen=2), lambda o: o[-1] + o[0]),
     "frozenset": held_by(lambda w: frozenset([w]), lambda o: next(iter(o))),
+    "own_distribution": held_by(
+        lambda w: type("Own", (torch.distributions.Normal,), {})(w, 1.0, validate_args=False),
+        lambda o: o.mean,
+    ),
     "own_user_dict": held_by(lambda w: type("Own", (collections.UserDict,), {})(w=w), lambda o: o["w"]),
     "own_dict": held_by(lambda w: OwnDict(w=w), lambda o: o.w),
     "vars": held_by(Attributes, lambda o: vars(o)[chr(119)]),
