@@ -210,6 +210,7 @@ UNFIT = {
     "eigh": lambda y: torch.linalg.eigh(y @ y.mT + 1)[1].square(),
     "module": NORM,
     "batch_norm_module": NORMS["a"][1],
+    "glu_module": lambda y: nn.GLU()(torch.cat([y, y.cos()], 1)),
     "scatter_reduce": lambda y: y.scatter_reduce(0, (y > 9).long(), y.exp(), "prod"),
     "raw": lambda y: torch.ops.aten._linalg_slogdet(y @ y.mT + 1)[1],
     "scripted": torch.jit.CompilationUnit("def f(y):\n    return torch.layer_norm(y, [3])\n").f,
