@@ -156,6 +156,11 @@ def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]
         set_inplace_requires_grad_allowed(False)
 
 
+# The number of references to a tensor below Python. A graph holds its leaves: one that was made here has more
+# than one if it is used. To search the graph instead takes as long as to make it.
+uses_of: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+
+
 def has_torch_function(x: Tensor) -> bool:
     """Whether `x` is of a subclass with a `__torch_function__` of its own."""
     return type(x) not in (Tensor, torch.nn.Parameter) and not (

@@ -166,11 +166,9 @@ class Recording(Derived):
             leaves = wrappers.require_grad_at_this_level(wrapped, self.differentiated)
             outputs = self.inner.run(*wrapped)
             if self.differentiated and self.differentiated[-1] >= self.source.arity:
-                used = autograd.entering(outputs)
-                at = zip(self.differentiated, leaves, strict=True)
-                self.unused = [
-                    i for i, x in at if i >= self.source.arity and (id(x), autograd.LEAF) not in used
-                ]
+                uses = zip(self.differentiated, map(wrappers.uses_of, leaves), strict=True)
+                alone = {id(wrapped[i]): i for i, count in uses if count == 1 and i >= self.source.arity}
+                self.unused = [i for key, i in alone.items() if key not in map(id, outputs)]
             if functorch.number_of_dispatch_modes() and (watch := watch_of(self.source)) is not None:
                 watch.note_graph(outputs)
             self.active = (*map(wrappers.require_grad, outputs),)
