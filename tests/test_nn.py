@@ -11,6 +11,7 @@ import pickle
 from abc import ABC
 from collections import OrderedDict
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.nn.utils import parametrizations
 
 import funcckpt
 from funcckpt import CheckpointError, InputError, OptionError, policies
+from funcckpt.closures import Found
 from funcckpt.meter import measure
 from funcckpt.nn import Remat, Sequential, apply_remat, remove_remat
 
@@ -139,9 +141,6 @@ def test_as_without(model, wrap, run):
     same_outcome(RUNS[run], wrapped, plain)
 
 
-# -- what a module is ----------------------------------------------------------------------------
-
-
 def test_the_module_is_the_same():
     block = Block()
     assert Remat(block, preserve_rng_state=False) is block
@@ -219,9 +218,6 @@ def test_what_is_run_again_and_what_is_kept(wrap, runs, kept):
         assert storages.live == kept * x.nbytes
         out.sum().backward()
     assert [layer.runs[0] - 1 for layer in model] == runs
-
-
-# -- errors -----------------------------------------------------------------------------------------
 
 
 class Compiled(nn.Linear):
@@ -303,7 +299,11 @@ def test_remat_of_a_module_is_no_module():
             assign([linear])
 
 
-# -- whole models -------------------------------------------------------------------------------------
+def test_attributes_that_no_code_names_are_not_searched():
+    """As in `remat(module)`: to compare all items of a table at each call takes long."""
+    module = Remat(Block())
+    module.table = [1.0]
+    assert id(module.table) not in Found(MethodType(Block.forward, module)).nodes
 
 
 class Parent(nn.Module):
@@ -367,9 +367,6 @@ def test_apply_again_replaces_the_options():
     assert [m._funcckpt_options for m in model.layers][:2] == [{"preserve_rng_state": False}, {}]
 
 
-# -- Sequential -----------------------------------------------------------------------------------------
-
-
 def test_sequential_slices_and_copies():
     chain = Sequential(OrderedDict(a=nn.Linear(3, 3), b=nn.Tanh(), c=nn.Linear(3, 3)), every=2, debug=True)
     part = pickle.loads(pickle.dumps(copy.deepcopy(chain)[1:]))
@@ -384,9 +381,6 @@ def test_sequential_compiles():
     wrapped = Sequential(*copy.deepcopy(plain), every=2)
     torch._dynamo.reset()
     same_outcome(gradients, torch.compile(wrapped, backend="aot_eager", fullgraph=True), plain)
-
-
-# -- the options that a function has ----------------------------------------------------------------------
 
 
 class Checkpointing(nn.Sequential):

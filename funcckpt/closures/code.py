@@ -82,15 +82,15 @@ def _names_in_bases(kind: Any) -> frozenset[str]:
         name = pending.pop()
         for base in kind.__mro__:
             code = getattr(base.__dict__.get(name), "__code__", None)
-            # Not nn.Module itself: its names are known.
-            of_library = is_library(base.__module__) and base.__module__ != "torch.nn.modules.module"
-            if code is not None and of_library:
+            if code is not None and is_library(base.__module__) and base.__module__ not in _KNOWN:
                 found = names_in(code)[0]
                 pending |= found - looked_up
                 looked_up |= found
     return frozenset(looked_up)
 
 
+# The modules of nn.Module and of Remat. The names that their code looks up are known.
+_KNOWN = ("torch.nn.modules.module", "funcckpt.nn.modules")
 # Packages whose classes hold what their methods compute with, and no data sets.
 _SMALL = ("torch.distributions", "collections")
 
