@@ -15,7 +15,7 @@ from oracles import F64, assert_same, plain, state, tensor, total
 from torch import nn
 from torch.func import grad, vmap
 
-from funcckpt import CheckpointError, remat
+from funcckpt import CheckpointError, inner_grad, remat
 
 THREADS = 8
 ROUNDS = 5
@@ -71,6 +71,19 @@ def test_one_remat_under_another_transform_in_each_thread(first):
     want = [rounds(act, i) for i in range(THREADS)]
     f = remat(act)
     assert_same(together(*[functools.partial(rounds, f, i) for i in range(THREADS)]), want)
+
+
+def test_inner_gradients_in_each_thread():
+    """In forward mode, and backwards that run a checkpoint again in it."""
+
+    def meta(gradient, wrap, i):
+        x, w = inputs(i)
+        loss = lambda w: total(wrap(act)(wrap(act)(x, w), w))
+        return grad(lambda w: loss(w - 0.1 * gradient(loss)(w)))(w)
+
+    rounds = lambda *args: [meta(*args) for _ in range(ROUNDS)]
+    want = [rounds(grad, plain, i) for i in range(THREADS)]
+    assert_same(together(*[functools.partial(rounds, inner_grad, remat, i) for i in range(THREADS)]), want)
 
 
 class Slow(nn.Tanh):

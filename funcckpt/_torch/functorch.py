@@ -6,6 +6,7 @@ Public torch does not tell which transforms are active, and cannot apply a rule 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -243,16 +244,35 @@ def jvp_level() -> Iterator[int]:
     """A jvp level, and the dual level that it needs if none is open."""
     # In plain forward mode torch refuses `torch.func.jvp`, and must do so inside of f: ours does not count.
     uncounted = forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
-    with (
-        jvp_increment_nesting() as level,
-        _set_fwd_grad_enabled(True),
-        nullcontext() if _has_dual_level() else forward_ad.dual_level(),
-    ):
+    with jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), _DualLevel():
         eager_transforms.JVP_NESTING -= uncounted
         try:
             yield level
         finally:
             eager_transforms.JVP_NESTING += uncounted
+
+
+class _DualLevel:
+    """A dual level, if none is open. Torch has one for all threads, so the last that needs it closes it."""
+
+    _lock = threading.Lock()
+    _users = 0
+    _level: int | None = None  # the one that is open for them, if none was
+
+    def __enter__(self) -> None:
+        of = _DualLevel
+        with self._lock:
+            if of._users == 0 and not _has_dual_level():
+                of._level = forward_ad.enter_dual_level()
+            of._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        of = _DualLevel
+        with self._lock:
+            of._users -= 1
+            if of._users == 0 and of._level is not None:
+                level, of._level = of._level, None
+                forward_ad.exit_dual_level(level=level)
 
 
 def _has_dual_level() -> bool:
