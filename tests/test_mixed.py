@@ -194,6 +194,7 @@ def test_inner_gradients_in_inner_gradients():
     same(run)
 
 
+CELL = nn.LSTMCell(3, 2).double().requires_grad_(False)
 NORM = nn.LayerNorm(3, elementwise_affine=False)
 NORMS = {"a": [NORM, nn.BatchNorm1d(3, affine=False, track_running_stats=False)]}
 PACKAGE = types.ModuleType("funcckpt_test_package")  # its code is not read
@@ -206,6 +207,7 @@ UNFIT = {
     "instance_norm": lambda y: F.instance_norm(y[None])[0],
     "glu": lambda y: F.glu(torch.cat([y, y.cos()], 1)),
     "cumprod": lambda y: (y * (y > 0)).cumprod(0),
+    "lstm_cell": lambda y: CELL(y, (y[:, 1:], y[:, :2]))[0],  # a CPU has no vmap of it
     "solve": lambda y: torch.linalg.solve(y @ y.mT + 1, y),
     "eigh": lambda y: torch.linalg.eigh(y @ y.mT + 1)[1].square(),
     "module": NORM,
@@ -233,6 +235,8 @@ def test_operators_of_which_torch_has_no_right_mixed_derivative(op):
         return (w - 0.1 * inner).pow(3).sum()
 
     same(lambda gradient: grad(functools.partial(run, gradient))(W))
+    if op not in (UNFIT["cumprod"], UNFIT["scatter_reduce"]):  # of which torch has no vmap
+        same(lambda gradient: vmap(grad(functools.partial(run, gradient)))(torch.stack([W, W.cos()])))
 
 
 def test_tangents_that_require_grad():

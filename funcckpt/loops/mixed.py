@@ -133,11 +133,12 @@ def inner_grad(
     return gradient
 
 
-# By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu).
+# By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu), or no vmap
+# (lstm_cell).
 _UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
 _UNFIT |= {"det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve", "eig", "eigh", "cholesky_inverse"}
 _UNFIT |= {"cholesky", "cholesky_ex", "householder_product", "triangular_solve", "native_batch_norm_legit"}
-_UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce"}
+_UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce", "lstm_cell"}
 # The names that function modes see, and those of operators in place and below.
 _UNFIT |= {f"linalg_{name}" for name in _UNFIT}
 _UNFIT |= {spelled for name in _UNFIT for spelled in (f"_{name}", f"{name}_")}
@@ -189,7 +190,9 @@ class _Gradient(Vjp):
 
     def vmapped(
         self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
-    ) -> tuple[Vjp, Sequence[Tensor]]:
+    ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
+        if not self.source.fits_mixed_mode:
+            return super().vmapped(call_level, in_dims, size, randomness, inputs)
         at = zip(inputs, in_dims, strict=True)
         own = [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in at]
         losses = _Sum(self.inner, call_level, (0,) * self.arity, size, randomness)
