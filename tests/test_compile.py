@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from collections import Counter
 from functools import partial
 from itertools import accumulate
@@ -9,7 +10,7 @@ from itertools import accumulate
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from oracles import plain as none, tensor
+from oracles import assert_same, plain as none, tensor
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call, grad, hessian, jvp, vmap
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 import funcckpt
 from funcckpt import checkpoint_name, remat
 from funcckpt.meter import mark
-from funcckpt.nn import apply_remat
+from funcckpt.nn import Remat, apply_remat
 
 DEPTH = 3
 TANH = "aten.tanh.default"
@@ -317,6 +318,31 @@ def test_a_broken_graph_is_checkpointed_all_the_same(transform):
 
     compiled = torch.compile(transform(blocks(lambda f: remat(broken))), backend="aot_eager")
     torch.testing.assert_close(gradients(compiled), gradients(transform(plain_loss)))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.seen = nn.Linear(3, 3), nn.BatchNorm1d(3), 0
+
+    def forward(self, x):
+        self.seen += len(x)
+        torch._dynamo.graph_break()
+        return self.norm(self.linear(x) * (2 if self.training else 1)).tanh() * random.random()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_contract_holds_where_dynamo_does_not_trace():
+    def run(wrap, compiled):
+        torch.manual_seed(0)
+        random.seed(0)
+        module = Counts()
+        loss = compiled(wrap(module))(torch.randn(4, 3)).square().sum()
+        module.eval()
+        gradients = torch.autograd.grad(loss, [*module.parameters()])
+        return gradients, module.seen, module.state_dict(), random.random()
+
+    assert_same(run(Remat, partial(torch.compile, backend="eager")), run(none, none))
 
 
 @pytest.mark.parametrize("name", ["vmap(grad)", "jvp", "hessian"])

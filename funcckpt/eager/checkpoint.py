@@ -155,11 +155,12 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if torch.compiler.is_compiling() or (functorch.maybe_current_level() is None and functorch.is_tracing()):
         # Dynamo refuses options that it cannot read, even with their default value.
         dynamo = torch.compiler.is_dynamo_compiling()
-        if dynamo and compiled.differentiates():  # torch's recomputes nothing there, or raises
-            if options.context_fn is not noop_context_fn:
-                compiled.refuse("checkpoint: under torch.func transforms, context_fn")
-            # (Dynamo cannot read the name of every f.)
+        if dynamo and options.context_fn is noop_context_fn:
+            # Torch's own recomputes nothing under a transform, and where Dynamo does not trace f, it promises
+            # less. (Dynamo cannot read the name of every f.)
             return call_remat(f, "f", _of_remat(options), args, kwargs)
+        if dynamo and compiled.differentiates():
+            compiled.refuse("checkpoint: under torch.func transforms, context_fn")
         contexts = {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
         return (torch_checkpoint.checkpoint if dynamo else autograd.original_checkpoint)(
             functools.partial(f, **kwargs) if kwargs else f,
