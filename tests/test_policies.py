@@ -162,6 +162,11 @@ def test_what_a_policy_keeps_is_learned_once(monkeypatch):
         assert measured.flops - without.flops == again * 2 * N * D * D
         assert bool(asked) == is_asked
 
+    for number, is_asked in ((1, True), (2, True), (1, False), (2, False)):  # as of a loop over layers
+        asked.clear()
+        grad(remat(lambda x: f(x, 1) / number, policy=policies.dots_saveable))(x)  # noqa: B023
+        assert bool(asked) == is_asked
+
     def own(ctx, op, *args, **kwargs):  # may say something else each time
         asked.append((ctx.name, op, ctx.op_output.shape))
 

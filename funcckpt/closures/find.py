@@ -199,9 +199,14 @@ class Found:
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
 
     def codes(self) -> Iterator[Any]:
-        """The code of each function that was found, and the class of each other object."""
+        """The code of each function that was found, and the class of each other object.
+
+        Also whole numbers in closures and defaults, as of a loop over layers: operators may depend on them.
+        """
         for node in self.nodes.values():
             yield node.value.__code__ if node.kind is kinds.FUNCTION else node.cls
+            if node.kind is kinds.CELL or node.kind is kinds.TUPLE:
+                yield from [x for x in node.content.values() if type(x) in (int, bool)]
 
     def buffers_in_training(self) -> list[Tensor]:
         """The buffers of modules in training."""
@@ -269,11 +274,10 @@ class Found:
             self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
-        for number, holder in zip(self._edges[::2], self._edges[1::2], strict=True):
-            if number in holes:
-                content = self.nodes[holder].content
-                for name, item in content.items():
-                    content[name] = holes.get(id(item), item)
+        for holder in {*compress(self._edges[1::2], map(holes.__contains__, self._edges[::2]))}:
+            content = self.nodes[holder].content
+            for name in compress(content, map(holes.__contains__, map(id, content.values()))):
+                content[name] = holes[id(content[name])]
 
     def seal(self, tensors: Collection[Tensor]) -> None:
         """Let go of tensors that the graph owns from now on, and of objects that would keep them alive."""
