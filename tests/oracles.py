@@ -65,9 +65,6 @@ def compare(run, remat, allowed=()):
     return None
 
 
-# ---------------------------------------------------------------- transforms, by name
-
-
 def of_one(*names):
     """A stack of transforms of a function of one tensor."""
     return lambda f, x: stack(*names)(lambda x, w: f(x))(x, torch.ones(3, 3, dtype=x.dtype))
@@ -152,9 +149,6 @@ CAPTURES = {
     name: lambda h, w, x, names=names: stack(*names)(lambda x, w: h(w, x))(x, w)
     for name, names in CAPTURES.items()
 }
-
-
-# ---------------------------------------------------------------- the state of torch
 
 
 def world():

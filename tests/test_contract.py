@@ -10,6 +10,7 @@ import functools
 import random
 import re
 import types
+import weakref
 from pathlib import Path
 
 import numpy
@@ -60,9 +61,6 @@ def check(program, transforms, wrap, ends=lambda: ()):
             raise run.error
         runs.append((run.value, run.rng, random.random(), numpy.random.random(), ends()))
     assert_same(runs[1], runs[0])
-
-
-# ---------------------------------------------------------------- what f refers to
 
 
 PLACES = {}
@@ -262,6 +260,21 @@ def test_what_f_does_not_use_is_no_input(wrap):
     assert not any(leaf.requires_grad for leaf in g.values())
 
 
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f))], ids=["grad", "vmap(grad)"])
+def test_what_f_does_not_use_keeps_no_history(transform, wrap):
+    def loss(x):
+        inner = x.exp()
+        unused, ref = inner.sin(), weakref.ref(inner)  # which its node holds
+        y = wrap(lambda x: (x * x, unused)[0])(x)
+        inner = unused = None
+        alive.append(ref() is not None)
+        return y.sum()
+
+    alive = []
+    transform(loss)(inputs()[1])
+    assert alive == [False]
+
+
 def test_the_derivative_of_a_linear_function(wrap):
     """It may have a history where plain torch's has none, but nothing is differentiated by it."""
     x = inputs()[0].requires_grad_()
@@ -269,9 +282,6 @@ def test_the_derivative_of_a_linear_function(wrap):
     assert_same(g.detach(), torch.full_like(x, 2))
     second = torch.autograd.grad(g.sum(), x, allow_unused=True)[0] if g.requires_grad else None
     assert second is None or not second.any()
-
-
-# ---------------------------------------------------------------- the world
 
 
 DICE, OWN, GENERATOR = random, random.Random(0), torch.Generator()
@@ -356,9 +366,6 @@ def test_a_counter_that_is_only_reachable(transforms, wrap):
     check(program, transforms, wrap)
 
 
-# ---------------------------------------------------------------- writes in place
-
-
 @pytest.mark.parametrize("transform", ["backward", "vjp"])
 @pytest.mark.parametrize("which", ["argument", "captured"])
 def test_a_write_between_the_runs_is_an_error(which, transform, wrap):
@@ -393,12 +400,50 @@ def test_nothing_is_an_error_where_nothing_is_recomputed(how, wrap):
     assert_same(RUNS_ONCE[how](wrap(writes), x), RUNS_ONCE[how](writes, x))
 
 
+class Outer(nn.Module):
+    """Checkpoints around each other, of methods: both can reach the norm, which is updated after them."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear, self.norm, self.wrap = nn.Linear(3, 3), nn.BatchNorm1d(3), wrap
+
+    def inner(self, x):
+        return torch.tanh(self.linear(x)) * self.norm.running_mean.numel()
+
+    def outer(self, x):
+        return self.wrap(self.inner)(x).sin()
+
+    def forward(self, x):
+        return self.norm(self.wrap(self.outer)(x))
+
+
+def test_a_buffer_that_is_updated_after_the_checkpoint(wrap):
+    def run(wrap):
+        torch.manual_seed(0)
+        model, x = Outer(wrap), inputs()[1]
+        loss = model(x).mul(x).sum()
+        return torch.autograd.grad(loss, [*model.linear.parameters()]), model.state_dict()
+
+    assert_same(run(wrap), run(no_remat))
+
+
+def test_a_gradient_inside_after_an_updated_buffer(wrap):
+    def run(wrap):
+        norm, x = nn.BatchNorm1d(3), inputs()[1].requires_grad_()
+
+        def f(x):
+            h = norm(x)
+            z = h.detach().requires_grad_()
+            return h + torch.autograd.grad(z.tanh().pow(2).sum(), z, create_graph=True)[0]
+
+        return torch.autograd.grad(wrap(f)(x).mul(x).sum(), x), norm.state_dict()
+
+    assert_same(run(wrap), run(no_remat))
+
+
 def test_a_write_to_an_argument_under_grad_is_an_error(wrap):
     with pytest.raises((MutationError, RuntimeError)):
         grad(lambda x: wrap(writes)(x * 1).sum())(inputs()[0])
-
-
-# ---------------------------------------------------------------- the rest
 
 
 def test_side_effects_happen_twice(wrap):

@@ -75,9 +75,6 @@ def test_files_under_functionalize():
         scan(lambda c, x: (c, None), tensor(3), length=3, offload="tape")
 
 
-# -- by a stream of its own ----------------------------------------------------------------------------
-
-
 class Late(TorchDispatchMode):
     """A stand-in for a stream of an accelerator. It copies when somebody waits for that, and no earlier."""
 

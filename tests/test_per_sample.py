@@ -204,9 +204,6 @@ def test_errors(batch, options, error, message):
         clipped_sum(lambda w, *xs: w.sum(), torch.ones(3), *batch, **{"max_norm": 1.0, **options})
 
 
-# -- Opacus ---------------------------------------------------------------------------------------------
-
-
 class Own(nn.Module):
     """A layer for which Opacus has no formula, but uses torch.func."""
 

@@ -74,9 +74,6 @@ square = functools.partial(output, "mul", SQUARE, H, name="square")
 exp = lambda function, *batch: output("exp", line(function, "exp()"), 2, *batch)
 
 
-# -- exact records --------------------------------------------------------------------------------------
-
-
 PER_SAMPLE = functools.partial(vmap, in_dims=(None, 0))
 OF_LOSS = [tanh(), square(), exp(loss)]
 RECORDS = {
@@ -258,9 +255,6 @@ def test_random_streams_and_gradients_are_left_alone():
     state = torch.get_rng_state()
     assert saved_residuals(lambda x: F.dropout(x).sum(), x)
     assert torch.equal(state, torch.get_rng_state()) and x.grad is None
-
-
-# -- printed --------------------------------------------------------------------------------------------
 
 
 def test_printed(params, capsys):

@@ -153,9 +153,6 @@ def test_under_autocast_a_loop_is_the_plain_one_that_casts_in_each_step(options)
     assert_same(run(scan, **options), run(plain_scan, anew=True))
 
 
-# -- counts -----------------------------------------------------------------------------------------
-
-
 sines = lambda loop, *args: measure(loop, *args).ops["aten.sin.default"]
 backward = lambda f: lambda x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[0]
 
@@ -235,9 +232,6 @@ def test_memory_of_a_while_loop_grows_as_the_cube_root():
     assert long < 60 and long < 2.6 * short
 
 
-# -- bytes ------------------------------------------------------------------------------------------
-
-
 def deep_step(x):
     """A step whose inside takes several times what its carry does."""
     for _ in range(4):
@@ -265,9 +259,6 @@ def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
     ) as said:
         run(bytes=x.nbytes)
     run(4, bytes=int(str(said.value).split()[-1].rstrip(".")))
-
-
-# -- while_loop -------------------------------------------------------------------------------------
 
 
 WHILE = [{"checkpoint": None}, {"checkpoint": "sqrt"}, {"checkpoints": 2}, {"bytes": 10**9}]
@@ -340,9 +331,6 @@ def test_buffers_and_streams_are_left_where_the_plain_loop_leaves_them(loop, opt
     if "bytes" not in options:
         again = (9 if loop == "while" else 0) + advances(9, 2)
         assert measure(run, **options).ops["aten.sin.default"] == 9 + again
-
-
-# -- edges ------------------------------------------------------------------------------------------
 
 
 def test_no_steps():

@@ -94,7 +94,8 @@ def is_same(x: Tensor, before: Tensor) -> bool:
     """Whether a buffer has its old value. False if that cannot be told, or the device would have to wait."""
     if functorch.is_tracing() or x.is_meta or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
-    with autograd.without_dispatch_modes():  # a selective checkpoint would count the operator
+    # A selective checkpoint would count the operator, and an outer checkpoint may refuse it.
+    with autograd.without_dispatch_modes(), autograd.plain():
         return torch.equal(wrappers.physical(wrappers.alive(x).detach())[0], before)
 
 
@@ -119,6 +120,11 @@ def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Call
             )
 
 
+# Questions to a tensor, as modes see them, whose answers do not depend on its values.
+_ABOUT_SHAPES = {"__get__", "size", "dim", "numel", "stride", "__len__", "is_contiguous", "is_inference"}
+_ABOUT_SHAPES |= {"ndimension", "nelement", "element_size", "is_floating_point", "is_complex", "get_device"}
+
+
 class Refusing(world.Mode):
     """Raises if an operator gets a tensor that was changed in place. To read its shape is allowed."""
 
@@ -128,7 +134,7 @@ class Refusing(world.Mode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) or getattr(func, "__name__", "") != "__get__":
+        if isinstance(out, Tensor) or getattr(func, "__name__", "") not in _ABOUT_SHAPES:
             for x in pytree.tree_leaves((args, kwargs)):
                 if id(x) in self._changed:
                     raise self._error(x)
@@ -158,7 +164,7 @@ def buffers_among(candidates: Iterable[Tensor], own: Sequence[Tensor]) -> list[T
 
 def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id: the values of captured buffers before the first run."""
-    with unwatched():
+    with unwatched(), autograd.plain():
         return {
             id(x): wrappers.physical(wrappers.alive(x).clone())[0]
             for x in buffers

@@ -172,20 +172,23 @@ class Region:
             self._states = world.moved(self._states)
         if gradients:
             tensors.check_gradients(gradients, self._name, found.where)
-        # Only buffers that f has updated matter.
         if self._buffers:
-            written = {*map(id, self._changed())}
-            updated = {
-                id(x): before
-                for x, before in self._buffers
-                if id(x) in written or not tensors.is_same(x, before)
-            }
-            self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
-            self._instead.update(updated)
+            self._settle_updates()
             self._buffers = []
         self._look_at_graph(out, first_node)
         self._given = []
         return out
+
+    def _settle_updates(self) -> None:
+        """Keep the old values of the buffers that f has updated so far; only these matter."""
+        written = {*map(id, self._changed())}
+        updated = {
+            id(x): before for x, before in self._buffers if id(x) in written or not tensors.is_same(x, before)
+        }
+        self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
+        self._instead.update(updated)
+        for number in updated:
+            self._constants.pop(number, None)
 
     def undo(self) -> None:
         """After an exception: restore the state before the forward."""
@@ -264,6 +267,8 @@ class Region:
                     slot.pop(key, None)
 
     def _recompute(self, key: Any) -> None:
+        if self._buffers:  # f itself calls a backward
+            self._settle_updates()
         found = self._found
         changed = found.changed()
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
@@ -272,7 +277,7 @@ class Region:
         for number, (x, version, before) in self._constants.items():
             if x.requires_grad != before:
                 instead[number] = x.detach().requires_grad_(before)
-                if x._version != version:
+                if self._check and x._version != version:
                     written.append(instead[number])
         leaves = [
             x.unpack() if isinstance(x, autograd.Saved) else _copy(x) if isinstance(x, Tensor) else x

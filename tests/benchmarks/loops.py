@@ -61,8 +61,6 @@ def scanned(**options: Any) -> Callable:
     return lambda step, carry, steps: scan(step, carry, length=steps, **options)[0]
 
 
-# -- loops -------------------------------------------------------------------------------------------------
-
 STEPS = [16, 128, 1024, 8192, 100_000]
 TIMED = 1024
 
@@ -142,9 +140,6 @@ def is_untimed(row: dict[str, Any]) -> bool:
     return "time" not in row["problem"]
 
 
-# -- functorch_grad ----------------------------------------------------------------------------------------
-
-
 def sum_of_steps(wrap: Callable) -> Callable:
     step = lambda x, _: (wrap(lambda x: x.sin().cos())(x), None)
     return lambda x: unrolled(step, x, 10).sum()
@@ -161,8 +156,6 @@ def ten_steps(toy: bool) -> Methods:
         if (f, wrap) != (in_plain_eager, remat)
     }
 
-
-# -- power_iteration ---------------------------------------------------------------------------------------
 
 EVERY = 20
 
@@ -225,8 +218,6 @@ def power_iteration(toy: bool) -> Methods:
     return found
 
 
-# -- sampler -----------------------------------------------------------------------------------------------
-
 SAMPLER_STEPS = [8, 32, 128, 512]
 SIZE, HIDDEN = 32, 512
 
@@ -276,8 +267,6 @@ def sampler(steps: int, toy: bool) -> Methods:
     return found
 
 
-# -- langevin ----------------------------------------------------------------------------------------------
-
 DERIVATIVES = {
     "jacrev": lambda sampled, x, r: jacrev(lambda x: sampled(x, r))(x),
     "jacfwd": lambda sampled, x, r: jacfwd(lambda r: sampled(x, r), randomness="same")(r),
@@ -301,9 +290,6 @@ def langevin(derivative: str, steps: int, toy: bool) -> Methods:
     given = torch.ones(width, dtype=F64), torch.tensor([0.05, 0.1], dtype=F64)
     of = partial(partial, of_torch, DERIVATIVES[derivative])
     return {name: of(partial(sampled, loop), *given) for name, loop in LOOPS.items()}
-
-
-# -- bilevel -----------------------------------------------------------------------------------------------
 
 
 def after_training(gradient: Callable, wrap: Callable, scans: bool) -> Callable:
@@ -349,8 +335,6 @@ def language_model(toy: bool) -> Methods:
         for way in ways
     }
 
-
-# -- maml --------------------------------------------------------------------------------------------------
 
 MAML_STEPS = [5, 50, 500]
 

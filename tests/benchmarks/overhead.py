@@ -146,8 +146,6 @@ def overhead(name: str, options: Any) -> list[Row]:
     ]
 
 
-# -- eager_overhead ----------------------------------------------------------------------------------------
-
 CALLS = 40
 theirs, ours = (partial(f, use_reentrant=False) for f in (checkpoint_of_torch, checkpoint))
 

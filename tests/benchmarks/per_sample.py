@@ -70,9 +70,6 @@ def numbers(below: int, *shape: int) -> Tensor:
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(1))
 
 
-# -- per_sample --------------------------------------------------------------------------------------------
-
-
 def opacus_gradients(model: nn.Module) -> Callable[..., list[Tensor]]:
     from opacus import GradSampleModule
 
@@ -157,9 +154,6 @@ def gru(toy: bool) -> Methods:
     )
 
 
-# -- sizes -------------------------------------------------------------------------------------------------
-
-
 def of_width(width: int, toy: bool) -> Methods:
     layers, context = (2, 8) if toy else (6, 128)
     model = lambda wrap: Transformer(wrap, 256, layers, width // 4 if toy else width, 4)
@@ -170,8 +164,6 @@ def of_width(width: int, toy: bool) -> Methods:
         for name, wrap in {"plain": none, "remat": remat, "remat, dots_saveable": dots}.items()
     }
 
-
-# -- chunks ------------------------------------------------------------------------------------------------
 
 POSITIONS = [4, 16, 64, 256]
 
@@ -215,8 +207,6 @@ def of_a_sample(rows: list[dict[str, Any]]) -> dict[str, Any]:
     bytes = sum(p.nbytes for p in on_meta(1)[1][0].values())
     return {"gradient_bytes": bytes, "activation_bytes": [kept(n) for n in POSITIONS]}
 
-
-# -- depth -------------------------------------------------------------------------------------------------
 
 DEPTHS = [4, 8, 16, 32, 64, 96]
 
@@ -267,8 +257,6 @@ def exponents_of_depth(rows: list[dict[str, Any]]) -> dict[str, Any]:
         found[kind] = {way: {"bytes": bytes[way], "time": times[way]} for way in bytes}
     return found
 
-
-# -- small_models ------------------------------------------------------------------------------------------
 
 LAYERS, WIDTH, TOKENS, WORDS = 6, 64, 48, 128
 BLOCKS = [1, 4, 16, 64, 256]

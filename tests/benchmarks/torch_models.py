@@ -123,9 +123,6 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum") / positions
 
 
-# -- the model of ``python -m funcckpt`` as pure functions of a pytree of parameters, for one sequence ------------
-
-
 class Shape(NamedTuple):
     """Sizes of the model; `width` is a multiple of `heads`."""
 

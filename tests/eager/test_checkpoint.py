@@ -91,9 +91,6 @@ def test_how_often_f_is_run():
         assert calls(early_stop=False) == 1
 
 
-# -- what is kept -----------------------------------------------------------------------------------
-
-
 def test_partial_backwards_leave_nothing():
     """Of torch's, each leaves what it has recomputed and not read. So does a look at a saved tensor."""
     x = leaf(64)
@@ -142,9 +139,6 @@ def test_nothing_is_left_behind(backward):
     else:
         del y
     assert ref() is None
-
-
-# -- random numbers, hooks, errors ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preserve", [True, False])
@@ -224,9 +218,6 @@ def test_graph_exec_group():
     assert_same(ga + gb, (x.cos() * x.sin().exp() - x.sin() * x.cos().exp()).detach())
 
 
-# -- the curried form, which torch has from 2.14 on, and use_reentrant=True -------------------------
-
-
 def test_curried():
     f = Counter(lambda x, debug, use_reentrant: x.sin() * debug * use_reentrant)
     g = funcckpt.checkpoint(early_stop=False, use_reentrant=False)(f)
@@ -259,9 +250,6 @@ def test_reentrant_is_served_like_the_other():
     # Once, and also where torch's raises.
     y = funcckpt.checkpoint(lambda x, *, w: x @ w, x, w=w, use_reentrant=True)
     assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x @ w).sum(), x))
-
-
-# -- what torch's checkpoint gets wrong without a word --------------------------------------------
 
 
 def test_a_saved_tensor_that_f_overwrites():

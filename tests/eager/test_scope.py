@@ -37,9 +37,6 @@ def recordings():
     return sum(type(x) is scope_module._Block and len(x._operations) > 0 for x in gc.get_objects())
 
 
-# -- programs, with a scope and without ----------------------------------------------------------------
-
-
 def own_generator(scope, a):
     generator = torch.Generator().manual_seed(3)
     with scope():
@@ -127,9 +124,6 @@ def test_batched_gradients_with_dropout():
     assert_same(f(checkpoint_scope), f(nullcontext))
 
 
-# -- what is kept, and when it is recomputed ------------------------------------------------------------
-
-
 def test_the_peak():
     """One scope: all of it is alive at the peak, and each goes with its last use."""
     a = leaf(64)
@@ -213,9 +207,6 @@ def test_validation_and_detached_results_keep_no_blocks():
     assert_same(torch.autograd.grad((kept[0] * w).sum(), w)[0], kept[0].expand(3, 3))
 
 
-# -- changes in place -----------------------------------------------------------------------------------
-
-
 def test_changed_after_the_block():
     a, c = leaf(3), leaf(3)
     with checkpoint_scope():
@@ -241,9 +232,6 @@ def test_what_was_changed_is_noticed(changed):
     (base if changed == "input" else c).mul_(2)
     with pytest.raises(MutationError, match="modified by an inplace operation"):
         z.sum().backward()
-
-
-# -- transforms ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd])

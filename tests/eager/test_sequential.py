@@ -85,9 +85,6 @@ def test_errors():
         checkpoint_sequential(model(), 2, x, determinism_check="all")
 
 
-# -- where to cut -----------------------------------------------------------------------------------
-
-
 def peak(net, x, segments):
     """Bytes alive at most in a forward and backward, gradients included."""
     net.zero_grad(set_to_none=True)
