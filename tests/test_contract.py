@@ -21,7 +21,7 @@ from support import WRAPS, assert_same, default_dtype, no_remat, outcome, regist
 from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
-from funcckpt import MutationError
+from funcckpt import MutationError, checkpoint
 
 PAGE = Path(__file__).parents[1] / "docs" / "contract.md"
 STACKS = [
@@ -400,29 +400,15 @@ def test_nothing_is_an_error_where_nothing_is_recomputed(how, wrap):
     assert_same(RUNS_ONCE[how](wrap(writes), x), RUNS_ONCE[how](writes, x))
 
 
-class Outer(nn.Module):
-    """Checkpoints around each other, of methods: both can reach the norm, which is updated after them."""
-
-    def __init__(self, wrap):
-        super().__init__()
-        self.linear, self.norm, self.wrap = nn.Linear(3, 3), nn.BatchNorm1d(3), wrap
-
-    def inner(self, x):
-        return torch.tanh(self.linear(x)) * self.norm.running_mean.numel()
-
-    def outer(self, x):
-        return self.wrap(self.inner)(x).sin()
-
-    def forward(self, x):
-        return self.norm(self.wrap(self.outer)(x))
-
-
 def test_a_buffer_that_is_updated_after_the_checkpoint(wrap):
+    """Two checkpoints, one around the other, can reach it."""
+
     def run(wrap):
         torch.manual_seed(0)
-        model, x = Outer(wrap), inputs()[1]
-        loss = model(x).mul(x).sum()
-        return torch.autograd.grad(loss, [*model.linear.parameters()]), model.state_dict()
+        x, m = inputs()[1], nn.ModuleDict({"linear": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})
+        inner = lambda x: m["linear"](x).tanh() * m["norm"].running_mean.numel()
+        y = wrap(lambda x: wrap(inner)(x).sin())(x)
+        return torch.autograd.grad(m["norm"](y).mul(x).sum(), [*m["linear"].parameters()]), m.state_dict()
 
     assert_same(run(wrap), run(no_remat))
 
@@ -432,13 +418,15 @@ def test_a_gradient_inside_after_an_updated_buffer(wrap):
         norm, x = nn.BatchNorm1d(3), inputs()[1].requires_grad_()
 
         def f(x):
-            h = norm(x)
-            z = h.detach().requires_grad_()
-            return h + torch.autograd.grad(z.tanh().pow(2).sum(), z, create_graph=True)[0]
+            y = norm(x).sin() * norm.running_mean
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return g * norm(g).sin() * norm.running_mean
 
-        return torch.autograd.grad(wrap(f)(x).mul(x).sum(), x), norm.state_dict()
+        y = wrap(f)(x)
+        return y, torch.autograd.grad(y.mul(x).sum(), x), norm.state_dict()
 
     assert_same(run(wrap), run(no_remat))
+    assert_same(run(lambda f: lambda x: checkpoint(f, x, early_stop=False)), run(no_remat))
 
 
 def test_a_write_to_an_argument_under_grad_is_an_error(wrap):

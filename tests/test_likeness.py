@@ -252,6 +252,29 @@ def a_batched_backward_of_what_calls_a_transform(wrap):
 
 
 @program
+def views_of_inputs_that_no_graph_knows(wrap):
+    w, x = tensor(3), tensor(3, seed=1)
+    view = lambda x, w: (x * 2, torch.no_grad()(w.view)(-1))
+    f = lambda w, x: sum(a * b for a, b in (wrap(view)(x, w), wrap(lambda x: view(x, w))(x))).sum()
+    return grad(f, (0, 1))(w, x), torch.autograd.grad(f(w.requires_grad_(), x.requires_grad_()), x)
+
+
+@program
+def an_attribute_in_place_of_another(wrap):
+    def f(x, there):
+        del there.old
+        there.new = None
+        return x * there.w
+
+    def loss(w):
+        there.append(types.SimpleNamespace(w=w, old=None))
+        return wrap(lambda x, there=there[-1]: f(x, there))(w).sum()
+
+    there = []
+    return grad(loss)(tensor(3)), [*vars(there[0])]
+
+
+@program
 def code_that_catches_everything(wrap):
     def f(x):
         h = x.sin()
@@ -384,6 +407,8 @@ class Noisy(nn.LayerNorm):
         return self.scaled(super().forward(x)) + x * random.random() + x * np.random.standard_normal()
     def scaled(self, x):
         return x * self.k
+    def moved(self, x):
+        return x + self.shift
 """
 
 
@@ -394,7 +419,7 @@ def imports(x):
 
 
 @pytest.mark.parametrize("transform", ["backward", "vmap_grad"])
-@pytest.mark.parametrize("by", ["function", "own_module", "import", "eps", "k"])
+@pytest.mark.parametrize("by", ["function", "own_module", "import", "eps", "k", "shift"])
 def test_an_installed_package(by, transform, tmp_path, monkeypatch):
     """It draws random numbers that are not torch's, and it reads attributes of a module of one's own."""
     path = tmp_path / "site-packages"
@@ -403,7 +428,8 @@ def test_an_installed_package(by, transform, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(path)
     package = importlib.import_module("noisy_package")
     monkeypatch.setitem(sys.modules, "noisy_package", package)
-    Own = type("Own", (package.Noisy,), {"__module__": __name__})
+    own = {"forward": lambda self, x: self.moved(x).sin(), "shift": 1.0} if by == "shift" else {}
+    Own = type("Own", (package.Noisy,), {"__module__": __name__, **own})
 
     def run(wrap):
         random.seed(0)
@@ -417,7 +443,7 @@ def test_an_installed_package(by, transform, tmp_path, monkeypatch):
 
         def twice(x):
             y = f(f(x - x.detach()))  # the outputs, all zero, would not tell
-            if by in ("eps", "k"):
+            if by in ("eps", "k", "shift"):
                 setattr(module, by, 3.0)
             return y + x.sin()
 

@@ -11,7 +11,6 @@ import pickle
 from abc import ABC
 from collections import OrderedDict
 from functools import partial
-from types import MethodType
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from torch.nn.utils import parametrizations
 
 import funcckpt
 from funcckpt import CheckpointError, InputError, OptionError, policies
-from funcckpt.closures import Found
 from funcckpt.meter import measure
 from funcckpt.nn import Remat, Sequential, apply_remat, remove_remat
 
@@ -297,13 +295,6 @@ def test_remat_of_a_module_is_no_module():
     for assign in (nn.ModuleList, lambda ls: nn.Sequential(*ls), lambda ls: setattr(model, "linear", *ls)):
         with pytest.raises(InputError, match=r"Write funcckpt\.nn\.Remat"):
             assign([linear])
-
-
-def test_attributes_that_no_code_names_are_not_searched():
-    """As in `remat(module)`: to compare all items of a table at each call takes long."""
-    module = Remat(Block())
-    module.table = [1.0]
-    assert id(module.table) not in Found(MethodType(Block.forward, module)).nodes
 
 
 class Parent(nn.Module):

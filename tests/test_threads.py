@@ -74,8 +74,6 @@ def test_one_remat_under_another_transform_in_each_thread(first):
 
 
 def test_inner_gradients_in_each_thread():
-    """In forward mode, and backwards that run a checkpoint again in it."""
-
     def meta(gradient, wrap, i):
         x, w = inputs(i)
         loss = lambda w: total(wrap(act)(wrap(act)(x, w), w))

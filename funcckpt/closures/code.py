@@ -78,19 +78,26 @@ def _names_in_bases(kind: Any) -> frozenset[str]:
     """The names in the library code that runs when an instance is called, such as `eps` in nn.LayerNorm."""
     looked_up: set[str] = set()
     pending = {"forward", "__call__"}
+    for base in kind.__mro__:
+        if not is_library(base.__module__):  # its methods may call those of a base
+            pending = pending.union(*[_names_in_member(x) for n, x in vars(base).items() if n != "__init__"])
     while pending:
         name = pending.pop()
         for base in kind.__mro__:
-            code = getattr(base.__dict__.get(name), "__code__", None)
-            if code is not None and is_library(base.__module__) and base.__module__ not in _KNOWN:
-                found = names_in(code)[0]
+            # Not nn.Module itself: its names are known.
+            if is_library(base.__module__) and base.__module__ != "torch.nn.modules.module":
+                found = _names_in_member(base.__dict__.get(name))
                 pending |= found - looked_up
                 looked_up |= found
     return frozenset(looked_up)
 
 
-# The modules of nn.Module and of Remat. The names that their code looks up are known.
-_KNOWN = ("torch.nn.modules.module", "funcckpt.nn.modules")
+def _names_in_member(x: Any) -> frozenset[str]:
+    """The names in the code of a method or a property."""
+    code = getattr(getattr(x, "fget", x), "__code__", None)
+    return frozenset() if code is None else names_in(code)[0]
+
+
 # Packages whose classes hold what their methods compute with, and no data sets.
 _SMALL = ("torch.distributions", "collections")
 
@@ -100,9 +107,7 @@ def _names_in_methods(kind: Any) -> frozenset[str]:
     names: set[str] = set()
     for base in kind.__mro__:
         if str(base.__module__).startswith(_SMALL):
-            for x in vars(base).values():
-                code = getattr(getattr(x, "fget", x), "__code__", None)
-                names |= names_in(code)[0] if code is not None else set()
+            names = names.union(*map(_names_in_member, vars(base).values()))
     return frozenset(names)
 
 

@@ -148,13 +148,13 @@ class Rebuilt:
             now.update({name: get(id(x), x) for name, x in after.items() if then.get(name) is not x})
         for number, placed in assigned.items():
             node, copy = self._nodes[number], self._built[number]
-            if node.kind in kinds.MAPPINGS or node.kind in kinds.SPACES:  # as nearly always, and faster
-                there = copy if node.kind in kinds.MAPPINGS else copy.__dict__
+            if node.cls is dict or node.kind in kinds.SPACES:  # as nearly always, and faster
+                there = copy if node.cls is dict else copy.__dict__
                 keys = there.keys() if node.names is None else there.keys() & node.names
                 if keys == placed.keys() and all(map(operator.is_, map(there.get, placed), placed.values())):
                     continue
             now = kinds.read(node.kind, copy, node.names)
-            if len(now) != len(placed) or not all(map(operator.is_, map(placed.get, now), now.values())):
+            if now.keys() != placed.keys() or not all(map(operator.is_, map(placed.get, now), now.values())):
                 anew = _made_anew(node)
                 before, after = [
                     {name: get(id(x), x) for name, x in items.items() if name not in anew}

@@ -385,8 +385,10 @@ class Vjp(Derived):
                     "trying to differentiate twice a function that was marked with @once_differentiable"
                 )
         edges, used, owner = [], [], None
+        own = {*map(id, leaves)}
         for y, ct in zip(outputs, cotangents, strict=True):
-            if y.requires_grad:
+            # A view of a leaf that was made under no_grad requires grad, too, and leads nowhere.
+            if y.requires_grad and (y.grad_fn is not None or id(y) in own):
                 # In torch 2.11 only the tensor keeps a node alive that is written in Python.
                 owner = y if isinstance(y.grad_fn, FunctionCtx) else None
                 edges.append(y if y.grad_fn is None else GradientEdge(y.grad_fn, y.output_nr, owner))

@@ -331,7 +331,7 @@ class Region:
                             f"the forward pass: position {i}: {self._looks[i]} saved, {here} recomputed."
                         )
                     slot[key] = kept, kept._version
-                if self._early_stop and count >= len(self._slots):
+                if (self._early_stop or not self._complete) and count >= len(self._slots):
                     is_over = True
                     raise _Stop
                 return kept

@@ -23,8 +23,6 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from funcckpt import checkpoint, remat
 
-# -- overhead ----------------------------------------------------------------------------------------------
-
 x, xs = torch.randn(8), torch.randn(4, 8)
 leaf = torch.randn(8, requires_grad=True)
 
