@@ -16,7 +16,7 @@ __all__ = ["remat"]
 try:
     # All private names are needed below.
     from ._torch import autograd as _autograd, dynamo as _dynamo, wrappers as _wrappers  # noqa: F401
-except ImportError as error:
+except (ImportError, AttributeError) as error:
     from torch import __version__ as _version
 
     _warnings.warn(
