@@ -332,15 +332,16 @@ class Counts(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_contract_holds_where_dynamo_does_not_trace():
+@pytest.mark.parametrize("make", [Counts, lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))])
+def test_the_contract_holds_where_dynamo_does_not_trace(make):
     def run(wrap, compiled):
         torch.manual_seed(0)
         random.seed(0)
-        module = Counts()
+        module = make()
         loss = compiled(wrap(module))(torch.randn(4, 3)).square().sum()
         module.eval()
         gradients = torch.autograd.grad(loss, [*module.parameters()])
-        return gradients, module.seen, module.state_dict(), random.random()
+        return gradients, vars(module).get("seen"), module.state_dict(), random.random()
 
     assert_same(run(Remat, partial(torch.compile, backend="eager")), run(none, none))
 

@@ -401,8 +401,6 @@ def test_nothing_is_an_error_where_nothing_is_recomputed(how, wrap):
 
 
 def test_a_buffer_that_is_updated_after_the_checkpoint(wrap):
-    """Two checkpoints, one around the other, can reach it."""
-
     def run(wrap):
         torch.manual_seed(0)
         x, m = inputs()[1], nn.ModuleDict({"linear": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})

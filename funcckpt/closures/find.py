@@ -145,6 +145,8 @@ class Found:
                     names |= _ALWAYS_NAMED
                 if kind is kinds.MODULE and value.training and value._buffers:
                     self._training.append(value._buffers)
+                if kind is kinds.MODULE and isinstance(value, torch.fx.GraphModule):
+                    names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
                 for name, item in content.items():
                     if type(item) not in kinds.ATOMS:
                         if name in _OFTEN_EMPTY and not item:
