@@ -429,7 +429,8 @@ def test_an_installed_package(by, transform, tmp_path, monkeypatch):
     package = importlib.import_module("noisy_package")
     monkeypatch.setitem(sys.modules, "noisy_package", package)
     own = {"forward": lambda self, x: self.moved(x).sin(), "shift": 1.0} if by == "shift" else {}
-    Own = type("Own", (package.Noisy,), {"__module__": __name__, **own})
+    strict = type("Strict", (dict,), {"__getattr__": dict.__getitem__})()  # knows no other attribute
+    Own = type("Own", (package.Noisy,), {"__module__": __name__, "options": strict, **own})
 
     def run(wrap):
         random.seed(0)

@@ -93,9 +93,9 @@ def _names_in_bases(kind: Any) -> frozenset[str]:
 
 
 def _names_in_member(x: Any) -> frozenset[str]:
-    """The names in the code of a method or a property."""
-    code = getattr(getattr(x, "fget", x), "__code__", None)
-    return frozenset() if code is None else names_in(code)[0]
+    """The names in the code of a method or a property. Other members may be any object, and are not asked."""
+    x = x.fget if isinstance(x, property) else x
+    return names_in(x.__code__)[0] if isinstance(x, types.FunctionType) else frozenset()
 
 
 # Packages whose classes hold what their methods compute with, and no data sets.
