@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import functorch
-from .tape.operators import flops_of, is_subclass_first
+from .tape.operators import flops_of, is_subclass_first, run_operator
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
 
@@ -137,7 +137,7 @@ class Meter(TorchDispatchMode):
                 for storage in storages((args, kwargs)):
                     self._book(storage, new=False)
         self.running = func
-        out = func(*args, **kwargs)
+        out = run_operator(func, args, kwargs)
         self.running = None
         with self._lock:
             self._settle()

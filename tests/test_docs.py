@@ -133,7 +133,6 @@ def blocks(page):
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("number", range(len(blocks(README))))
 def test_examples_of_the_readme(number, monkeypatch, capsys):
-    """Each runs as it stands, and prints what stands below it."""
     text, printed = blocks(README)[number]
     monkeypatch.setattr(functorch, "has_compiled", lambda: False)
     exec(compile(text, f"README.md, example {number}", "exec"), {})
@@ -159,7 +158,6 @@ def test_examples_of_the_pages(page, number, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page):
-    """Files that it names exist."""
     text = page.read_text()
     prose = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
     names = re.findall(r"\]\((?!http)([^)#]*[./][^)#]*)\)", prose) + re.findall(r"python (\S+/\S+\.py)", text)

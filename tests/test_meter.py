@@ -50,6 +50,7 @@ BYTES = {
     "meta": (of_meta, 4 * ((1 << 30) + (1 << 40) + 1), 4),
     "fake": (of_fake_tensors, 4 << 20, 4 << 20),
     "absent tangents": (lambda: torch._efficientzerotensor(256), 0, 0),
+    "their products": (lambda: torch.ops.aten.mul.Scalar(torch._efficientzerotensor(256), 2.0), 0, 0),
     "a tensor of numbers": (lambda: torch.tensor([0.0] * 256), KIB, KIB),
     "sparse": (lambda: SPARSE * 2, 5 * KIB, 5 * KIB),
 }
@@ -82,7 +83,6 @@ def test_storages_are_followed_after_the_block(request):
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_resized_storages(before):
-    """An argument counts by what it grows."""
     there = torch.zeros(256)
     with Meter() as meter:
         x = there if before else torch.zeros(256)

@@ -39,7 +39,6 @@ def test_committed_with_outputs(path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, monkeypatch):
-    """Every cell runs, and those that print no errors of torch's print what is committed, but for digits."""
     nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebooks`")
     nbformat = pytest.importorskip("nbformat", reason="needs the extra `notebooks`")
     pytest.importorskip("ipykernel", reason="needs the extra `notebooks`")

@@ -109,7 +109,6 @@ def test_bytes(way, samples):
 
 
 def test_an_empty_batch():
-    """As Poisson sampling has it now and then."""
     _, parameters, loss, x, y = problem()
     for options in ({}, {"chunk_size": 2}, {"bytes": 10**6}):
         result = clipped_sum(loss, parameters, x[:0], y[:0], max_norm=1.0, **options)

@@ -293,7 +293,7 @@ class Call(UserProgram):
             is_written, update = version != before, updates.get(id(x))
             if update is None:
                 if is_written:
-                    raise self._changed_inside(x, self.found.where(id(x)))
+                    raise tensors.changed_inside(f"remat({self.name})", x, self.found.where(id(x)))
             elif is_written or not tensors.is_same(x, update):
                 self._updated[id(x)] = update
                 self._constants[i] = x, None
@@ -401,17 +401,10 @@ class Call(UserProgram):
             "between the forward and the recomputation. Pass a copy of it, or change it after the backward."
         )
 
-    def _changed_inside(self, x: Tensor, where: str) -> MutationError:
-        return MutationError(
-            f"remat({self.name}) changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside "
-            "the function, or return the new value. Only buffers of a module in training may be updated, of "
-            f"at most {tensors.MAX_BUFFER} elements."
-        )
-
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         for i, (version, now) in enumerate(zip(before, tensors.versions_of(inputs), strict=True)):
             if version != now:
-                raise self._changed_inside(inputs[i], self.where(i))
+                raise tensors.changed_inside(f"remat({self.name})", inputs[i], self.where(i))
 
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""

@@ -120,6 +120,14 @@ def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Call
             )
 
 
+def changed_inside(name: str, x: Tensor, where: str) -> MutationError:
+    return MutationError(
+        f"{name} changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside the function, "
+        "or return the new value. Only buffers of a module in training may be updated, of at most "
+        f"{MAX_BUFFER} elements."
+    )
+
+
 # Questions to a tensor, as modes see them, whose answers do not depend on its values.
 _ABOUT_SHAPES = {"__get__", "size", "dim", "numel", "stride", "__len__", "is_contiguous", "is_inference"}
 _ABOUT_SHAPES |= {"ndimension", "nelement", "element_size", "is_floating_point", "is_complex", "get_device"}

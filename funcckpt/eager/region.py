@@ -37,7 +37,7 @@ from ..core.flat import flatten, unflatten
 from ..errors import CheckpointError, MutationError, describe
 from ..policies import Policy
 from ..remat import name_of
-from ..tape.operators import tensors_in
+from ..tape.operators import run_operator, tensors_in
 from . import patched
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -84,7 +84,7 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators.append(str(func))
-        return func(*args, **(kwargs or {}))
+        return run_operator(func, args, kwargs or {})
 
 
 def title(f: Callable[..., Any]) -> str:
@@ -149,6 +149,7 @@ class Region:
         self._slots: list[weakref.ref[Slot]] = []
         self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._complete = False
+        self._written_by_f: set[int] = set()
         # The backwards for which f has run again.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
@@ -175,6 +176,7 @@ class Region:
         if self._buffers:
             self._settle_updates()
             self._buffers = []
+        self._written_by_f = {*map(id, self._changed())}
         self._look_at_graph(out, first_node)
         self._given = []
         return out
@@ -354,6 +356,8 @@ class Region:
         return title(f[0] if type(f) is tuple else f)
 
     def _was_changed(self, x: Tensor) -> MutationError:
+        if id(x) in self._written_by_f:
+            return tensors.changed_inside(self._name, x, self._found.where(id(x)))
         return MutationError(
             f"{self._name}: {self._found.where(id(x))} ({describe(x)}) was changed in place since the "
             "forward, as an optimizer changes a parameter. Run the backward first, or change a copy. "

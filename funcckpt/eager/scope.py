@@ -226,7 +226,7 @@ class _Block(TorchDispatchMode):
             return NotImplemented  # this mode sees its inner tensors later
         # Results of a higher-order operator are kept.
         if _current() is not self or isinstance(func, autograd.HigherOrderOperator):
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}

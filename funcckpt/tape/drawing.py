@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import dynamo
 from ..errors import CheckpointError
-from .operators import draws, written
+from .operators import draws, run_operator, written
 
 _Result = tuple[Any, list[Tensor], Any]
 
@@ -38,7 +38,7 @@ class Drawn(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
-            return func(*args, **kwargs)
+            return run_operator(func, args, kwargs)
         targets = written(func, args, kwargs)
         if self._again is None:
             out = func(*args, **kwargs)

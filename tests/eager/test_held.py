@@ -68,6 +68,13 @@ def test_what_autograd_does_not_save_is_looked_after(way, what):
     checkpoint(f, *args).sum().backward()
 
 
+def test_what_f_itself_has_changed_is_said_so():
+    model = Model()
+    y = checkpoint(lambda x: x.exp() * model.frozen.add_(1), leaf(2, 3))
+    with pytest.raises(MutationError, match=r"changed parameter 'frozen' .* at most 1048576 elements"):
+        y.sum().backward()
+
+
 def test_changed_and_not_needed_is_no_error():
     w, b, x = leaf(3, 3), leaf(3), leaf(2, 3)
     y = checkpoint(lambda x: (x @ w).tanh() @ w + b + b.numel(), x)
