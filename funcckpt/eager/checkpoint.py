@@ -113,7 +113,7 @@ def checkpoint(
         )
     if use_reentrant and not torch.compiler.is_compiling():
         _warn_of_reentrant()
-    options = Options(preserve_rng_state, context_fn, determinism_check, debug, early_stop, policy)
+    options = Options(preserve_rng_state, determinism_check, context_fn, debug, early_stop, policy)
     if function is None:
         if kwargs:
             raise OptionError(f"checkpoint, without a function, has no option {', '.join(kwargs)}.")
@@ -146,29 +146,31 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     """A call of :func:`checkpoint`."""
     if options.determinism_check not in CHECKS:
         check_options(title(f), options)
-    if options.policy is not None or options.determinism_check == "values":
-        if not torch.compiler.is_dynamo_compiling():
-            return _functional(f, args, kwargs, options)
+    theirs: Any = None  # torch's own checkpoint, where it makes the call
+    if torch.compiler.is_dynamo_compiling():
         if options.policy is not None and options.policy is not nothing_saveable:
             compiled.refuse("checkpoint: policy")
-        return call_remat(f, "f", _of_remat(options), args, kwargs)
-    if torch.compiler.is_compiling() or (functorch.maybe_current_level() is None and functorch.is_tracing()):
-        # Dynamo refuses options that it cannot read, even with their default value.
-        dynamo = torch.compiler.is_dynamo_compiling()
-        if dynamo and options.context_fn is noop_context_fn:
+        if options.context_fn is noop_context_fn or options.determinism_check == "values":
             # Torch's own recomputes nothing under a transform, and where Dynamo does not trace f, it promises
             # less. (Dynamo cannot read the name of every f.)
-            return call_remat(f, "f", _of_remat(options), args, kwargs)
-        if dynamo and compiled.differentiates():
+            return call_remat(f, "f", RematOptions(*options[:2]), args, kwargs)
+        if compiled.differentiates():
             compiled.refuse("checkpoint: under torch.func transforms, context_fn")
-        contexts = {} if options.context_fn is noop_context_fn else {"context_fn": options.context_fn}
-        return (torch_checkpoint.checkpoint if dynamo else autograd.original_checkpoint)(
+        theirs = torch_checkpoint.checkpoint
+    elif options.policy is not None or options.determinism_check == "values":
+        return _functional(f, args, kwargs, options)
+    elif torch.compiler.is_compiling() or (
+        functorch.maybe_current_level() is None and functorch.is_tracing()
+    ):
+        theirs = autograd.original_checkpoint
+    if theirs is not None:
+        return theirs(
             functools.partial(f, **kwargs) if kwargs else f,
             *args,
             use_reentrant=False,
+            context_fn=options.context_fn,
             preserve_rng_state=options.preserve_rng_state,
             determinism_check=options.determinism_check,
-            **contexts,  # type: ignore[arg-type]
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
@@ -209,10 +211,6 @@ def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options)
                 "funcckpt.create_selective_checkpoint_contexts. Enter other contexts inside of the function."
             )
         policy = forward.policy
-    how = _of_remat(options)._replace(chooser=chooser_of(policy, title))
+    how = RematOptions(*options[:2], chooser_of(policy, title))
     f = patched.always(f) if patched.is_active() else f
     return call_remat(f, name, how, args, kwargs)
-
-
-def _of_remat(options: Options) -> RematOptions:
-    return RematOptions(options.preserve_rng_state, options.determinism_check)

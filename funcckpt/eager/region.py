@@ -44,11 +44,11 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint`."""
+    """The options of `checkpoint`. The first two are also options of `remat`."""
 
     preserve_rng_state: bool = True
-    context_fn: Callable[[], Contexts] = noop_context_fn
     determinism_check: str = "default"
+    context_fn: Callable[[], Contexts] = noop_context_fn
     debug: bool = False
     early_stop: bool = True
     policy: Policy | None = None
