@@ -112,7 +112,7 @@ class Region:
         others: dict[int, Any] = {}  # arguments that may hold tensors, by position
         if not isinstance(self._structure, tuple):
             others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
-        self._found = found = Found((f, others) if others else f)
+        self._found = found = Found((f, others))
         tensors.drop_stale(found.tensors, ())
         if found.has_hooks_of_opacus:
             check_no_opacus(title(f), f, found)
@@ -288,35 +288,31 @@ class Region:
         for i, (x, before) in enumerate(zip(leaves, self._requires_grad, strict=True)):
             if isinstance(x, Tensor) and x.requires_grad != before:
                 leaves[i] = x.detach().requires_grad_(before)
-        with ExitStack() as stack:
+        rebuilt = Rebuilt(found, instead, changed) if changed or instead else None
+        # What differs from the world of the forward is put back.
+        contexts: Any = (
             # A batched backward may read a slot inside of a vmap, but f ran outside of all transforms.
-            if functorch.maybe_current_level() is not None:
-                stack.enter_context(functorch.without_levels())
-            f = found.root
-            if changed or instead:
-                f = stack.enter_context(Rebuilt(found, instead, changed))
-            if type(f) is tuple:
-                f, others = f
-                for i, x in others.items():
-                    leaves[i] = x
-            args, kwargs = unflatten(leaves, self._structure)
-            del leaves, instead
-            # Restore the world of the forward where it differs.
-            if written:
-                stack.enter_context(tensors.Refusing(written, self._was_changed))
-            if not self._world.is_here():
-                stack.enter_context(self._world.replayed())
-            if self._torch_function != functorch._get_torch_function_state():
-                stack.enter_context(functorch.torch_function_as(self._torch_function))
-            if (anew := autograd.parametrizations_anew()) is not None:
-                stack.enter_context(anew)
-            if self._patched != patched.is_active():
-                stack.enter_context(patched.active(self._patched))
-            if self._states:
-                stack.enter_context(world.streams_at(self._states))
+            functorch.maybe_current_level() is not None and functorch.without_levels(),
+            rebuilt,
+            written and tensors.Refusing(written, self._was_changed),
+            not self._world.is_here() and self._world.replayed(),
+            self._torch_function != functorch._get_torch_function_state()
+            and functorch.torch_function_as(self._torch_function),
+            autograd.parametrizations_anew(),
+            self._patched != patched.is_active() and patched.active(self._patched),
+            self._states and world.streams_at(self._states),
             # Random numbers are those of the forward: a vmap around the backward must not change them.
-            stack.enter_context(functorch.without_vmap_mode())
-            stack.enter_context(torch.enable_grad())
+            functorch.without_vmap_mode(),
+            torch.enable_grad(),
+        )
+        with ExitStack() as stack:
+            for context in filter(None, contexts):
+                stack.enter_context(context)
+            f, others = found.root if rebuilt is None else rebuilt.callable
+            for i, x in others.items():
+                leaves[i] = x
+            args, kwargs = unflatten(leaves, self._structure)
+            del leaves, instead, rebuilt, contexts
             count, is_over = 0, False
 
             def pack(x: Tensor) -> Tensor:
@@ -352,8 +348,7 @@ class Region:
 
     @property
     def _name(self) -> str:
-        f = self._found.root
-        return title(f[0] if type(f) is tuple else f)
+        return title(self._found.root[0])
 
     def _was_changed(self, x: Tensor) -> MutationError:
         if id(x) in self._written_by_f:
