@@ -136,11 +136,9 @@ class Region:
             reached = [x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)]
             buffers = found.buffers_in_training()
             buffers += tensors.buffers_among(reached, buffers)
-            self._buffers = [
-                (x, _copy(x))
-                for x in {id(x): x for x in buffers}.values()
-                if not x.requires_grad and x.numel() <= tensors.MAX_BUFFER
-            ]
+            with autograd.without_dispatch_modes():
+                copies = tensors.copies_of(buffers)
+            self._buffers = [(x, copies.pop(id(x))) for x in buffers if id(x) in copies]
         self._world = world.World()
         self._torch_function = functorch._get_torch_function_state()
         self._patched = patched.is_active()

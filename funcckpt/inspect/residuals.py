@@ -268,23 +268,26 @@ def _kept_for(outputs: Iterable[Tensor]) -> list[tuple[Tensor, str, bool]]:
     saved-tensor hook, or what a hook returned in place of a tensor.
     """
     found: list[tuple[Tensor, str, bool]] = []
+    nodes: list[Any] = []  # those that made a tensor or its tangents, at all levels
     with functorch._set_fwd_grad_enabled(True):
-        pending = [(part, "", False) for y in outputs for part in _below(y) if not isinstance(part, Tensor)]
+        for y in outputs:
+            wrappers.everything_below(y, nodes)
+        pending: list[tuple[Any, str, bool]] = [(nodes, "", False)]
         seen: dict[int, Any] = {}  # by id, with the object, so that no other one takes its id
         while pending:
             item, by, is_saved = pending.pop()
             if isinstance(item, Tensor):
-                for part in _below(item):
-                    (found if isinstance(part, Tensor) else pending).append((part, by, is_saved))
+                nodes = []
+                found += [(x, by, is_saved) for x in wrappers.everything_below(item, nodes)]
+                pending.append((nodes, "", False))
             elif not isinstance(item, _LEAVES) and id(item) not in seen:
                 seen[id(item)] = item
                 pending += _parts_of(item, by)
     return found
 
 
-# Types that hold no tensors; `_LEAVES` also has those that lead to the whole program.
-_ATOMS = str, bytes, int, float, type(None), torch.dtype, torch.device
-_LEAVES = (*_ATOMS, type, ModuleType, CodeType, FrameType)
+# Types that hold no tensors, and those that lead to the whole program.
+_LEAVES = str, bytes, int, float, type(None), torch.dtype, torch.device, type, ModuleType, CodeType, FrameType
 
 
 def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
@@ -311,10 +314,3 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
         yield (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__), by, False
     else:
         yield from [(x, by, False) for x in gc.get_referents(item)]
-
-
-def _below(x: Tensor) -> list[Any]:
-    """The graph nodes that made `x` and its tangents, at all levels, and the plain tensors below."""
-    nodes: list[Any] = []
-    found = wrappers.everything_below(x, nodes)
-    return [*nodes, *found]
