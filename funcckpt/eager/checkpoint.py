@@ -174,9 +174,6 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
-    _, enabled = autograd.checkpoint_settings()
-    if enabled is not None:
-        options = options._replace(debug=enabled)
     if functorch.maybe_current_level() is not None or wrappers.in_dual_level():
         return _functional(f, args, kwargs, options)
     if (decide := decides.get()) is not None:
@@ -212,5 +209,5 @@ def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options)
             )
         policy = forward.policy
     how = RematOptions(*options[:2], chooser_of(policy, title))
-    f = patched.always(f) if patched.is_active() else f
+    f = patched.active(True)(f) if patched.is_active() else f
     return call_remat(f, name, how, args, kwargs)

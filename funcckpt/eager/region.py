@@ -100,10 +100,10 @@ class Region:
     """A call of f, from its forward to its last recomputation."""
 
     def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> None:
-        stop, _ = autograd.checkpoint_settings()
+        stop, debug = autograd.checkpoint_settings()
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"
-        self._logs = (Log(), Log()) if options.debug else noop_context_fn()
+        self._logs = (Log(), Log()) if (options.debug if debug is None else debug) else noop_context_fn()
         self._contexts = options.context_fn()
         if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
             self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -208,7 +208,7 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
         return [m for _, m in named if isinstance(cast(Any, m), select)]
     if isinstance(select, str):
         if every := re.fullmatch(r"every +([1-9]\d*)", select):
-            return list(_every(model, int(every[1])))
+            return _every(model, int(every[1]))
         if of_class := [m for _, m in named if select in [kind.__name__ for kind in type(m).__mro__]]:
             return of_class
         pattern = select.split(".")
@@ -221,12 +221,10 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
     return [m for name, m in named if select(name, m)]
 
 
-def _every(module: nn.Module, n: int) -> Iterator[nn.Module]:
+def _every(module: nn.Module, n: int) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        yield from list(module)[::n]
-        return
-    for child in module.children():
-        yield from _every(child, n)
+        return list(module)[::n]
+    return [member for child in module.children() for member in _every(child, n)]
 
 
 def remove_remat(model: M) -> M:
