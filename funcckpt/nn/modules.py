@@ -26,7 +26,6 @@ from ..policies.policies import as_function
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
 
-_OPTIONS = frozenset(Options._fields)
 # The attribute with the options of a module, in its __dict__ and in its class.
 _KEY = "_funcckpt_options"
 
@@ -121,9 +120,8 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_options(title: str, options: dict[str, Any]) -> dict[str, Any]:
-    unknown = options.keys() - _OPTIONS
-    if unknown:
-        raise OptionError(f"{title} has no option {sorted(unknown)}. The options are {sorted(_OPTIONS)}.")
+    if unknown := sorted({*options} - {*Options._fields}):
+        raise OptionError(f"{title} has no option {unknown}. The options are {sorted(Options._fields)}.")
     check_options(title, Options(**options))
     if isinstance(policy := options.get("policy"), (list, tuple, set, frozenset)):
         options["policy"] = as_function(policy, title)  # a function that can be pickled
