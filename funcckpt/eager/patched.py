@@ -8,7 +8,7 @@ its recomputation, which may run long after the block, and in another thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -68,7 +68,7 @@ def is_active() -> bool:
 
 @contextmanager
 def active(value: bool) -> Iterator[None]:
-    """Redirect torch's checkpoint to ours, or not, for a block of code or a function in this thread."""
+    """Redirect torch's checkpoint to ours, or not, for a block of code in this thread."""
     if value:
         autograd.redirect_checkpoint(_call)
     token = _here.set(value)
@@ -84,6 +84,16 @@ def active(value: bool) -> Iterator[None]:
         ) from error
     finally:
         _here.reset(token)
+
+
+def always(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, with torch's checkpoints inside of it redirected to ours whenever it runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with active(True):
+            return f(*args, **kwargs)
+
+    return run
 
 
 def _call(*args: Any, **kwargs: Any) -> Any:
