@@ -14,10 +14,10 @@ up to the first operator that differs from the forward.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..errors import CheckpointError
 from ..policies.offload import Returning
-from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, signature, tensors_of
+from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
 from .recording import Kept
 from .tape import Call, Plans, Tape, Watch, steps_of
 
@@ -107,11 +107,8 @@ class Replay(Watch):
         self.known = known or {}
         self.placeholders: list[weakref.ref[Placeholder]] = []
 
-    def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        call = self.known[self.number]
+    def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.met += 1
-        if call.signature != signature(func, args, kwargs):
-            return None
         before, after = call.streams
         if after and not world.moved(before):
             world.set_streams(after)  # as if the operator had drawn again
@@ -155,27 +152,23 @@ _plans = Plans()
 # -- around the run of a program --------------------------------------------------------------------------
 
 
-class _Current(threading.local):
-    # Of the graph node whose backward runs: its function, what a policy has kept, and the kept tensors.
-    given: tuple[Any, Kept | None, Sequence[Tensor]] = (None, None, ())
-
-
-_current = _Current()
+# Of the graph node whose backward runs: its function, what a policy has kept, and the kept tensors.
+_given: ContextVar[tuple[Any, Kept | None, Sequence[Tensor]]] = ContextVar("funcckpt_given", default=(None, None, ()))
 
 
 @contextmanager
 def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let recomputations inside of the block use what a policy has kept."""
-    before, _current.given = _current.given, (source, kept, [*map(wrappers.below_wrappers, tensors)])
+    before = _given.set((source, kept, [*map(wrappers.below_wrappers, tensors)]))
     try:
         yield
     finally:
-        _current.given = before
+        _given.reset(before)
 
 
 def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
     """What a policy has kept that the graph node of a program must save, and the tensors."""
-    source, kept, tensors = _current.given
+    source, kept, tensors = _given.get()
     if not program.is_pullback:
         kept = program.source.kept
         tensors = () if kept is None else kept.tensors
@@ -222,7 +215,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     # A compiler removes unused operators from a traced graph.
     if not program.is_pullback or program.source.is_compiled or functorch.is_tracing():
         return None
-    source, kept, tensors = _current.given
+    source, kept, tensors = _given.get()
     if kept is not None and source is program.source:
         places = zip(tensors, kept.places, strict=True)
         replay = Replay(source, kept.calls)

@@ -22,7 +22,7 @@ from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from . import operators
-from .operators import kind_of, run_operator, signature
+from .operators import kind_of, run_operator
 from .tape import Call, Plans, Tape, Watch, recomputed, steps_of
 
 
@@ -71,11 +71,8 @@ class Record(Watch):
         if self._chooser.known is not None and (plan := _plans.get(self._key)) is not None:
             self.tape, (self.known, self._last) = None, plan
 
-    def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of a known call, and hold those of its results that are kept."""
-        call = self.known[self.number]
-        if call.signature != signature(func, args, kwargs):
-            return None
         before = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
         streams = before, world.states_drawn_from(func, args, kwargs)

@@ -60,30 +60,24 @@ class Tape:
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
         """Run an operator, and record the call; None if it returns memory of its arguments."""
-        if kind_of(func) != "view":
-            for index, _ in self.made(operators.written(func, args, kwargs)):
-                self.calls[index].values.clear()  # it must run again, since it is written to
-        before = world.states_drawn_from(func, args, kwargs)
-        out = operators.run_operator(func, args, kwargs)
-        call = self._note(func, args, kwargs, out)
-        if call is not None:
-            call.streams = before, world.states_drawn_from(func, args, kwargs)
-        return out, call
-
-    def _note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Call | None:
         kind = kind_of(func)
         if kind == "view":
-            return None
+            return operators.run_operator(func, args, kwargs), None
+        changed = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
+        for index, _ in self.made(changed):
+            self.calls[index].values.clear()  # it must run again, since it is written to
+        before = world.states_drawn_from(func, args, kwargs)
+        out = operators.run_operator(func, args, kwargs)
+        streams = before, world.states_drawn_from(func, args, kwargs)
         given, index = tensors_of(args, kwargs), len(self.calls)
         storages = {x.untyped_storage()._cdata for x in given if x.layout is torch.strided}
         needs = self.made(given) if kind != "like" else set()
-        call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None)
+        call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None, streams=streams)
         self.calls.append(call)
-        for i, x in enumerate(operators.written(func, args, kwargs)):
-            if x.layout is torch.strided:
-                self.makers[x.untyped_storage()] = index, -1 - i
+        for i, x in enumerate(changed):
+            self.makers[x.untyped_storage()] = index, -1 - i
         if kind == "writes":
-            return call
+            return out, call
         is_pure = kind == "pure" or (kind == "random" and not operators.draws(func, args, kwargs))
         call.may_skip, shares = is_pure and bool(given), False
         for i, y in enumerate(results(out)):
@@ -95,7 +89,7 @@ class Tape:
             else:
                 call.outputs[i] = TensorMeta.of(y)
                 self.makers[y.untyped_storage()] = index, i
-        return None if shares else call
+        return out, None if shares else call
 
     def unread(self) -> list[Call]:
         """The calls whose results nobody has read, and whose results are freed."""
@@ -186,10 +180,9 @@ class Watch(functorch.UnguardedMode):
             if kind in ("writes", "other"):
                 self.note_write(func, args, kwargs)
             self.number = hash((self.number, func, *shapes))
-            if self.number in self.known:
-                found = self.hand_out(func, args, kwargs)
-                if found is not None:
-                    return found
+            known = self.known.get(self.number)
+            if known is not None and known.signature == operators.signature(func, args, kwargs):
+                return self.hand_out(known, func, args, kwargs)
         if self.tape is not None:
             if self.in_f:
                 return self.call(self.tape, func, args, kwargs)[0]
@@ -200,8 +193,8 @@ class Watch(functorch.UnguardedMode):
     def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Called before an operator of f that may write."""
 
-    def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results of a known call of f; None if it must run."""
+    def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of a known call of f."""
 
     def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
         """Run an operator of f, and record the call."""
@@ -214,9 +207,7 @@ class Watch(functorch.UnguardedMode):
 
 def watch_of(source: Any) -> Watch | None:
     """The active mode that watches a function, if any."""
-    watch = None
-    for mode in functorch.dispatch_modes():
-        watch = mode if isinstance(mode, Watch) else watch
+    watch = next((mode for mode in reversed(functorch.dispatch_modes()) if isinstance(mode, Watch)), None)
     return watch if watch is not None and watch.source is source else None
 
 
