@@ -100,7 +100,6 @@ class Layer(NamedTuple):
     dynamic: Any
     kind: str
     batch_size: int = 0  # of a vmap
-    randomness: str = ""
 
 
 def current_level() -> int:
@@ -131,11 +130,8 @@ def vmapped(
 
 def batched(tensors: Sequence[Tensor], dims: Dims, level: int) -> tuple[Tensor, ...]:
     """Tensors batched at a level, along the given dimensions; unchanged where that is None."""
-    found = [*tensors]
-    for i, dim in enumerate(dims):
-        if dim is not None:
-            found[i] = _add_batch_dim(tensors[i], dim, level)
-    return (*found,)
+    pairs = zip(tensors, dims, strict=True)
+    return tuple([x if dim is None else _add_batch_dim(x, dim, level) for x, dim in pairs])
 
 
 def unbatched(tensors: Sequence[Tensor], level: int) -> tuple[tuple[Tensor, ...], Dims]:
@@ -202,8 +198,8 @@ def active_layers() -> list[Layer]:
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
             kind = _NAMES[interpreter.key().value]
-            options = options_of_vmap(interpreter) if kind == "vmap" else ()
-            layers.append(Layer(pop_dynamic_layer_stack(), kind, *options))
+            batch_size = CVmapInterpreterPtr(interpreter).batchSize() if kind == "vmap" else 0
+            layers.append(Layer(pop_dynamic_layer_stack(), kind, batch_size))
     finally:
         layers.reverse()
         for layer in layers:
@@ -244,7 +240,7 @@ def jvp_level() -> Iterator[int]:
     """A jvp level, and the dual level that it needs if none is open."""
     # In plain forward mode torch refuses `torch.func.jvp`, and must do so inside of f: ours does not count.
     uncounted = forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
-    with jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), _DualLevel():
+    with jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), _dual_level():
         eager_transforms.JVP_NESTING -= uncounted
         try:
             yield level
@@ -252,27 +248,26 @@ def jvp_level() -> Iterator[int]:
             eager_transforms.JVP_NESTING += uncounted
 
 
-class _DualLevel:
+_lock = threading.Lock()
+# One for each user of `_dual_level`; and the level that was opened for them, if none was open.
+_users: list[None] = []
+_opened: list[int] = []
+
+
+@contextmanager
+def _dual_level() -> Iterator[None]:
     """A dual level, if none is open. Torch has one for all threads, so the last that needs it closes it."""
-
-    _lock = threading.Lock()
-    _users = 0
-    _level: int | None = None  # the one that is open for them, if none was
-
-    def __enter__(self) -> None:
-        of = _DualLevel
-        with self._lock:
-            if of._users == 0 and not _has_dual_level():
-                of._level = forward_ad.enter_dual_level()
-            of._users += 1
-
-    def __exit__(self, *_: object) -> None:
-        of = _DualLevel
-        with self._lock:
-            of._users -= 1
-            if of._users == 0 and of._level is not None:
-                level, of._level = of._level, None
-                forward_ad.exit_dual_level(level=level)
+    with _lock:
+        if not _users and not _has_dual_level():
+            _opened.append(forward_ad.enter_dual_level())
+        _users.append(None)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users.pop()
+            if not _users and _opened:
+                forward_ad.exit_dual_level(level=_opened.pop())
 
 
 def _has_dual_level() -> bool:

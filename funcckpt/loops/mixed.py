@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -96,21 +96,17 @@ def inner_grad(
         if not records:
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
 
-        own, leaves, structures = list(args), [], []
+        own = [*args]
         for i in numbers:
-            some, structure = pytree.tree_flatten(args[i])
-            for j, x in enumerate(some):
+            for path, x in pytree.tree_flatten_with_path(args[i])[0]:
                 if not isinstance(x, Tensor) or not is_differentiable(x):
-                    path = pytree.keystr(pytree.tree_flatten_with_path(args[i])[0][j][0])
                     raise InputError(
-                        f"inner_grad({name}): argument {i}{path} is {in_words(x)}, which has no gradient. "
-                        "Select other arguments with argnums."
+                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {in_words(x)}, which has "
+                        "no gradient. Select other arguments with argnums."
                     )
             # New tensors: the same tensor elsewhere is a constant.
-            some = [x.view_as(x) for x in some]
-            own[i] = pytree.tree_unflatten(some, structure)
-            leaves += some
-            structures.append(structure)
+            own[i] = pytree.tree_map(lambda x: x.view_as(x), args[i])
+        leaves, structure = pytree.tree_flatten([own[i] for i in numbers])
         call = Call(scalar, name, Options(), tuple(own), kwargs, lifts_all=True)
         if not call.is_looked_at():
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
@@ -119,15 +115,12 @@ def inner_grad(
         wrt = tuple([places[id(x)] for x in leaves])
         program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
         call.fits_mixed_mode, is_sure = _fits(call.found)
-        unfit = None if is_sure else _Unfit()
-        with unfit or nullcontext():
-            outputs = iter(dispatch.bind(program, inputs))
-        call.fits_mixed_mode &= unfit is None or not unfit.found
+        unfit = _Unfit()
+        with nullcontext() if is_sure else unfit:
+            outputs = dispatch.bind(program, inputs)
+        call.fits_mixed_mode &= not unfit.found
         call.seal()
-        gradients = [
-            pytree.tree_unflatten([*islice(outputs, structure.num_leaves)], structure)
-            for structure in structures
-        ]
+        gradients = pytree.tree_unflatten([*outputs], structure)
         return (*gradients,) if isinstance(argnums, tuple) else gradients[0]
 
     return gradient

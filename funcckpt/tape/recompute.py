@@ -153,7 +153,9 @@ _plans = Plans()
 
 
 # Of the graph node whose backward runs: its function, what a policy has kept, and the kept tensors.
-_given: ContextVar[tuple[Any, Kept | None, Sequence[Tensor]]] = ContextVar("funcckpt_given", default=(None, None, ()))
+_given: ContextVar[tuple[Any, Kept | None, Sequence[Tensor]]] = ContextVar(
+    "funcckpt_given", default=(None, None, ())
+)
 
 
 @contextmanager
