@@ -222,9 +222,8 @@ def influence(
             _add(product, jvp(grad(of_part), (leaves,), (v,))[1])
         return product
 
-    def along(v: list[Tensor], *sample: Any) -> Tensor:
-        change: Tensor = jvp(lambda leaves: of_sample(leaves, *sample), (leaves,), (v,))[1]
-        return change
+    def along(v: list[Tensor], *sample: Any) -> Any:
+        return jvp(lambda leaves: of_sample(leaves, *sample), (leaves,), (v,))[1]
 
     rows = []
     with torch.no_grad(), chunks.meter or nullcontext():
@@ -289,8 +288,7 @@ def _reduced(
     # Parameters of a module require grad, so plain autograd would record everything.
     with torch.no_grad(), chunks.meter or nullcontext():
         for part in chunks.split(batch):
-            for stream, state in states:
-                stream.set_state(state)
+            world.set_streams(states)
             results.append(reduce(pytree.tree_leaves(per_sample(parameters, *part))))
         if not results:
             results.append(reduce([p.new_zeros(0, *p.shape) for p in pytree.tree_leaves(parameters)]))
