@@ -58,8 +58,7 @@ def _from_dynamo(f: Any, untraced: Callable[..., Any], name: str, level: int) ->
             return untraced(f, args=args, kwargs={})
         if not dynamo.is_traced_by_aot_autograd():
             return untraced(functools.partial(dynamo.interpret, f, level), args=args, kwargs={})
-        layers = functorch.active_layers()
-        if not differentiates() and len(layers) == level and not dynamo.has_transforms(f):
+        if not differentiates() and functorch.current_level() == level and not dynamo.has_transforms(f):
             return dynamo.torch_checkpoint_of_graph(f, args)
         return _Graph(f, name, level, args).call()
 
