@@ -24,11 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import world
 from ._torch import autograd, dynamo, functorch, wrappers
 from .core import dispatch
-from .core.flat import Outputs
 from .core.program import Tensors, UserProgram
 from .errors import MutationError, OptionError, describe
 from .tape import drawing
-from .tape.operators import tensors_in
 
 
 @dynamo.known_to_dynamo
@@ -87,18 +85,25 @@ class _Graph(UserProgram):
         self._gates = _gates(graph, args)
         self._world = world.World()
         self._drawn = drawing.Drawn(name)
-        self._outputs: Outputs | None = None  # of the first run
+        self._out: list[Any] | None = None
+        # Outputs that are inputs (position of each, and the input), and the positions of the others.
+        self._same: dict[int, int] = {}
+        self._new: list[int] = []
 
     def call(self) -> tuple[Any, ...]:
         """Run it under whatever transforms are active."""
-        given = tensors_in(self._args)
-        inputs = [self._args[i] for i in self._inputs]
+        args = list(self._args)
+        inputs = [args[i] for i in self._inputs]
         for i in self._inputs:
             self._args[i] = None
         outputs = dispatch.bind(self, inputs)
-        assert self._outputs is not None
-        out: tuple[Any, ...] = self._outputs.assemble(outputs, given)
-        return out
+        assert self._out is not None
+        out = list(self._out)
+        for i, j in self._same.items():
+            out[i] = args[j]  # Dynamo expects the same tensor
+        for i, y in zip(self._new, outputs, strict=True):
+            out[i] = y
+        return tuple(out)
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The inputs of a recomputation; some pass an operator that waits for the newest cotangent."""
@@ -117,7 +122,7 @@ class _Graph(UserProgram):
         args = list(self._args)
         for i, x in zip(self._inputs, inputs, strict=True):
             args[i] = x
-        if self._outputs is None:
+        if self._out is None:
             return self._run_first(args)
         with (
             self._world.replayed(),
@@ -126,7 +131,7 @@ class _Graph(UserProgram):
             self._drawn.replayed(),
         ):
             out = dynamo.interpret(self._graph, self._level, *args, **self._tags)
-        return Outputs(self.name, out).as_in(self._outputs)
+        return tuple([out[i] for i in self._new])
 
     def _run_first(self, args: list[Any]) -> Tensors:
         with world.own_autocast_cache(), self._drawn:
@@ -137,9 +142,14 @@ class _Graph(UserProgram):
                     raise self._changed([args[i] for i in self._inputs]) from error
                 raise
         self.random = bool(self._drawn.results)
-        self._outputs = Outputs(self.name, out, tensors_in(args))
-        outputs, self._outputs.tensors = (*self._outputs.tensors,), []
-        return outputs
+        places = {id(x): i for i, x in enumerate(args) if isinstance(x, Tensor)}
+        for i, y in enumerate(out):
+            if id(y) in places:
+                self._same[i] = places[id(y)]
+            elif isinstance(y, Tensor):
+                self._new.append(i)
+        self._out = [None if isinstance(y, Tensor) else y for y in out]
+        return tuple([out[i] for i in self._new])
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         changed = [x for version, x in zip(before, inputs, strict=True) if x._version != version]

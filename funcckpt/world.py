@@ -48,13 +48,15 @@ def autocast_devices() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
+_CPU = torch.device("cpu")
+
 # Kernels of `scaled_dot_product_attention`, in the order in which `_state` tells whether they may be chosen.
 _KERNELS = "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"
 
 
 def _state() -> tuple[Any, ...]:
     """Default device and dtype; autocast's switches, dtypes and cache; which kernels attention may choose."""
-    device = torch.device("cpu")
+    device = _CPU
     if functorch.has_function_modes():  # the default device is one
         with functorch.without_levels():  # torch may make a tensor to find out
             device = torch.get_default_device()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
@@ -211,18 +211,22 @@ def shadows(layers: Sequence[Layer]) -> Iterator[list[int]]:
     random numbers again. A functionalize level would wrap all tensors, so a grad level has its number.
     """
     levels: list[int] = []
-    with ExitStack() as stack:
+    leave: list[Callable[[], int]] = []
+    try:
         for kind, batch_size in layers:
             if kind == "vmap":
                 levels.append(_vmap_increment_nesting(batch_size, "same"))
-                stack.callback(_vmap_decrement_nesting)
+                leave.append(_vmap_decrement_nesting)
             elif kind == "jvp":
                 levels.append(_jvp_increment_nesting())
-                stack.callback(_jvp_decrement_nesting)
+                leave.append(_jvp_decrement_nesting)
             else:
                 levels.append(_grad_increment_nesting())
-                stack.callback(_grad_decrement_nesting)
+                leave.append(_grad_decrement_nesting)
         yield levels
+    finally:
+        while leave:
+            leave.pop()()
 
 
 @contextmanager

@@ -57,9 +57,9 @@ def test_same_as_without_remat(function, names):
         return
     expected = run(make, names, no_remat)
     if "inference_mode" in names and isinstance(actual.error, CheckpointError):
-        # torch 2.11 differentiates nothing there and gives zeros (pytorch#177318): remat refuses.
+        # torch 2.11 differentiates nothing there: zeros (pytorch#177318), or its own error. remat refuses.
         outside = run(make, [name for name in names if name != "inference_mode"], no_remat)
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, RuntimeError)):
             assert_same_outcome(expected, outside)
         return
     if names[0] == "jacobian_vectorized":  # the first derivative of a linear function may require grad
