@@ -15,6 +15,7 @@ from funcckpt.nn import Remat, apply_remat
 
 OURS = str(Path(funcckpt.__file__).parent)
 X = torch.randn(5, 4)
+IN_EAGER = 70 if torch.__version__ >= "2.13" else 73  # torch 2.11 has no saved variables in Python
 layers = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
@@ -39,7 +40,7 @@ def four_blocks():
 
 
 @pytest.mark.parametrize(
-    ("make", "most"), [(block_per_sample, 160), (checkpoint_backward, 70), (four_blocks, 900)]
+    ("make", "most"), [(block_per_sample, 160), (checkpoint_backward, IN_EAGER), (four_blocks, 900)]
 )
 def test_frames(make, most):
     """No more than they are. Comprehensions are frames before Python 3.12."""
