@@ -27,7 +27,7 @@ except (ImportError, AttributeError) as error:
     if not _typing.TYPE_CHECKING:
         from .core.primitive import remat
 else:
-    from . import nn as nn, policies as policies
+    from . import nn as nn, per_sample as per_sample, policies as policies, torch_compat as torch_compat
     from .eager.checkpoint import checkpoint
     from .eager.patched import install, patched, uninstall
     from .eager.scope import checkpoint_scope

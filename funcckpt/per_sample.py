@@ -331,6 +331,8 @@ class _Chunks:
 
 
 def _count(name: str, batch: tuple[Any, ...]) -> int:
+    if isinstance(batch, Tensor):
+        raise InputError(f"{name}: train and test are tuples of what the loss takes: write (x,), not x.")
     tensors = tensors_in(batch)
     lengths = {x.shape[0] if x.dim() else -1 for x in tensors}
     if len(lengths) != 1 or -1 in lengths:

@@ -342,6 +342,9 @@ def test_batch_norm_under_a_transform(wrap):
         return grad(loss, has_aux=True)(p, buffers)
 
     assert_same(run(wrap), run(no_remat))
+    net = wrap(nn.BatchNorm1d(3))
+    with pytest.raises(MutationError, match=r"to buffer 'running_mean', which it captured. Pass the buffers"):
+        grad(lambda x: net(x).sum())(inputs()[1])
 
 
 @pytest.mark.parametrize("transforms", STACKS, ids=".".join)
@@ -503,6 +506,25 @@ def test_what_f_assigns_it_assigns_once(kind, transform, wrap):
         else:
             gradient = {"grad": grad, "hessian": hessian}[transform](twice)(x)
         return gradient, state()
+
+    assert_same(run(wrap), run(no_remat))
+
+
+def test_what_f_stores_inside_of_others_is_there_in_the_next_call(wrap):
+    """As a cache of cosines and sines, for each length."""
+
+    def run(wrap):
+        tables = {}
+
+        def f(x):
+            if len(x) not in tables:
+                angles = torch.arange(3)
+                tables[len(x)] = angles.cos(), [angles.sin()]
+            cos, (sin,) = tables[len(x)]
+            return x.tanh() * cos + x.flip(0) * sin
+
+        step = grad(lambda x: wrap(f)(wrap(f)(x)).sum())
+        return [step(inputs()[0]) for _ in range(3)]
 
     assert_same(run(wrap), run(no_remat))
 

@@ -5,6 +5,7 @@ import itertools
 import re
 import threading
 from contextvars import ContextVar
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -199,6 +200,7 @@ STORES = {
         lambda: COLLECTING.set([]) and None, lambda o, h: collect(h), lambda o: COLLECTING.get()[0],
     ),
     "global": (int, lambda o, h: None, lambda o: ESCAPED),
+    "weak keys": (WeakKeyDictionary, lambda o, h: o.setdefault(Box, [h]), lambda o: o[Box][0]),
     "class": (
         lambda: type("Kept", (), {"last": 0}), lambda o, h: setattr(o, "last", h.detach()), lambda o: o.last,
     ),

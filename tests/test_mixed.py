@@ -15,6 +15,7 @@ from test_scan import LOOPS, tensor
 from torch import nn, special
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from funcckpt import InputError, TransformError, inner_grad, remat
 from funcckpt.errors import ClosureError
@@ -107,6 +108,16 @@ def test_argnums_and_the_same_tensor_in_several_places():
         return grad(f)(X), hessian(f)(X), gradient(torch.sum)(X)
 
     same(run)
+
+
+def test_containers_of_the_user():
+    pytree.register_pytree_node(Weights, lambda tree: (tree[:], None), lambda leaves, _: Weights(leaves))
+    loss = lambda weights: (weights[0] * weights[1].sin()).sum()
+    same(lambda gradient: grad(lambda w: gradient(loss)(Weights([w, w * w]))[1].square().sum())(W))
+
+
+class Weights(list):
+    pass
 
 
 def test_aux():

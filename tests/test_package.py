@@ -38,6 +38,7 @@ def test_what_a_star_import_brings():
     assert names["remat"] is funcckpt.remat and "scan" in names
     assert not {"nn", "policies", "core", "warnings"} & names.keys()
     assert {"remat", "nn", "policies", "meter", "torch_compat", "__version__"} <= {*dir(funcckpt)}
+    assert all(hasattr(funcckpt, name) for name in dir(funcckpt))
     assert not {"core", "closures", "tape"} & {*dir(funcckpt)}
 
 

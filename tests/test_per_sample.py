@@ -185,6 +185,8 @@ def test_influence_errors():
         influence(lambda w, x: -loss(w, x), w, (x,), (x,))
     with pytest.raises(funcckpt.FuncckptError, match=r"in 1 iterations.*max_iterations"):
         influence(loss, w, (x,), (x,), max_iterations=1, tolerance=1e-9)
+    with pytest.raises(funcckpt.InputError, match=r"train and test are tuples"):
+        influence(loss, w, (x,), x)
 
 
 @pytest.mark.parametrize(

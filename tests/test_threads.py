@@ -15,7 +15,7 @@ from oracles import F64, assert_same, plain, state, tensor, total
 from torch import nn
 from torch.func import grad, vmap
 
-from funcckpt import CheckpointError, inner_grad, remat
+from funcckpt import CheckpointError, inner_grad, remat, scan
 
 THREADS = 8
 ROUNDS = 5
@@ -71,6 +71,21 @@ def test_one_remat_under_another_transform_in_each_thread(first):
     want = [rounds(act, i) for i in range(THREADS)]
     f = remat(act)
     assert_same(together(*[functools.partial(rounds, f, i) for i in range(THREADS)]), want)
+
+
+def test_a_loop_is_measured_while_another_thread_draws():
+    def draw():
+        remat(lambda x: nn.functional.dropout(x).exp())(tensor(3).requires_grad_()).sum().backward()
+
+    def step(carry, x):
+        thread = threading.Thread(target=draw, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        return carry * x, None
+
+    carry, _ = scan(step, tensor(3).requires_grad_(), tensor(2, 3), bytes=1000)
+    carry.sum().backward()
 
 
 def test_inner_gradients_in_each_thread():

@@ -44,12 +44,9 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     _add_batch_dim,
     _grad_decrement_nesting,
     _grad_increment_nesting,
-    _jvp_decrement_nesting,
-    _jvp_increment_nesting,
     _unwrap_batched,
     _vmap_decrement_nesting,
     _vmap_increment_nesting,
-    get_interpreter_stack,
     maybe_current_level,
     peek_interpreter_stack,
     pop_dynamic_layer_stack,
@@ -98,8 +95,9 @@ without_vmap_mode = partial(_ExcludeDispatchKeyGuard, DispatchKeySet(_dispatch_k
 
 
 class Layer(NamedTuple):
-    """What one level of functorch's stack is."""
+    """One level of functorch's stack, in a form that can be put back as a shadow."""
 
+    dynamic: Any
     kind: str
     batch_size: int = 0  # of a vmap
 
@@ -197,32 +195,40 @@ def below(interpreter: Interpreter, run: Callable[..., T], *args: Any) -> T:
 def active_layers() -> list[Layer]:
     """The active levels, outermost first."""
     layers: list[Layer] = []
-    for interpreter in get_interpreter_stack() or ():
-        kind = _NAMES[interpreter.key().value]
-        layers.append(Layer(kind, CVmapInterpreterPtr(interpreter).batchSize() if kind == "vmap" else 0))
+    try:
+        while (interpreter := peek_interpreter_stack()) is not None:
+            kind = _NAMES[interpreter.key().value]
+            size = CVmapInterpreterPtr(interpreter).batchSize() if kind == "vmap" else 0
+            layers.append(Layer(pop_dynamic_layer_stack(), kind, size))
+    finally:
+        layers.reverse()
+        for layer in layers:
+            push_dynamic_layer_stack(layer.dynamic)
     return layers
 
 
 @contextmanager
 def shadows(layers: Sequence[Layer]) -> Iterator[list[int]]:
-    """Levels in place of others, below those that are entered next. Gives their numbers, outermost first.
+    """Put levels back, below those that are entered next. Gives their numbers, outermost first.
 
-    A vmap level has randomness "same": it must only recognize its own batched tensors, and not decide about
-    random numbers again. A functionalize level would wrap all tensors, so a grad level has its number.
+    A vmap level comes back with randomness "same": it must only recognize its own batched tensors, and not
+    decide about random numbers again. A functionalize level would wrap all tensors, so it is replaced by a
+    level that only has the same number. The others are themselves: what f stores lives as long as they do.
     """
     levels: list[int] = []
-    leave: list[Callable[[], int]] = []
+    leave: list[Callable[[], Any]] = []
     try:
-        for kind, batch_size in layers:
-            if kind == "vmap":
-                levels.append(_vmap_increment_nesting(batch_size, "same"))
+        for layer in layers:
+            if layer.kind == "vmap":
+                _vmap_increment_nesting(layer.batch_size, "same")
                 leave.append(_vmap_decrement_nesting)
-            elif kind == "jvp":
-                levels.append(_jvp_increment_nesting())
-                leave.append(_jvp_decrement_nesting)
-            else:
-                levels.append(_grad_increment_nesting())
+            elif layer.kind == "functionalize":
+                _grad_increment_nesting()
                 leave.append(_grad_decrement_nesting)
+            else:
+                push_dynamic_layer_stack(layer.dynamic)
+                leave.append(pop_dynamic_layer_stack)
+            levels.append(maybe_current_level() or 0)
         yield levels
     finally:
         while leave:

@@ -302,10 +302,12 @@ class Found:
 
     def path(self, number: int, key: Any) -> str:
         """How f refers to an item of the object with this id, in words."""
-        words = []
+        words: list[str] = []
         while number in self.nodes:
             node = self.nodes[number]
-            if node.key in kinds.PARTS:
+            if node.parent == 0 and node.cls is tuple:  # f and its arguments
+                words[-1:] = ["an argument"] if key else words[-1:]
+            elif node.key in kinds.PARTS:
                 words.append(f"{node.key[1:-1]} {key!r}")
             elif key in ("__defaults__", "__kwdefaults__"):
                 words.append("a default argument")

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,7 @@ _BUILT_IN: dict[type, Kind] = {
     **dict.fromkeys((list, deque, set), LIST),
     **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), DICT),
     **dict.fromkeys((tuple, frozenset), TUPLE),
+    WeakKeyDictionary: OBJECT,  # of functools.singledispatch
 }
 _WITH_SUBCLASSES: dict[type, Kind | None] = {
     types.FunctionType: FUNCTION,

@@ -204,12 +204,27 @@ def _made_anew(node: Node) -> set[str]:
 
 def unwrap_stored(found: Found, changed: Iterable[int], alive: Callable[[Tensor], Tensor]) -> None:
     """Take the tensors that f stored out of the levels at which it ran, once these are over, by `alive`."""
+
     # Torch takes away only one level that is over, and would refuse what f stores in its next call.
-    for node in map(found.nodes.__getitem__, changed):
+    def taken_out(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return alive(x)
+        cls: Any = type(x)
+        if isinstance(x, tuple) and kinds.kind_of(cls) is kinds.TUPLE:  # not those that are written in C
+            items = [*map(taken_out, x)]
+            return x if all(map(operator.is_, items, x)) else tuple.__new__(cls, items)
+        return x
+
+    nodes = [found.nodes[number] for number in changed]
+    for node in nodes:
         now = kinds.read(node.kind, node.value, node.names)
-        taken_out = {name: alive(x) for name, x in now.items() if isinstance(x, Tensor)}
-        if any([now[name] is not x for name, x in taken_out.items()]):
-            _put(node.kind, node.value, now, {**now, **taken_out})
+        after = {name: taken_out(x) for name, x in now.items()}
+        if not all(map(operator.is_, after.values(), now.values())):
+            _put(node.kind, node.value, now, after)
+        for name, x in after.items():
+            if type(x) not in kinds.ATOMS and x is not node.content.get(name):
+                inner = Found(x, everything=True).nodes.values()
+                nodes += [node for node in inner if node.kind in _WRITABLE]
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool, str]]:

@@ -241,10 +241,13 @@ class Call(UserProgram):
                 leaves = [
                     f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)
                 ]
-                raise MutationError(
-                    f"remat({self.name}) writes in place to {' or '.join(leaves)}, or to what it captured. "
-                    "Work on a copy (x.clone()) inside the function."
-                ) from error
+                what = f"{' or '.join(leaves)}, or to what it captured"
+                way = "Work on a copy (x.clone()) inside the function."
+                own = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
+                if own and autograd.WRITES_TO_INPUT[1] in str(error):
+                    what = f"{found.where(id(own[0]))}, which it captured"
+                    way = "Pass the buffers, too, to the function that is transformed, or call eval()."
+                raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error
             finally:
                 if rebuilt is not None:
                     rebuilt.write_back()

@@ -52,7 +52,7 @@ def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> N
             is_over = level > len(layers)
             if not is_over and wrappers.is_batchedtensor(outer):
                 size = x.size(wrappers.maybe_get_bdim(outer))  # a strided nested tensor tells no shape
-                is_over = layers[level - 1] != ("vmap", size)
+                is_over = layers[level - 1][1:] != ("vmap", size)
             if is_over:
                 del found[key]
                 break

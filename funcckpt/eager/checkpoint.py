@@ -150,7 +150,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if torch.compiler.is_dynamo_compiling():
         if options.policy is not None and options.policy is not nothing_saveable:
             compiled.refuse("checkpoint: policy")
-        if options.context_fn is noop_context_fn or options.determinism_check == "values":
+        is_functional = options.policy is not None or options.determinism_check == "values"
+        if is_functional or options.context_fn is noop_context_fn:
             # Torch's own recomputes nothing under a transform, and where Dynamo does not trace f, it promises
             # less. (Dynamo cannot read the name of every f.)
             return call_remat(f, "f", RematOptions(*options[:2]), args, kwargs)
@@ -186,6 +187,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     region = Region(f, args, kwargs, options)
     if region.is_lazy:
         return f(*args, **kwargs)
+    if region.is_scripted and options.context_fn is noop_context_fn:
+        return _functional(f, args, kwargs, options)
     try:
         return autograd.without_dynamo(region.run)(f, args, kwargs)
     except RuntimeError as error:

@@ -36,7 +36,7 @@ from ..core.call import check_no_opacus
 from ..core.flat import flatten, unflatten
 from ..errors import CheckpointError, MutationError, describe
 from ..policies import Policy
-from ..remat import name_of
+from ..remat import name_and_check, name_of
 from ..tape.operators import run_operator, tensors_in
 from . import patched
 
@@ -100,6 +100,8 @@ class Region:
     """A call of f, from its forward to its last recomputation."""
 
     def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> None:
+        if not callable(f):
+            name_and_check(f, "checkpoint")
         stop, debug = autograd.checkpoint_settings()
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"
@@ -116,6 +118,9 @@ class Region:
         tensors.drop_stale(found.tensors, ())
         if found.has_hooks_of_opacus:
             check_no_opacus(title(f), f, found)
+        # TorchScript's first runs save their tensors in different orders: here, the n-th stands for the n-th.
+        scripts = torch.jit.ScriptFunction, torch.jit.ScriptModule
+        self.is_scripted = any([isinstance(x, scripts) for x in found.opaque])
         # Whether there are lazy modules, which get their tensors in the first call.
         self.is_lazy = tensors.has_lazy(found.tensors.values())
         if self.is_lazy:

@@ -29,13 +29,16 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
     """
     found = Found(functions)
     streams = world.random_streams(found.streams, found.draws_elsewhere)
+    states = world.states(streams)
     buffers = [(x, x.clone()) for x in found.buffers_in_training()]
-    with world.streams_at(world.states(streams)):
+    try:
         yield streams, lambda: bool(found.changed())
-    with torch.no_grad():
-        for x, before in buffers:
-            if not torch.equal(x, before):
-                x.copy_(before)
+    finally:
+        world.set_streams(states)
+        with torch.no_grad():
+            for x, before in buffers:
+                if not torch.equal(x, before):
+                    x.copy_(before)
 
 
 def no_ys(loop: Loop, init: Any, xs: Any) -> Any:

@@ -98,8 +98,9 @@ def inner_grad(
 
         own = [*args]
         for i in numbers:
-            for path, x in pytree.tree_flatten_with_path(args[i])[0]:
+            for j, x in enumerate(pytree.tree_leaves(args[i])):
                 if not isinstance(x, Tensor) or not is_differentiable(x):
+                    path = pytree.tree_flatten_with_path(args[i])[0][j][0]
                     raise InputError(
                         f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {in_words(x)}, which has "
                         "no gradient. Select other arguments with argnums."

@@ -190,7 +190,7 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     chosen = _selected(model, select)
     if not chosen:
         parts = [name.rpartition(".") for name, _ in model.named_modules()]
-        pattern = next((f"{lead}{dot}*" for lead, dot, last in parts if last.isdigit()), parts[-1][-1])
+        pattern = next((f"{lead}{dot}*" for lead, dot, last in parts if last.isdigit()), parts[-1][-1] or "*")
         raise InputError(
             f"apply_remat: {select!r} selects nothing in {type(model).__name__}. Name a class or a pattern "
             f"that matches some of its named_modules(), such as {pattern!r}."
@@ -202,8 +202,9 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
 
 def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
     named = list(model.named_modules())
-    if isinstance(select, (type, tuple)):
-        return [m for _, m in named if isinstance(cast(Any, m), select)]
+    classes = select if isinstance(select, tuple) else (select,)
+    if all([isinstance(kind, type) for kind in classes]):
+        return [m for _, m in named if isinstance(cast(Any, m), classes)]
     if isinstance(select, str):
         if every := re.fullmatch(r"every +([1-9]\d*)", select):
             return _every(model, int(every[1]))
