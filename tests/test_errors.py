@@ -12,17 +12,8 @@ import torch
 from oracles import F64, FORWARD, REVERSE, assert_same, compare, of_one, plain, state, tensor, total
 from torch import nn
 
-from funcckpt import (
-    CheckpointError,
-    ClosureError,
-    EscapeError,
-    FuncckptError,
-    InputError,
-    MutationError,
-    OutputError,
-    checkpoint,
-    remat,
-)
+from funcckpt import CheckpointError, ClosureError, EscapeError, FuncckptError, checkpoint, remat
+from funcckpt.errors import InputError, MutationError, OutputError
 
 LOOK = r"float64\[3\]|\(3,\).*float64"
 

@@ -13,15 +13,9 @@ from support import assert_same
 from torch.func import functionalize, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcckpt import (
-    CheckpointPolicy,
-    InputError,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    remat,
-    scan,
-)
+from funcckpt import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, remat, scan
 from funcckpt.eager import selective
+from funcckpt.errors import InputError
 from funcckpt.policies import offload
 from funcckpt.policies.offload import fetch, store
 from funcckpt.tape import recording

@@ -13,16 +13,10 @@ from support import no_remat, outcome, seeds
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
-from funcckpt import (
-    InputError,
-    checkpoint,
-    checkpoint_name,
-    checkpoint_scope,
-    create_selective_checkpoint_contexts,
-    print_saved_residuals,
-    remat,
-    saved_residuals,
-)
+from funcckpt import checkpoint, checkpoint_name, checkpoint_scope, remat
+from funcckpt.eager.selective import create_selective_checkpoint_contexts
+from funcckpt.errors import InputError
+from funcckpt.inspect.residuals import print_saved_residuals, saved_residuals
 from funcckpt.meter import Meter
 
 FILE = Path(__file__).name

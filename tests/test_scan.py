@@ -12,16 +12,8 @@ from support import assert_same
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from funcckpt import (
-    InputError,
-    MutationError,
-    OptionError,
-    checkpoint_name,
-    fori_loop,
-    policies,
-    scan,
-    while_loop,
-)
+from funcckpt import checkpoint_name, fori_loop, policies, scan, while_loop
+from funcckpt.errors import InputError, MutationError, OptionError
 from funcckpt.loops.schedules import Schedule, advances, choose, evaluations, parts
 from funcckpt.meter import mark, measure
 from funcckpt.tape import recompute

@@ -204,27 +204,27 @@ def _made_anew(node: Node) -> set[str]:
 
 def unwrap_stored(found: Found, changed: Iterable[int], alive: Callable[[Tensor], Tensor]) -> None:
     """Take the tensors that f stored out of the levels at which it ran, once these are over, by `alive`."""
-
     # Torch takes away only one level that is over, and would refuse what f stores in its next call.
-    def taken_out(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return alive(x)
-        cls: Any = type(x)
-        if isinstance(x, tuple) and kinds.kind_of(cls) is kinds.TUPLE:  # not those that are written in C
-            items = [*map(taken_out, x)]
-            return x if all(map(operator.is_, items, x)) else tuple.__new__(cls, items)
-        return x
-
-    nodes = [found.nodes[number] for number in changed]
+    nodes = [*map(found.nodes.__getitem__, changed)]
     for node in nodes:
         now = kinds.read(node.kind, node.value, node.names)
-        after = {name: taken_out(x) for name, x in now.items()}
+        after = {name: _taken_out(x, alive) for name, x in now.items()}
         if not all(map(operator.is_, after.values(), now.values())):
             _put(node.kind, node.value, now, after)
         for name, x in after.items():
             if type(x) not in kinds.ATOMS and x is not node.content.get(name):
                 inner = Found(x, everything=True).nodes.values()
                 nodes += [node for node in inner if node.kind in _WRITABLE]
+
+
+def _taken_out(x: Any, alive: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        return alive(x)
+    cls: Any = type(x)
+    if isinstance(x, tuple) and kinds.kind_of(cls) is kinds.TUPLE:  # not those that are written in C
+        items = [_taken_out(item, alive) for item in x]
+        return x if all(map(operator.is_, items, x)) else tuple.__new__(cls, items)
+    return x
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool, str]]:

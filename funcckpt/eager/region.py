@@ -120,7 +120,7 @@ class Region:
             check_no_opacus(title(f), f, found)
         # TorchScript's first runs save their tensors in different orders: here, the n-th stands for the n-th.
         scripts = torch.jit.ScriptFunction, torch.jit.ScriptModule
-        self.is_scripted = any([isinstance(x, scripts) for x in found.opaque])
+        self.is_scripted = any(map(isinstance, found.opaque, repeat(scripts)))
         # Whether there are lazy modules, which get their tensors in the first call.
         self.is_lazy = tensors.has_lazy(found.tensors.values())
         if self.is_lazy:

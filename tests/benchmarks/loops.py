@@ -21,21 +21,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import common
 import torch
-from common import (
-    Benchmark,
-    Job,
-    Methods,
-    draw_bytes,
-    exponents,
-    in_plain_eager,
-    is_installed,
-    main,
-    none,
-    of_jax,
-    of_torch,
-    torch_checkpoint,
-)
+from common import Benchmark, Job, Methods, exponents, main, none, of_jax, of_torch, torch_checkpoint
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.nn.functional import cross_entropy, silu
@@ -130,8 +118,8 @@ def loop(steps: int, is_timed: bool, toy: bool) -> Methods:
         return job if is_timed else Job(None, job.cost)
 
     found: Methods = {name: partial(ours, *how) for name, how in OURS.items()}
-    if is_installed("jax"):
-        peers = PEERS | ({"Equinox, checkpointed": "equinox"} if is_installed("equinox") else {})
+    if common.is_installed("jax"):
+        peers = PEERS | ({"Equinox, checkpointed": "equinox"} if common.is_installed("equinox") else {})
         found |= {name: partial(peer, wrap) for name, wrap in peers.items()}
     return found
 
@@ -148,12 +136,12 @@ def sum_of_steps(wrap: Callable) -> Callable:
 def ten_steps(toy: bool) -> Methods:
     side = 64 if toy else 1024
     ways = {"": none, ", torch.utils.checkpoint": torch_checkpoint, ", remat": remat}
-    gradients = {"torch.autograd.grad": in_plain_eager, "torch.func.grad": grad}
+    gradients = {"torch.autograd.grad": common.in_plain_eager, "torch.func.grad": grad}
     return {
         name + way: partial(of_torch, f(sum_of_steps(wrap)), torch.rand(side, side, generator=seeded(0)))
         for way, wrap in ways.items()
         for name, f in gradients.items()
-        if (f, wrap) != (in_plain_eager, remat)
+        if (f, wrap) != (common.in_plain_eager, remat)
     }
 
 
@@ -202,8 +190,8 @@ def power_iteration(toy: bool) -> Methods:
     a, b, d = [torch.randn(side, side, generator=g, dtype=F64) for _ in range(3)]
     given = (torch.zeros((), dtype=F64), a / a.norm(), b / b.norm(), d)
     ways = {
-        "plain eager, torch.utils.checkpoint": (in_plain_eager(in_twenties(torch_checkpoint)), True),
-        "plain eager": (in_plain_eager(in_twenties(none)), toy),
+        "plain eager, torch.utils.checkpoint": (common.in_plain_eager(in_twenties(torch_checkpoint)), True),
+        "plain eager": (common.in_plain_eager(in_twenties(none)), toy),
         "torch.func.grad": (grad(in_twenties(none)), toy),
         "torch.func.grad, remat": (grad(in_twenties(remat)), True),
         'torch.func.grad, scan(checkpoint="sqrt")': (grad(power_scanned(checkpoint="sqrt")), True),
@@ -213,7 +201,7 @@ def power_iteration(toy: bool) -> Methods:
         name: partial(of_torch, f, *given, steps, on_meta=True, is_run=is_run)
         for name, (f, is_run) in ways.items()
     }
-    if is_installed("jax"):
+    if common.is_installed("jax"):
         found["JAX, jax.checkpoint"] = partial(power_by_jax, steps, *given)
     return found
 
@@ -262,7 +250,7 @@ def sampler(steps: int, toy: bool) -> Methods:
         'jacrev, scan(checkpoint="sqrt")': by_scan(checkpoint="sqrt"),
         "jacrev, scan": by_scan(),
     }
-    if is_installed("jax"):
+    if common.is_installed("jax"):
         found |= {"JAX": partial(by_jax, False), "JAX, jax.checkpoint": partial(by_jax, True)}
     return found
 
@@ -420,7 +408,8 @@ def maml(problem: Callable[[], tuple], steps: int, toy: bool) -> Methods:
 
 def draw_maml() -> None:
     panels = {kind: lambda row, kind=kind: row["problem"].startswith(kind) for kind in ("sinusoid", "digits")}
-    draw_bytes("maml", "inner steps", MAML_STEPS, panels, {name: style for name, (_, *style) in MAML.items()})
+    styles = {name: style for name, (_, *style) in MAML.items()}
+    common.draw_bytes("maml", "inner steps", MAML_STEPS, panels, styles)
 
 
 BENCHMARKS = {
@@ -428,7 +417,7 @@ BENCHMARKS = {
         {f"time of {TIMED:,} steps": partial(loop, TIMED, True)}
         | {f"{n:,} steps": partial(loop, n, False) for n in STEPS},
         summary=lambda rows: exponents(STEPS[len(STEPS) // 2 :], [row for row in rows if is_untimed(row)]),
-        draw=lambda: draw_bytes("loops", "steps", STEPS, {"": is_untimed}, DRAWN),
+        draw=lambda: common.draw_bytes("loops", "steps", STEPS, {"": is_untimed}, DRAWN),
     ),
     "functorch_grad": Benchmark({"cos(sin(x)), 10 times": ten_steps}),
     "power_iteration": Benchmark({"10,000 steps": power_iteration}, rounds=1),

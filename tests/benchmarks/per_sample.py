@@ -23,20 +23,9 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
-from common import (
-    Benchmark,
-    Job,
-    Methods,
-    exponents,
-    in_plain_eager,
-    is_installed,
-    main,
-    none,
-    of_jax,
-    of_torch,
-    torch_checkpoint,
-)
+from common import Benchmark, Job, Methods, exponents, main, none, of_jax, of_torch, torch_checkpoint
 from overhead import Block
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
@@ -114,10 +103,10 @@ def methods(model: Callable, jax_model: Callable, x: Tensor, y: Tensor) -> Metho
         name: lambda wrap=wrap, n=n: of_torch(per_sample_gradients(seeded(wrap), n), *args)
         for name, (wrap, n) in ways.items()
     }
-    if is_installed("jax"):
+    if common.is_installed("jax"):
         found["JAX"] = partial(jax_gradients, jax_model, False, *args)
         found["JAX, jax.checkpoint"] = partial(jax_gradients, jax_model, True, *args)
-    if is_installed("opacus"):
+    if common.is_installed("opacus"):
         found["Opacus"] = lambda: of_torch(opacus_gradients(seeded(none)), x, y)
     torchs = seeded(torch_checkpoint)
     found["gradient of the batch, torch.utils.checkpoint"] = lambda: of_torch(
@@ -243,7 +232,7 @@ def deep(depth: int, kind: str, toy: bool) -> Methods:
     runs = {name: DEEP[kind](in_turn(wrap)) for name, wrap in runs.items()}
     runs["remat(segment), remat(block)"] = DEEP[kind](in_segments)
     if kind == "input":
-        run = in_plain_eager(squares(in_turn(torch_checkpoint)), argnum=1)
+        run = common.in_plain_eager(squares(in_turn(torch_checkpoint)), argnum=1)
         runs["torch.utils.checkpoint, plain eager"] = run
     return {name: partial(of_torch, run, blocks, x, on_meta=True) for name, run in runs.items()}
 

@@ -9,12 +9,7 @@ import pytest
 import torch
 from support import Changing, Counter, Storages, assert_same
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointError,
-    GraphExecGroup,
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import CheckpointError, GraphExecGroup, set_checkpoint_early_stop
 
 import funcckpt
 from funcckpt import world
@@ -202,7 +197,7 @@ def test_debug_lists_the_operators_of_both_runs():
     forward, recompute = listed().split("Operations executed during recomputation")
     assert "aten.sin.default" in forward.split("Operations executed during the original forward")[1]
     assert "aten.cos.default" in recompute and "aten.sin.default" not in recompute
-    with set_checkpoint_debug_enabled(False):
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(False):
         assert "aten.sin.default" not in listed()
 
 

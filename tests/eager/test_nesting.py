@@ -16,16 +16,10 @@ import torch.utils.checkpoint
 from support import assert_same
 from torch import nn
 
-from funcckpt import (
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_scope,
-    create_selective_checkpoint_contexts,
-    patched,
-    remat,
-)
+from funcckpt import CheckpointPolicy, checkpoint, checkpoint_scope, patched, remat
 from funcckpt._torch import autograd, functorch
 from funcckpt.eager import selective
+from funcckpt.eager.selective import create_selective_checkpoint_contexts
 from funcckpt.errors import MutationError
 
 from .implementations import D, copying, in_a_thread, theirs
