@@ -319,7 +319,7 @@ LAYERS = [f"layers.{i}" for i in range(5)]
     "select, names, make",
     [
         (nn.Sequential, [*LAYERS, "head"], Model),
-        ((nn.Tanh, nn.Conv1d), [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),
+        (((nn.Tanh,), nn.Conv1d), [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),
         ("layers.*", LAYERS, Model),
         ("every 2", ["layers.0", "layers.2", "layers.4", "head.0", "head.2"], Model),
         ("Tanh", [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),

@@ -23,6 +23,8 @@ from .code import is_library
 from .find import Found
 from .kinds import Hole, Node
 
+# What f may store a tensor in, as it makes it.
+_MADE = frozenset({kinds.TUPLE, kinds.LIST, kinds.DICT, kinds.OBJECT, kinds.SLOTTED})
 _WRITABLE = frozenset({kinds.CELL, kinds.LIST, *kinds.MAPPINGS, *kinds.OBJECTS})
 
 
@@ -205,26 +207,40 @@ def _made_anew(node: Node) -> set[str]:
 def unwrap_stored(found: Found, changed: Iterable[int], alive: Callable[[Tensor], Tensor]) -> None:
     """Take the tensors that f stored out of the levels at which it ran, once these are over, by `alive`."""
     # Torch takes away only one level that is over, and would refuse what f stores in its next call.
-    nodes = [*map(found.nodes.__getitem__, changed)]
-    for node in nodes:
+    met: dict[int, Any] = {}
+    places: list[Any] = [*map(found.nodes.__getitem__, changed)]
+    for node in places:
         now = kinds.read(node.kind, node.value, node.names)
-        after = {name: _taken_out(x, alive) for name, x in now.items()}
+        after = {
+            name: x if type(x) in kinds.ATOMS else _taken_out(x, alive, found, met, places)
+            for name, x in now.items()
+        }
         if not all(map(operator.is_, after.values(), now.values())):
             _put(node.kind, node.value, now, after)
-        for name, x in after.items():
-            if type(x) not in kinds.ATOMS and x is not node.content.get(name):
-                inner = Found(x, everything=True).nodes.values()
-                nodes += [node for node in inner if node.kind in _WRITABLE]
 
 
-def _taken_out(x: Any, alive: Callable[[Tensor], Tensor]) -> Any:
+def _taken_out(
+    x: Any, alive: Callable[[Tensor], Tensor], found: Found, met: dict[int, Any], places: list[Any]
+) -> Any:
+    """What takes the place of `x`. Adds to `places` what f has made that can be changed.
+
+    `met` has by id what f has made, or what takes its place.
+    """
     if isinstance(x, Tensor):
         return alive(x)
     cls: Any = type(x)
-    if isinstance(x, tuple) and kinds.kind_of(cls) is kinds.TUPLE:  # not those that are written in C
-        items = [_taken_out(item, alive) for item in x]
-        return x if all(map(operator.is_, items, x)) else tuple.__new__(cls, items)
-    return x
+    kind, number = kinds.kind_of(cls), id(x)
+    if kind in _MADE and cls is not frozenset and number not in found.nodes and number not in met:
+        met[number] = x
+        if kind is not kinds.TUPLE:
+            places.append(Node(kind, cls, x, {}, 0, ""))
+        else:
+            items = [_taken_out(item, alive, found, met, places) for item in x]
+            if any(map(operator.is_not, items, x)):
+                new = met[number] = tuple.__new__(cls, items)
+                if cls.__dictoffset__:
+                    vars(new).update(vars(x))
+    return met.get(number, x)
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool, str]]:

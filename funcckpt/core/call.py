@@ -243,9 +243,10 @@ class Call(UserProgram):
                 ]
                 what = f"{' or '.join(leaves)}, or to what it captured"
                 way = "Work on a copy (x.clone()) inside the function."
-                own = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
-                if own and autograd.WRITES_TO_INPUT[1] in str(error):
-                    what = f"{found.where(id(own[0]))}, which it captured"
+                captured = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
+                counts = [where for where in map(found.where, map(id, captured)) if "num_batches_" in where]
+                if counts and autograd.WRITES_TO_INPUT[1] in str(error):
+                    what = f"{counts[0]}, which it captured"
                     way = "Pass the buffers, too, to the function that is transformed, or call eval()."
                 raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error
             finally:

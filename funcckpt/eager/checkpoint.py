@@ -187,8 +187,6 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     region = Region(f, args, kwargs, options)
     if region.is_lazy:
         return f(*args, **kwargs)
-    if region.is_scripted and options.context_fn is noop_context_fn:
-        return _functional(f, args, kwargs, options)
     try:
         return autograd.without_dynamo(region.run)(f, args, kwargs)
     except RuntimeError as error:

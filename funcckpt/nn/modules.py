@@ -12,6 +12,7 @@ import fnmatch
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -202,9 +203,9 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
 
 def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
     named = list(model.named_modules())
-    classes = select if isinstance(select, tuple) else (select,)
-    if all([isinstance(kind, type) for kind in classes]):
-        return [m for _, m in named if isinstance(cast(Any, m), classes)]
+    if isinstance(select, (type, tuple)):
+        with suppress(TypeError):  # what else than classes is in the tuple
+            return [m for _, m in named if isinstance(cast(Any, m), select)]
     if isinstance(select, str):
         if every := re.fullmatch(r"every +([1-9]\d*)", select):
             return _every(model, int(every[1]))
