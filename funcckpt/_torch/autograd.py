@@ -55,8 +55,6 @@ WRITES_TO_INPUT = (
     "leaf Variable that requires grad is being used in an in-place operation",
     "that would mutate a captured Tensor",
 )
-# A decorator. As TorchScript optimizes a function, its first runs save as many tensors, in different orders.
-unoptimized = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
 # Part of the error of torch.func if a saved-tensor hook is active.
 REFUSES_HOOKS = "support saved tensor hooks"
 

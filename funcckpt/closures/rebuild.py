@@ -23,8 +23,7 @@ from .code import is_library
 from .find import Found
 from .kinds import Hole, Node
 
-# What f may store a tensor in, as it makes it.
-_MADE = frozenset({kinds.TUPLE, kinds.LIST, kinds.DICT, kinds.OBJECT, kinds.SLOTTED})
+_DEEPEST = 20  # tuples in each other: deeper ones are chains, and no tables
 _WRITABLE = frozenset({kinds.CELL, kinds.LIST, *kinds.MAPPINGS, *kinds.OBJECTS})
 
 
@@ -205,42 +204,40 @@ def _made_anew(node: Node) -> set[str]:
 
 
 def unwrap_stored(found: Found, changed: Iterable[int], alive: Callable[[Tensor], Tensor]) -> None:
-    """Take the tensors that f stored out of the levels at which it ran, once these are over, by `alive`."""
+    """Take the tensors that f stored out of the levels at which it ran, once these are over, by `alive`.
+
+    Also those in tuples, lists and dicts that f has made and stored, but not those in other objects.
+    """
     # Torch takes away only one level that is over, and would refuse what f stores in its next call.
-    met: dict[int, Any] = {}
     places: list[Any] = [*map(found.nodes.__getitem__, changed)]
+    instead: dict[int, Any] = dict.fromkeys(found.nodes) if places else {}
     for node in places:
         now = kinds.read(node.kind, node.value, node.names)
-        after = {
-            name: x if type(x) in kinds.ATOMS else _taken_out(x, alive, found, met, places)
-            for name, x in now.items()
-        }
+        after = {name: _taken_out(x, alive, instead, places) for name, x in now.items()}
         if not all(map(operator.is_, after.values(), now.values())):
             _put(node.kind, node.value, now, after)
 
 
 def _taken_out(
-    x: Any, alive: Callable[[Tensor], Tensor], found: Found, met: dict[int, Any], places: list[Any]
+    x: Any, alive: Callable[[Tensor], Tensor], instead: dict[int, Any], places: list[Any], depth: int = 0
 ) -> Any:
-    """What takes the place of `x`. Adds to `places` what f has made that can be changed.
+    """What takes the place of `x`. Adds to `places` the lists and dicts that f has made.
 
-    `met` has by id what f has made, or what takes its place.
+    `instead` has, by id, what was there at the call (None), and what takes the place of what f has made.
     """
-    if isinstance(x, Tensor):
-        return alive(x)
     cls: Any = type(x)
-    kind, number = kinds.kind_of(cls), id(x)
-    if kind in _MADE and cls is not frozenset and number not in found.nodes and number not in met:
-        met[number] = x
-        if kind is not kinds.TUPLE:
-            places.append(Node(kind, cls, x, {}, 0, ""))
-        else:
-            items = [_taken_out(item, alive, found, met, places) for item in x]
+    if kinds.kind_of(cls) is kinds.TENSOR:
+        return alive(x)
+    if cls in (tuple, list, dict) and id(x) not in instead:
+        instead[id(x)] = x
+        if cls is not tuple:
+            places.append(Node(kinds.kind_of(cls) or kinds.LIST, cls, x, {}, 0, ""))
+        elif depth < _DEEPEST:
+            items = [_taken_out(item, alive, instead, places, depth + 1) for item in x]
             if any(map(operator.is_not, items, x)):
-                new = met[number] = tuple.__new__(cls, items)
-                if cls.__dictoffset__:
-                    vars(new).update(vars(x))
-    return met.get(number, x)
+                instead[id(x)] = (*items,)
+    new = instead.get(id(x))
+    return x if new is None else new
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool, str]]:

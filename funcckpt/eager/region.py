@@ -118,8 +118,6 @@ class Region:
         tensors.drop_stale(found.tensors, ())
         if found.has_hooks_of_opacus:
             check_no_opacus(title(f), f, found)
-        scripts = torch.jit.ScriptFunction, torch.jit.ScriptModule
-        self._is_scripted = any(map(isinstance, found.opaque, repeat(scripts)))
         # Whether there are lazy modules, which get their tensors in the first call.
         self.is_lazy = tensors.has_lazy(found.tensors.values())
         if self.is_lazy:
@@ -166,8 +164,6 @@ class Region:
             reached = [x for x in (*found.tensors.values(), *self._given) if isinstance(x, Tensor)]
             gradients = tensors.gradients_behind(reached)
         anew = autograd.parametrizations_anew() or nullcontext()
-        if self._is_scripted:
-            f = autograd.unoptimized(f)
         with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0], anew:
             out = f(*args, **kwargs)
         self._complete = True
@@ -313,8 +309,6 @@ class Region:
             for context in filter(None, contexts):
                 stack.enter_context(context)
             f, others = found.root if rebuilt is None else rebuilt.callable
-            if self._is_scripted:
-                f = autograd.unoptimized(f)
             for i, x in others.items():
                 leaves[i] = x
             args, kwargs = unflatten(leaves, self._structure)
