@@ -7,6 +7,7 @@ random streams, buffers, autocast. Where that is not possible, an error names it
 ``docs/contract.md`` is the complete contract, with the test that holds each line, and what is undefined.
 """
 
+import importlib as _importlib
 import typing as _typing
 import warnings as _warnings
 
@@ -27,7 +28,7 @@ except (ImportError, AttributeError) as error:
     if not _typing.TYPE_CHECKING:
         from .core.primitive import remat
 else:
-    from . import nn as nn, per_sample as per_sample, policies as policies, torch_compat as torch_compat
+    from . import nn as nn, policies as policies
     from .eager.checkpoint import checkpoint
     from .eager.patched import install, patched, uninstall
     from .eager.scope import checkpoint_scope
@@ -61,6 +62,12 @@ else:
     __all__ += ["explain", "plot_memory", "plot_tradeoff", "print_saved_residuals", "saved_residuals"]
     __all__ += ["CheckpointError", "ClosureError", "EscapeError", "FuncckptError", "InputError"]
     __all__ += ["MutationError", "OptionError", "OutputError", "TransformError"]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name in ("per_sample", "torch_compat"):  # imported only when asked for
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
