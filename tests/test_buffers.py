@@ -135,6 +135,7 @@ def test_buffers_that_f_updates(same, module, nested):
 
 
 def test_evaluation_between_forward_and_backward(same):
+    """The recomputation runs with the statistics of its forward, whatever happened since."""
 
     def run(wrap):
         model = NORMS["affine"]()

@@ -349,6 +349,7 @@ def test_batch_norm_under_a_transform(wrap):
 
 @pytest.mark.parametrize("transforms", STACKS, ids=".".join)
 def test_a_counter_that_is_only_reachable(transforms, wrap):
+    """No error, for f refers to it and does not read it."""
 
     class Shelf:
         calls = 0

@@ -83,6 +83,7 @@ def test_storages_are_followed_after_the_block(request):
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_resized_storages(before):
+    """An argument counts by what it grows."""
     there = torch.zeros(256)
     with Meter() as meter:
         x = there if before else torch.zeros(256)

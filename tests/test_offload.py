@@ -165,6 +165,7 @@ def test_copies_that_come_late(late, wrap, f, monkeypatch):
 
 @pytest.mark.parametrize("wrap", OFFLOADING.values(), ids=OFFLOADING)
 def test_copies_back_are_ahead_of_their_use(late, wrap):
+    """All are begun before the first one is waited for."""
     y = wrap(read_only)(tensor(3, 3).requires_grad_(), tensor(3, 3))
     there = late.count
     late.waits.clear()

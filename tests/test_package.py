@@ -52,6 +52,7 @@ def test_functorch_and_private_torch_are_imported_in_one_folder_only(path):
 
 
 def test_no_cycles_between_modules():
+    """What a module imports as it is imported comes before it."""
     root = PACKAGE
     names = {p: ".".join(p.relative_to(root.parent).with_suffix("").parts) for p in root.rglob("*.py")}
     paths = {name.removesuffix(".__init__"): p for p, name in names.items()}

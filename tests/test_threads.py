@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 from funcckpt import CheckpointError, inner_grad, remat, scan
+from funcckpt.nn import fit
 
 THREADS = 8
 ROUNDS = 5
@@ -73,7 +74,7 @@ def test_one_remat_under_another_transform_in_each_thread(first):
     assert_same(together(*[functools.partial(rounds, f, i) for i in range(THREADS)]), want)
 
 
-def test_a_loop_is_measured_while_another_thread_draws():
+def test_loops_and_steps_are_measured_while_another_thread_draws():
     def draw():
         remat(lambda x: nn.functional.dropout(x).exp())(tensor(3).requires_grad_()).sum().backward()
 
@@ -86,6 +87,8 @@ def test_a_loop_is_measured_while_another_thread_draws():
 
     carry, _ = scan(step, tensor(3).requires_grad_(), tensor(2, 3), bytes=1000)
     carry.sum().backward()
+    train = lambda model, x: model(step(x, x)[0]).sum().backward()
+    fit(nn.Linear(3, 3).double(), train, tensor(2, 3), bytes=10**6, select="Linear", measure_on="cpu")
 
 
 def test_inner_gradients_in_each_thread():

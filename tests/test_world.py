@@ -276,6 +276,7 @@ def _batched_pullback(f, x, mode):
 @pytest.mark.parametrize("way", [_backward, _batched_pullback])
 @pytest.mark.parametrize("captured", [False, True], ids=["argument", "captured"])
 def test_backward_where_nothing_is_recorded(way, mode, captured):
+    """The recomputation has to be."""
 
     def run(wrap):
         h = lambda x: x.sin() * x

@@ -228,16 +228,17 @@ def _taken_out(
     cls: Any = type(x)
     if kinds.kind_of(cls) is kinds.TENSOR:
         return alive(x)
-    if cls in (tuple, list, dict) and id(x) not in instead:
+    if cls not in (tuple, list, dict):
+        return x
+    if id(x) not in instead:
         instead[id(x)] = x
         if cls is not tuple:
-            places.append(Node(kinds.kind_of(cls) or kinds.LIST, cls, x, {}, 0, ""))
+            places.append(Node(kinds.LIST if cls is list else kinds.DICT, cls, x, {}, 0, ""))
         elif depth < _DEEPEST:
             items = [_taken_out(item, alive, instead, places, depth + 1) for item in x]
             if any(map(operator.is_not, items, x)):
                 instead[id(x)] = (*items,)
-    new = instead.get(id(x))
-    return x if new is None else new
+    return instead[id(x)] or x
 
 
 def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool, str]]:

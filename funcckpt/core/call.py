@@ -243,6 +243,7 @@ class Call(UserProgram):
                 ]
                 what = f"{' or '.join(leaves)}, or to what it captured"
                 way = "Work on a copy (x.clone()) inside the function."
+                # Torch does not say which tensor. A normalization in training writes to this one first.
                 captured = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
                 counts = [where for where in map(found.where, map(id, captured)) if "num_batches_" in where]
                 if counts and autograd.WRITES_TO_INPUT[1] in str(error):

@@ -191,7 +191,8 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     chosen = _selected(model, select)
     if not chosen:
         parts = [name.rpartition(".") for name, _ in model.named_modules()]
-        pattern = next((f"{lead}{dot}*" for lead, dot, last in parts if last.isdigit()), parts[-1][-1] or "*")
+        last = parts[-1][-1] or type(model).__name__
+        pattern = next((f"{lead}{dot}*" for lead, dot, name in parts if name.isdigit()), last)
         raise InputError(
             f"apply_remat: {select!r} selects nothing in {type(model).__name__}. Name a class or a pattern "
             f"that matches some of its named_modules(), such as {pattern!r}."

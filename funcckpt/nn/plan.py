@@ -282,7 +282,7 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
     on_meta = device.type == "meta"
     streams = world.states(world.random_streams((), of_the_process=True))
     try:
-        with world.streams_at(streams), ExitStack() as stack:
+        with ExitStack() as stack:
             if on_meta:
                 stack.enter_context(device)
                 stack.enter_context(_NumbersOnCpu())
@@ -296,6 +296,8 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
             f"fit: the step fails on meta tensors{at}: {error}. Pass all tensors that it uses as "
             'the batch. If it reads values, pass measure_on="cpu".'
         ) from error
+    finally:  # no lock: a backward may draw in another thread
+        world.set_streams(streams)
     return _Cost(meter.peak_bytes, meter.flops, kept, kinds)
 
 
