@@ -134,6 +134,7 @@ LIFTED |= {
     "cyclic_object": held_by(
         lambda w: (o := Attributes(w), setattr(o, "me", [o]))[0], lambda o: o.me[0].me[0].w
     ),
+    "thread_local": held_by(lambda w: (setattr(LOCAL, "w", w), LOCAL)[1], lambda o: o.w),
     "delegate": held_by(lambda w: Delegate(Attributes(w)), lambda o: o.w),
     "captured_and_argument": lambda wrap, w, x: wrap(lambda v, z: act(w, x) * v * z)(w, x),
     "object_argument": lambda wrap, w, x: wrap(lambda x, o: act(o.w[0], x))(x, o=Slots([w])),
@@ -197,6 +198,7 @@ SHELVES = {
     "class": (lambda v: setattr(Constants, "value", v), lambda: Constants.value),
     "set": (lambda v: (ITEMS.clear(), ITEMS.add(v)), lambda: next(iter(ITEMS))),
     "context_variable": (CONTEXT.set, lambda: CONTEXT.get()),
+    "thread_local": (lambda v: setattr(LOCAL, "w", v), lambda: LOCAL.w),
     "property": (set_global, lambda: READER.value),
     "call": (set_global, lambda: READER()),
     "made_inside": (set_global, lambda: Reader().value),
@@ -233,7 +235,6 @@ def test_rebound_is_right_or_refused(wrap, place, what, transform):
 
 # What cannot be found by looking at f.
 HIDDEN = {
-    "thread_local": held_by(lambda w: (setattr(LOCAL, "w", w), LOCAL)[1], lambda o: o.w),
     "cache": held_by(lambda w: (f := functools.cache(lambda: w * 2), f())[0], lambda f: f()),
     "weak_dictionary": held_by(lambda w: (REGISTRY.update(w=w), REGISTRY)[1], lambda o: o["w"]),
     "own_tuple": held_by(lambda w: type("Own", (tuple,), {})((w,)), lambda o: o[0]),

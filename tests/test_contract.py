@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import random
 import re
+import threading
 import types
 import weakref
 from pathlib import Path
@@ -515,14 +516,16 @@ def test_what_f_stores_inside_of_others_is_there_in_the_next_call(wrap):
     """As a cache of cosines and sines, for each length."""
 
     def run(wrap):
-        tables = {}
+        tables, own = {}, threading.local()
 
         def f(x):
+            if not hasattr(own, "shift"):
+                own.shift = torch.full((1,), 0.5)
             if len(x) not in tables:
                 angles = torch.arange(3)
                 tables[len(x)] = angles.cos(), [angles.sin()]
             cos, (sin,) = tables[len(x)]
-            return x.tanh() * cos + x.flip(0) * sin
+            return x.tanh() * cos + x.flip(0) * sin + own.shift * x
 
         step = grad(lambda x: wrap(f)(wrap(f)(x)).sum())
         return [step(inputs()[0]) for _ in range(3)]

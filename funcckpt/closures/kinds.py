@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextvars import ContextVar
@@ -55,16 +56,17 @@ OBJECT = Kind(label="attribute {!r}")
 SLOTTED = Kind(label="attribute {!r}")  # an object or a module with slots
 CLASS = Kind(label="attribute {!r}")  # or a module of Python
 VARIABLE = Kind()  # a context variable
+LOCAL = Kind(label="attribute {!r}")  # a threading.local, as this thread sees it
 TENSOR = Kind()
 
 OBJECTS = frozenset({MODULE, OBJECT, SLOTTED})
 MAPPINGS = frozenset({DICT, GLOBALS})
 # Kinds that refer to others only by their `__dict__`.
-SPACES = frozenset({MODULE, OBJECT, CLASS})
+SPACES = frozenset({MODULE, OBJECT, CLASS, LOCAL})
 # Kinds that do not change.
 CONSTANT = frozenset({METHOD, BUILTIN, PARTIAL, MEMBER, PROPERTY, COMPILED, TUPLE})
 # Kinds that no copy can replace.
-FIXED = frozenset({CLASS, VARIABLE})
+FIXED = frozenset({CLASS, VARIABLE, LOCAL})
 PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -131,6 +133,7 @@ _WITH_SUBCLASSES: dict[type, Kind | None] = {
     types.BuiltinFunctionType: BUILTIN,
     types.CellType: CELL,
     ContextVar: VARIABLE,
+    threading.local: LOCAL,
     functools.partial: PARTIAL,
     torch.jit.ScriptModule: None,
     nn.Module: MODULE,

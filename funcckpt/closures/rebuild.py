@@ -181,7 +181,7 @@ def _put(kind: kinds.Kind, there: Any, before: dict[Any, Any], after: dict[Any, 
     elif kind is kinds.VARIABLE:
         there.set(after[""])
     else:
-        if kind is kinds.MODULE or kind is kinds.OBJECT:
+        if kind in kinds.SPACES and kind is not kinds.CLASS:
             there = there.__dict__
         of: Any = type if isinstance(there, type) else object
         give, take = of.__setattr__, of.__delattr__

@@ -107,5 +107,4 @@ def gru(wrap: Callable, segment: int) -> Callable:
 
 
 def cross_entropy(outputs: Any, targets: Any) -> Any:
-    logs = jax.nn.log_softmax(outputs)
-    return -jnp.take_along_axis(logs, targets[..., None], -1).mean()
+    return -jnp.take_along_axis(jax.nn.log_softmax(outputs), targets[..., None], -1).mean()

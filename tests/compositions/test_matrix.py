@@ -34,16 +34,14 @@ CELLS = [*share(SINGLE, 1), *share(PAIRS, 12)]
 def inputs():
     generator = torch.Generator().manual_seed(11)
     x = torch.rand(3, generator=generator, dtype=torch.float64) + 0.2
-    w = torch.randn(3, 3, generator=generator, dtype=torch.float64)
-    return x, w
+    return x, torch.randn(3, 3, generator=generator, dtype=torch.float64)
 
 
 def run(make, names, remat):
     """The function is made inside, so that what it holds (modules, constants) is fresh for each
     run.
     """
-    fn = stack(*names)(make(remat))
-    return outcome(lambda: fn(*inputs()))
+    return outcome(lambda: stack(*names)(make(remat))(*inputs()))
 
 
 @pytest.mark.parametrize(("function", "names"), CELLS, ids=lambda v: v if isinstance(v, str) else "-".join(v))

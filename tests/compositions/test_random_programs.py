@@ -29,8 +29,7 @@ LEGACY = ("grads_batched", "jacobian_vectorized")
 def inputs(seed):
     generator = torch.Generator().manual_seed(1000 + seed)
     x = torch.rand(3, generator=generator) + 0.1
-    w = torch.randn(3, 3, generator=generator) * 0.7
-    return x, w
+    return x, torch.randn(3, 3, generator=generator) * 0.7
 
 
 def complaint(program, remat=remat):
@@ -104,8 +103,7 @@ def without_zero_derivatives(actual, expected):
 
 
 def numbers(tree):
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    return [t.detach() for t in leaves if is_differentiable(t) and t.numel()]
+    return [t.detach() for t in torch.utils._pytree.tree_leaves(tree) if is_differentiable(t) and t.numel()]
 
 
 def agree(program, remat):
