@@ -41,7 +41,8 @@ def run(make, names, remat):
     """The function is made inside, so that what it holds (modules, constants) is fresh for each
     run.
     """
-    return outcome(lambda: stack(*names)(make(remat))(*inputs()))
+    fn = stack(*names)(make(remat))
+    return outcome(lambda: fn(*inputs()))
 
 
 @pytest.mark.parametrize(("function", "names"), CELLS, ids=lambda v: v if isinstance(v, str) else "-".join(v))
