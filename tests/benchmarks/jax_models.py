@@ -47,9 +47,8 @@ def transformer_block(heads: int) -> Callable:
         split = lambda y: y.reshape(len(y), heads, -1).swapaxes(0, 1)
         q, k, v = map(split, jnp.split(linear(p, "qkv", layer_norm(p, "norm1", x)), 3, -1))
         scores = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])
-        past = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        mixed = jax.nn.softmax(jnp.where(past, scores, -jnp.inf)) @ v
-        x = x + linear(p, "merge", mixed.swapaxes(0, 1).reshape(x.shape))
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        x = x + linear(p, "merge", (jax.nn.softmax(scores) @ v).swapaxes(0, 1).reshape(x.shape))
         return x + linear(p, "down", jax.nn.gelu(linear(p, "up", layer_norm(p, "norm2", x))))
 
     return block
