@@ -371,12 +371,13 @@ def test_a_counter_that_is_only_reachable(transforms, wrap):
 
 
 @pytest.mark.parametrize("transform", ["backward", "vjp"])
-@pytest.mark.parametrize("which", ["argument", "captured"])
+@pytest.mark.parametrize("which", ["argument", "captured", "read last"])
 def test_a_write_between_the_runs_is_an_error(which, transform, wrap):
     """Ours, or that of autograd where it has saved the tensor."""
     (x, w), v = inputs(), torch.ones(3)
 
-    f = lambda x: wrap(lambda v, x: (x @ w * v).sin())(v, x)
+    last = lambda v, x: x * v @ w
+    f = lambda x: wrap(last if which == "read last" else lambda v, x: (x @ w * v).sin())(v, x)
     if transform == "vjp":
         y, pull = torch.func.vjp(f, x)
     else:
@@ -475,11 +476,27 @@ def attributes():
 
 def class_attributes():
     class Net(Steps):
+        first = None
+
         def forward(self, x):
             type(self).steps += 1
+            if "first" in vars(Net):
+                del Net.first
             return (x * self.steps).sin()
 
-    return Net(), lambda: Net.steps
+    return Net(), lambda: (Net.steps, "first" in vars(Net))
+
+
+def back_and_forth():
+    """With two calls, each value is back before the backward."""
+    box, local = types.SimpleNamespace(is_odd=False), threading.local()
+    local.scale = 2.0
+
+    def f(x):
+        box.is_odd, local.scale = not box.is_odd, 1 / local.scale
+        return (x * local.scale if box.is_odd else x.flip(0)).exp()
+
+    return f, lambda: (vars(box), vars(local))
 
 
 def items():
@@ -497,7 +514,7 @@ def items():
 
 
 @pytest.mark.parametrize("transform", ["backward", "grad", "hessian"])
-@pytest.mark.parametrize("kind", [variables, attributes, class_attributes, items])
+@pytest.mark.parametrize("kind", [variables, attributes, class_attributes, back_and_forth, items])
 def test_what_f_assigns_it_assigns_once(kind, transform, wrap):
     def run(wrap):
         f, state = kind()

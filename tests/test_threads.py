@@ -163,6 +163,18 @@ def test_forward_in_one_thread_and_backward_in_another():
     assert_same(got[-1:] + got[:-1], want)
 
 
+def test_a_backward_in_another_thread_leaves_no_value_there():
+    own = threading.local()
+
+    def f(x):
+        own.mean = x.detach() if not hasattr(own, "mean") else own.mean / 2
+        return (x.sin() * own.mean).sum()
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(remat(f)(torch.ones(3, requires_grad=True)).backward).result()
+        assert other.submit(lambda: vars(own)).result() == {}
+
+
 def test_autocast_of_each_thread():
     def job(wrap, dtype):
         found = []

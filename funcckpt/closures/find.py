@@ -131,7 +131,8 @@ class Found:
                 draws_elsewhere |= draws
                 if kind is kinds.CLASS and not is_own:
                     continue  # it holds no objects of the user
-                counted = names if is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS) else None
+                is_named = is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS)
+                counted = names if is_named or kind is kinds.LOCAL else None
                 content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
                     content = dict(value) if kind is kinds.DICT else value.__dict__.copy()

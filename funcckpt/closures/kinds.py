@@ -59,7 +59,7 @@ VARIABLE = Kind()  # a context variable
 LOCAL = Kind(label="attribute {!r}")  # a threading.local, as this thread sees it
 TENSOR = Kind()
 
-OBJECTS = frozenset({MODULE, OBJECT, SLOTTED})
+OBJECTS = frozenset({MODULE, OBJECT, SLOTTED, LOCAL})
 MAPPINGS = frozenset({DICT, GLOBALS})
 # Kinds that refer to others only by their `__dict__`.
 SPACES = frozenset({MODULE, OBJECT, CLASS, LOCAL})

@@ -72,8 +72,8 @@ class Rebuilt:
                 there = self._nodes[number].value
                 if isinstance(there, list):
                     there.extend(self._built[number][len(placed) :])
-        for node, now, then in self._put_back:
-            _put(node.kind, node.value, then, now)
+        for node, now, _ in self._put_back:
+            _put(node.kind, node.value, kinds.read(node.kind, node.value, node.names), now)
 
     def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
         """The content of an object, with replacements."""
@@ -146,7 +146,8 @@ class Rebuilt:
             after = kinds.read(node.kind, node.value, node.names)
             for name in then.keys() - after.keys():
                 now.pop(name, None)
-            now.update({name: get(id(x), x) for name, x in after.items() if then.get(name) is not x})
+            changed = [name for name, x in after.items() if name not in then or then[name] is not x]
+            now.update({name: get(id(after[name]), after[name]) for name in changed})
         for number, placed in assigned.items():
             node, copy = self._nodes[number], self._built[number]
             if node.cls is dict or node.kind in kinds.SPACES:  # as nearly always, and faster
@@ -257,5 +258,4 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool,
                         if "cache" in repr(node.cls).lower()
                         else ""
                     )
-                    is_item = x is value and node.kind not in kinds.FIXED
-                    yield x, is_item, found.path(number, key) + of
+                    yield x, x is value, found.path(number, key) + of

@@ -141,12 +141,19 @@ class Refusing(world.Mode):
         self._changed, self._error = {*map(id, changed)}, error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _ABOUT_SHAPES:
+            # Before it runs, since the last operator of a recomputation does not come back.
+            self._look_at((args, kwargs))
+            return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) or getattr(func, "__name__", "") not in _ABOUT_SHAPES:
-            for x in pytree.tree_leaves((args, kwargs)):
-                if id(x) in self._changed:
-                    raise self._error(x)
+        if isinstance(out, Tensor):
+            self._look_at((args, kwargs))
         return out
+
+    def _look_at(self, given: Any) -> None:
+        for x in pytree.tree_leaves(given):
+            if id(x) in self._changed:
+                raise self._error(x)
 
 
 # -- buffers: tensors that f may update --------------------------------------------------------------------

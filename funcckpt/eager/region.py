@@ -150,6 +150,7 @@ class Region:
         self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._complete = False
         self._written_by_f: set[int] = set()
+        self._assigned: set[int] = set()  # the ids of the objects to which f has assigned something
         # The backwards for which f has run again.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
@@ -176,9 +177,9 @@ class Region:
         if self._buffers:
             self._settle_updates()
             self._buffers = []
-        self._written_by_f = {*map(id, self._changed())}
+        self._written_by_f = {id(x) for x, version, _ in self._constants.values() if x._version != version}
         self._look_at_graph(out, first_node)
-        self._given = []
+        self._given, self._assigned = [], found.changed()
         return out
 
     def _settle_updates(self) -> None:
@@ -272,7 +273,8 @@ class Region:
         if self._buffers:  # f itself calls a backward
             self._settle_updates()
         found = self._found
-        changed = found.changed()
+        # What f has assigned may since have got back its value of the call.
+        changed = found.changed() | self._assigned
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
         written = self._changed() if self._check else []
         # A model may be frozen for the forward alone.
