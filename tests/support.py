@@ -103,8 +103,7 @@ def outcome(thunk, seed=0):
 
 def message(error):
     """The text of an error, without what changes from run to run."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    return re.sub(r"0x[0-9a-f]+", "0x", text)
+    return re.sub(r"0x[0-9a-f]+", "0x", str(error).splitlines()[0] if str(error) else "")
 
 
 # What torch says when an operator has no formula for a level; it is another thing to refuse what was asked.

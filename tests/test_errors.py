@@ -194,9 +194,7 @@ STORES = {
     "thread": (threading.local, lambda o, h: setattr(o, "losses", [h]), lambda o: o.losses[0]),
     "detached in a thread": (threading.local, lambda o, h: setattr(o, "h", h.detach()), lambda o: o.h),
     "weak keys": (WeakKeyDictionary, lambda o, h: o.setdefault(Box, [h]), lambda o: o[Box][0]),
-    "class": (
-        lambda: type("Kept", (), {"last": 0}), lambda o, h: setattr(o, "last", h.detach()), lambda o: o.last,
-    ),
+    "class": (lambda: type("Kept", (), {"h": 0}), lambda o, h: setattr(o, "h", h.detach()), lambda o: o.h),
     "beside its parameter": (Beside, Beside.store, lambda o: o.scale),
     "table of a class": (
         lambda: type("Registry", (), {"table": {"calls": 1}}), lambda o, h: o.table.update(h=h),

@@ -28,8 +28,7 @@ def problem(n=7):
     x, y = torch.randn(n, 4, dtype=F64), torch.randint(0, 3, (n,))
 
     def loss(parameters, x, y):
-        out = functional_call(model, parameters, (x[None],))
-        return nn.functional.cross_entropy(out, y[None])
+        return nn.functional.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
 
     return model, parameters, loss, x, y
 

@@ -183,8 +183,7 @@ def test_random_chain_of_loops(seed):
 
     def f(loops, w, x, xs):
         for link, options in chain:
-            step = lambda h: torch.tanh(w @ h) + h.sin() * xs[0]
-            x = LINKS[link](loops, step, x, n, options)
+            x = LINKS[link](loops, lambda h: torch.tanh(w @ h) + h.sin() * xs[0], x, n, options)
         return (x * x).sum()
 
     transforms = {**MORE}

@@ -146,8 +146,9 @@ class Rebuilt:
             after = kinds.read(node.kind, node.value, node.names)
             for name in then.keys() - after.keys():
                 now.pop(name, None)
-            changed = [name for name, x in after.items() if name not in then or then[name] is not x]
-            now.update({name: get(id(after[name]), after[name]) for name in changed})
+            for name, x in after.items():
+                if name not in then or then[name] is not x:
+                    now[name] = get(id(x), x)
         for number, placed in assigned.items():
             node, copy = self._nodes[number], self._built[number]
             if node.cls is dict or node.kind in kinds.SPACES:  # as nearly always, and faster

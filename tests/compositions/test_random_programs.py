@@ -28,8 +28,7 @@ LEGACY = ("grads_batched", "jacobian_vectorized")
 
 def inputs(seed):
     generator = torch.Generator().manual_seed(1000 + seed)
-    x = torch.rand(3, generator=generator) + 0.1
-    return x, torch.randn(3, 3, generator=generator) * 0.7
+    return torch.rand(3, generator=generator) + 0.1, torch.randn(3, 3, generator=generator) * 0.7
 
 
 def complaint(program, remat=remat):
