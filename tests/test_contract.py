@@ -474,11 +474,14 @@ def attributes():
 
 def class_attributes():
     class Net(Steps):
+        first = True
+
         def forward(self, x):
             type(self).steps += 1
+            vars(Net).get("first") and delattr(Net, "first")
             return (x * self.steps).sin()
 
-    return Net(), lambda: Net.steps
+    return Net(), lambda: (Net.steps, "first" in vars(Net))
 
 
 def back_and_forth():

@@ -171,6 +171,23 @@ def test_a_backward_in_another_thread_leaves_no_value_there():
         assert other.submit(lambda: vars(own)).result() == {}
 
 
+def test_what_another_thread_gives_to_a_class_during_a_recomputation_stays():
+    class Run:
+        scale, stop = 2.0, False
+
+    def f(x):
+        if next(runs):
+            together(functools.partial(setattr, Run, "stop", True))
+        return (x.sin() * Run.scale).sum()
+
+    runs, x = itertools.count(), torch.ones(3, requires_grad=True)
+    y = remat(f)(x)
+    Run.scale = 3.0
+    y.backward()
+    assert (Run.scale, Run.stop) == (3.0, True)
+    assert_same(x.grad, 2 * x.cos())
+
+
 def test_autocast_of_each_thread():
     def job(wrap, dtype):
         found = []

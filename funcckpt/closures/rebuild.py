@@ -72,8 +72,11 @@ class Rebuilt:
                 there = self._nodes[number].value
                 if isinstance(there, list):
                     there.extend(self._built[number][len(placed) :])
-        for node, now, _ in self._put_back:
-            _put(node.kind, node.value, kinds.read(node.kind, node.value, node.names), now)
+        for node, now, then in self._put_back:
+            there = kinds.read(node.kind, node.value, node.names)
+            if node.kind is kinds.CLASS:  # another thread may have written other attributes meanwhile
+                there = {name: x for name, x in then.items() if name in there}
+            _put(node.kind, node.value, there, now)
 
     def _items(self, content: dict[Any, Any]) -> dict[Any, Any]:
         """The content of an object, with replacements."""
