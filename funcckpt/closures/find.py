@@ -86,6 +86,7 @@ class Found:
         self.marks: dict[int, dict[str, Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
+        self._changed: set[int] = set()
         self._empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
@@ -132,6 +133,7 @@ class Found:
                 if kind is kinds.CLASS and not is_own:
                     continue  # it holds no objects of the user
                 is_named = is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS)
+                # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
                 content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
@@ -218,8 +220,11 @@ class Found:
     # -- changes since the call -----------------------------------------------------------------------
 
     def changed(self) -> set[int]:
-        """The ids of the objects that refer to other things than at the call."""
-        changed = set()
+        """The ids of the objects that refer to other things than at the call, or did when asked before.
+
+        What f has assigned may get back its value of the call. It still needs a copy, since f assigns again.
+        """
+        changed = self._changed
         for number, node in self.nodes.items():
             value, content, kind, names = node.value, node.content, node.kind, node.names
             if value is None or kind in kinds.CONSTANT:

@@ -340,8 +340,7 @@ class Call(UserProgram):
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
             buffers = self._buffers.outputs(inputs)
-        # What f has assigned may since have got back its value of the call.
-        changed, mapped = found.changed().union(self._assigned), self._mapped(inputs)
+        changed, mapped = found.changed(), self._mapped(inputs)
         hidden, first_node = {}, 0
         if self._own_or_hidden:
             hidden = {key: describe(mapped[key]) for key in self._own_or_hidden & mapped.keys()}

@@ -150,7 +150,6 @@ class Region:
         self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._complete = False
         self._written_by_f: set[int] = set()
-        self._assigned: set[int] = set()  # the ids of the objects to which f has assigned something
         # The backwards for which f has run again.
         self._done: set[Any] = set()
         self._lock = threading.RLock()
@@ -179,7 +178,8 @@ class Region:
             self._buffers = []
         self._written_by_f = {id(x) for x, version, _ in self._constants.values() if x._version != version}
         self._look_at_graph(out, first_node)
-        self._given, self._assigned = [], found.changed()
+        self._given = []
+        found.changed()  # notes what f has assigned
         return out
 
     def _settle_updates(self) -> None:
@@ -273,8 +273,7 @@ class Region:
         if self._buffers:  # f itself calls a backward
             self._settle_updates()
         found = self._found
-        # What f has assigned may since have got back its value of the call.
-        changed = found.changed() | self._assigned
+        changed = found.changed()
         instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
         written = self._changed() if self._check else []
         # A model may be frozen for the forward alone.
