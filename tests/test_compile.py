@@ -198,6 +198,7 @@ def kinds_of_callables(wrap):
 
 
 nested = lambda wrap: wrap(blocks(wrap))
+around_vmap = lambda wrap: blocks(lambda f: wrap(vmap(f, (None, 0))))
 
 
 # And how often blocks are run, in a training step and under `grad`.
@@ -206,6 +207,7 @@ PROGRAMS = {
     of_any_structure: (4 * DEPTH, 4 * DEPTH),
     kinds_of_callables: (8, 8),
     nested: (2 * DEPTH, 3 * DEPTH),
+    around_vmap: (2 * DEPTH, 2 * DEPTH),
 }
 
 

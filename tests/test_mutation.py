@@ -5,7 +5,7 @@ import torch
 from oracles import F64, FORWARD, REVERSE, assert_same, compare, plain, tensor, total, weight
 from support import Changing
 from torch import nn
-from torch.func import vjp, vmap
+from torch.func import hessian, jacfwd, jvp, vjp, vmap
 
 from funcckpt import CheckpointError, MutationError, remat
 
@@ -104,6 +104,22 @@ def test_input_changed_inside(transform):
     with pytest.raises(MutationError) as caught:
         REVERSE[transform](around(remat(writes)), tensor(3))
     assert all(word in str(caught.value) for word in ("writes", "float64", "3", "clone"))
+
+
+def test_write_to_a_product_of_what_is_not_used():
+    """Of a missing tangent torch makes zeros to which nobody may write."""
+
+    def run(wrap):
+        def f(x):
+            def of(p):
+                (x * p).sin_()
+                return p * 2
+
+            return jvp(wrap(of), (x,), (x.sin(),))[0].pow(4).sum()
+
+        return jacfwd(hessian(f))(tensor(3))
+
+    compare(run, remat)
 
 
 @pytest.mark.parametrize("place", ["cell", "buffer", "default"])

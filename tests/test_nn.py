@@ -19,6 +19,7 @@ from support import Storages, assert_same, outcome
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 import funcckpt
 from funcckpt import CheckpointError, InputError, OptionError, policies
@@ -167,6 +168,14 @@ def test_copies_are_checkpointed(copied):
             [p.zero_() for p in wrapped.parameters()]
     same_outcome(gradients, again, plain)
     assert type(remove_remat(again)[0]) is Block
+
+
+def test_torch_counts_the_flops_of_modules():
+    """Its mode puts hooks on what modules are given, which a backward must not meet at a leaf."""
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.ones(2, 3, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        funcckpt.remat(net)(x).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * (2 * 2 * 3 * 3)
 
 
 def test_other_instances_of_the_class():

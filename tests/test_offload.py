@@ -69,6 +69,20 @@ def test_files_under_functionalize():
         scan(lambda c, x: (c, None), tensor(3), length=3, offload="tape")
 
 
+def test_files_in_a_batched_backward():
+    """The vmap of plain autograd lets nobody reach the memory of a tensor."""
+
+    w = tensor(3, seed=1, requires_grad=True)
+
+    def jacobian(place):
+        y = (x := tensor(3, requires_grad=True)).clone()
+        step = torch.enable_grad()(lambda g: scan(lambda c, _: (c * w, None), g, length=6, offload=place)[0])
+        y.register_hook(step)
+        return torch.autograd.grad(y, x, torch.eye(3, dtype=F64), is_grads_batched=True)
+
+    assert_same(jacobian("disk"), jacobian(None))
+
+
 class Late(TorchDispatchMode):
     """A stand-in for a stream of an accelerator. It copies when somebody waits for that, and no earlier."""
 
