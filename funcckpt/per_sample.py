@@ -12,8 +12,8 @@ each chunk is reduced before the next one is computed. All functions have these 
   first chunk is one sample, and is measured. Each chunk sets the size of the next one.
 * `randomness` : that of `torch.func.vmap`.
 
-An invalid option, or too few `bytes` for one sample, is an OptionError; a batch whose tensors have no common
-first dimension is an InputError.
+An invalid option, or too few `bytes` for one sample, is an OptionError; parameters that are no tensors, or a
+batch whose tensors have no common first dimension, an InputError.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from . import world
 from ._torch import functorch, wrappers
 from .closures import Found
+from .core.program import is_differentiable
 from .core.tensors import drop_stale
 from .errors import FuncckptError, InputError, OptionError, TransformError, describe
 from .meter import Meter
@@ -211,6 +212,7 @@ def influence(
     if count == 0:
         raise InputError("influence: there is no training sample. Pass at least one in train.")
     chunks = _Chunks("influence", chunk_size, bytes)
+    _check("influence", loss, parameters)
 
     def hessian_times(v: list[Tensor]) -> list[Tensor]:
         product = [damping * x for x in v]
@@ -269,6 +271,7 @@ def _reduced(
     chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
     """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
+    _check(chunks.name, loss, parameters)
     given: list[Tensor] = []
     if torch.is_grad_enabled() and (layers := functorch.active_layers()):
         captured = Found(loss).tensors
@@ -328,6 +331,18 @@ class _Chunks:
                     raise OptionError(
                         f"{self.name}: bytes={self.bytes} is too few for one sample. Pass at least {least}."
                     )
+
+
+def _check(name: str, loss: Any, parameters: Any) -> None:
+    if not callable(loss):
+        raise InputError(f"{name}: loss is a function of parameters and a sample, not {type(loss).__name__}.")
+    for x in pytree.tree_leaves(parameters):
+        if not (isinstance(x, Tensor) and is_differentiable(x)):
+            what = describe(x) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"{name}: parameters is a pytree of floating-point tensors, and has {what} in it. Of a "
+                "module, pass dict(module.named_parameters()), and let the loss use functional_call."
+            )
 
 
 def _count(name: str, batch: tuple[Any, ...]) -> int:

@@ -359,6 +359,8 @@ def test_select_errors(select, message):
     model = Model()
     with pytest.raises(InputError, match=message):
         apply_remat(model, select)
+    with pytest.raises(InputError, match="takes a module, not function"):
+        apply_remat(lambda x: x, select)
     assert wrapped_names(model) == []
 
 

@@ -186,6 +186,13 @@ def test_influence_errors():
         influence(loss, w, (x,), (x,), max_iterations=1, tolerance=1e-9)
     with pytest.raises(funcckpt.InputError, match=r"train and test are tuples"):
         influence(loss, w, (x,), x)
+    for run in (lambda *of: clipped_sum(*of, x, max_norm=1.0), lambda *of: influence(*of, (x,), (x,))):
+        with pytest.raises(
+            funcckpt.InputError, match=r"has Linear in it.*pass dict\(module\.named_parameters"
+        ):
+            run(loss, nn.Linear(3, 3))
+        with pytest.raises(funcckpt.InputError, match="and a sample, not Tensor"):
+            run(w, w)
 
 
 @pytest.mark.parametrize(

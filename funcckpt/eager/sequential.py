@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from .. import world
 from .._torch import wrappers
 from ..closures import Found, Rebuilt
 from ..core.program import is_differentiable
-from ..errors import OptionError
+from ..errors import InputError, OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
 from .checkpoint import checkpoint
@@ -67,7 +67,7 @@ def checkpoint_sequential(
     >>> checkpoint_sequential(model, 3, torch.ones(2, 4)).shape     # 3, 2 and 2 layers
     torch.Size([2, 4])
     """
-    layers: list[Callable[[Any], Any]] = list(functions)
+    layers = _layers(functions)
     *recomputed, _ = _lengths(len(layers), segments)
     start = 0
     for length in recomputed:
@@ -88,6 +88,12 @@ def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     return segment
 
 
+def _layers(functions: Any) -> list[Callable[[Any], Any]]:
+    if isinstance(functions, Iterable):
+        return [*functions]
+    raise InputError(f"pass an nn.Sequential or a list of functions, not {type(functions).__name__}.")
+
+
 def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
     if segments is None:
         segments = max(1, round(math.sqrt(count)))
@@ -98,7 +104,7 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
         # Longer segments first: towards the end more inputs of segments are alive.
         size, rest = divmod(count, max(segments, 1))
         lengths = [size + 1] * rest + [size] * (segments - rest)
-    if sum(lengths) != count or (count and not all(isinstance(n, int) and n > 0 for n in lengths)):
+    if not all(isinstance(n, int) and (n > 0 or not count) for n in lengths) or sum(lengths) != count:
         raise OptionError(
             f"checkpoint_sequential: {count} functions cannot be divided into segments of {lengths}."
         )
@@ -145,7 +151,7 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     >>> plan_segments(model, torch.ones(32, 8))[-1]    # the wide one by itself
     1
     """
-    layers: list[Callable[[Any], Any]] = list(functions)
+    layers = _layers(functions)
     if not layers:
         return [0]
     if segments is not None:

@@ -203,6 +203,8 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
 
 
 def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"apply_remat takes a module, not {type(model).__name__}: use funcckpt.remat.")
     named = list(model.named_modules())
     if isinstance(select, (type, tuple)):
         with suppress(TypeError):  # what else than classes is in the tuple

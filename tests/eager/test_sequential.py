@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 from funcckpt import checkpoint_sequential, plan_segments
 from funcckpt.eager.sequential import Cost, best_segments, measure_layers
-from funcckpt.errors import OptionError
+from funcckpt.errors import InputError, OptionError
 
 from .implementations import D
 
@@ -78,9 +78,11 @@ def test_uneven_division_and_the_last_segment_is_not_recomputed():
 
 def test_errors():
     x = torch.ones(1, 4, dtype=D)
-    for segments in (0, 8, [3, 3], [8, -1], [0, 7]):
+    for segments in (0, 8, [3, 3], [8, -1], [0, 7], "7"):
         with pytest.raises(OptionError, match="7 functions"):
             checkpoint_sequential(model(), segments, x)
+    with pytest.raises(InputError, match=r"list of functions, not builtin_function"):
+        checkpoint_sequential(torch.sin, 2, x)
     with pytest.raises(ValueError, match="determinism_check"):
         checkpoint_sequential(model(), 2, x, determinism_check="all")
 
