@@ -227,12 +227,6 @@ def test_what_is_run_again_and_what_is_kept(wrap, runs, kept):
     assert [layer.runs[0] - 1 for layer in model] == runs
 
 
-class Compiled(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-        self.forward = super().forward
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "make, message",
@@ -241,7 +235,7 @@ class Compiled(nn.Linear):
         (lambda: 3, "takes an nn.Module, not int"),
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "has no forward"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
-        (Compiled, "assigned to this instance"),
+        (lambda: torch.compile(nn.Linear(2, 2)), "assigned to this instance"),
         (lambda: type("Abstract", (ABC, nn.Linear), {})(2, 2), "nn.Module be the first base"),
     ],
 )

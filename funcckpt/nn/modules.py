@@ -104,11 +104,11 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
         raise InputError(f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions.")
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"Remat({name}): a TorchScript module cannot be wrapped. Wrap it before scripting.")
-    if type(module).forward is nn.Module.forward:
-        raise InputError(f"Remat({name}): the module has no forward. Wrap the modules inside of it.")
     if "forward" in module.__dict__:
         compiled = "a forward was assigned to this instance, as torch.compile does"
         raise InputError(f"Remat({name}): {compiled}. Wrap the module before that.")
+    if type(module).forward is nn.Module.forward:
+        raise InputError(f"Remat({name}): the module has no forward. Wrap the modules inside of it.")
     kind: Any = type(module)
     changed = _checkpointed_class(kind)
     try:
