@@ -150,8 +150,6 @@ class Region:
         self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._complete = False
         self._written_by_f: set[int] = set()
-        # The backwards for which f has run again.
-        self._done: set[Any] = set()
         self._lock = threading.RLock()
 
     # -- the forward --------------------------------------------------------------------------------
@@ -240,18 +238,13 @@ class Region:
     def unpack(self, slot: Slot) -> Tensor:
         key = autograd.backward_id()
         with self._lock:
-            if key not in self._done:
+            # Some tensors are read twice in a backward: in double backward, what `exp_` saves of a view.
+            if key not in slot:
                 self._recompute(key)
-                self._done.add(key)
                 if isinstance(key, int):
                     forget = weakref.WeakMethod(self._forget)
                     autograd.at_end_of_backward(lambda: (method := forget()) and method(key))
-        if key not in slot:
-            raise CheckpointError(
-                f"{self._name}: Unpack is being triggered for a tensor that was already unpacked once. Read "
-                "ctx.saved_tensors only once in a backward; backwards of a GraphExecGroup must not overlap."
-            )
-        x, version = slot.pop(key)
+            x, version = slot.pop(key)
         if type(key) is object:  # it was read outside of a backward
             self._forget(key)
         if x._version != version:
@@ -264,7 +257,6 @@ class Region:
     def _forget(self, key: Any) -> None:
         """At the end of a backward: drop recomputed tensors that it has not read."""
         with self._lock:
-            self._done.discard(key)
             for ref in self._slots:
                 if (slot := ref()) is not None:
                     slot.pop(key, None)
