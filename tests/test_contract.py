@@ -511,8 +511,24 @@ def items():
     return f, lambda: (skips, tables, vars(box))
 
 
+def module_of_python():
+    """Reached as an object, and as the globals of its functions."""
+    own = types.ModuleType("own")
+    own.step, own.scale = 0, 0.5
+    exec("def tick():\n global step\n step += 1\ndef scaled(x):\n return (x * step * scale).sin()", vars(own))
+
+    def f(x):
+        own.tick()
+        own.scale *= 2
+        return own.scaled(x) * own.step
+
+    return f, lambda: (own.step, own.scale)
+
+
 @pytest.mark.parametrize("transform", ["backward", "grad", "hessian"])
-@pytest.mark.parametrize("kind", [variables, attributes, class_attributes, back_and_forth, items])
+@pytest.mark.parametrize(
+    "kind", [variables, attributes, class_attributes, back_and_forth, items, module_of_python]
+)
 def test_what_f_assigns_it_assigns_once(kind, transform, wrap):
     def run(wrap):
         f, state = kind()

@@ -51,6 +51,7 @@ LIST = Kind(label="item {!r}")  # or a deque, or a set
 DICT = Kind(label="item {!r}")
 CELL = Kind()
 GLOBALS = Kind(label="global {!r}")  # of a module: those that code names
+NAMESPACE = Kind(label="global {!r}")  # the same, of a module that f reaches as an object, too
 MODULE = Kind(label="attribute {!r}")  # of torch
 OBJECT = Kind(label="attribute {!r}")
 SLOTTED = Kind(label="attribute {!r}")  # an object or a module with slots
@@ -60,13 +61,13 @@ LOCAL = Kind(label="attribute {!r}")  # a threading.local, as this thread sees i
 TENSOR = Kind()
 
 OBJECTS = frozenset({MODULE, OBJECT, SLOTTED, LOCAL})
-MAPPINGS = frozenset({DICT, GLOBALS})
+MAPPINGS = frozenset({DICT, GLOBALS, NAMESPACE})
 # Kinds that refer to others only by their `__dict__`.
 SPACES = frozenset({MODULE, OBJECT, CLASS, LOCAL})
 # Kinds that do not change.
 CONSTANT = frozenset({METHOD, BUILTIN, PARTIAL, MEMBER, PROPERTY, COMPILED, TUPLE})
 # Kinds that no copy can replace.
-FIXED = frozenset({CLASS, VARIABLE, LOCAL})
+FIXED = frozenset({CLASS, VARIABLE, LOCAL, NAMESPACE})
 PARTS = ("_parameters", "_buffers", "_modules")
 
 

@@ -74,7 +74,7 @@ class Rebuilt:
                     there.extend(self._built[number][len(placed) :])
         for node, now, then in self._put_back:
             there = kinds.read(node.kind, node.value, node.names)
-            if node.kind is kinds.CLASS:  # another thread may have written other attributes meanwhile
+            if node.kind is not kinds.LOCAL:  # another thread may have written other attributes meanwhile
                 there = {name: x for name, x in then.items() if name in there}
             _put(node.kind, node.value, there, now)
 
