@@ -186,6 +186,15 @@ def test_statistics_under_transforms(wrap, transform, given, last):
     compare(lambda each: run(wrap if each is remat else no_remat), remat, allowed=(MutationError,))
 
 
+@pytest.mark.parametrize("wrap", WRAPS.values())
+def test_fake_tensors(wrap):
+    """Nobody knows whether their values have changed."""
+    with torch._subclasses.FakeTensorMode():
+        y, module = rows(), NORMS["affine"]()
+        wrap(module)(y).sum().backward()
+    assert y.grad.shape == y.shape and module[0].weight.grad.shape == (3, 3)
+
+
 def test_copies_of_buffers_are_no_operators_of_f():
     """In the recomputation under jacfwd more tensors may be buffers, and are copied, than in the forward."""
 
