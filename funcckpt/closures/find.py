@@ -197,9 +197,9 @@ class Found:
                                     self._empty.append(item)
                                 else:
                                     pending.append((item, id(node.value), name))
-        for space in [node.value.__dict__ for node in named if isinstance(node.value, types.ModuleType)]:
-            if id(space) in nodes and nodes[id(space)].kind is kinds.GLOBALS:
-                nodes[id(space)].kind = kinds.NAMESPACE  # a copy of it would not follow the module
+        for node in named:
+            if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
+                space.kind = kinds.NAMESPACE  # a copy of it would not follow the module
         self.names = names
         self.draws_elsewhere = draws_elsewhere or "random" in names
         self.has_hooks_of_opacus = "capture_activations_hook" in names
