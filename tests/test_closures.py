@@ -126,6 +126,9 @@ LIFTED |= {
     ),
     "own_user_dict": held_by(lambda w: type("Own", (collections.UserDict,), {})(w=w), lambda o: o["w"]),
     "own_dict": held_by(lambda w: OwnDict(w=w), lambda o: o.w),
+    "its_own_dict": held_by(
+        lambda w: (o := OwnDict(w=w), setattr(o, "__dict__", o))[0], lambda o: vars(o)["w"] * o["w"]
+    ),
     "vars": held_by(Attributes, lambda o: vars(o)[chr(119)]),
     "slots_of_a_base": held_by(SlotsBelow, lambda o: o.w),
     "frozen_dataclass": held_by(FrozenData, lambda o: o.w),

@@ -176,5 +176,8 @@ def emptied(value: Any) -> Any:
         new.clear()
         return new
     new = cls.__new__(cls)
-    new.__dict__.update(value.__dict__)
+    if value.__dict__ is value:  # a dict whose items are its attributes, too
+        new.__dict__ = new
+    else:
+        new.__dict__.update(value.__dict__)
     return new
