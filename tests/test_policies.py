@@ -218,6 +218,22 @@ def test_another_way_in_the_recomputation_finds_less_and_nothing_wrong():
         assert_close(grad(g)(x), grad(lambda x: f(x, recomputed))(x))  # noqa: B023
 
 
+def test_another_way_inside_of_a_checkpoint():
+    """Which runs f again after the policy has learned that there are two ways."""
+    w = tensor(3, 3, requires_grad=True)
+
+    def f(x):
+        y = (x @ w).tanh() if x[0, 0] > 0 else ((x.sin() @ w).exp() @ w)
+        return (y @ w).tanh()
+
+    kept = lambda x: checkpoint(f, x, policy=policies.dots_saveable)
+    for sign in (1, -1, -1):
+        x = sign * tensor(3, 3).abs()
+        y = checkpoint(lambda x: (kept(x).exp() * x.cos()).sin(), x)
+        want = (f(x).exp() * x.cos()).sin()
+        assert_close(torch.autograd.grad(y.sum(), w), torch.autograd.grad(want.sum(), w))
+
+
 # The same by fraction of what the backward reads.
 BUDGETS = {
     # The first product, with its gelu, and with what is normed.

@@ -389,7 +389,9 @@ class Call(UserProgram):
             mapped[key] = inputs[i]
         source, captured = here.captured
         for key, x in captured:
-            if source is self and id(x) != key:
+            # A tensor that `seal` let go may be gone, and the new one at its address.
+            is_let_go = key in self.found.places and key not in self.found.tensors
+            if source is self and (id(x) != key or is_let_go):
                 mapped[key] = x
                 if key not in self.found.places and key not in self._own_or_hidden:
                     raise net.not_given(self, f"that requires grad ({describe(x)})")

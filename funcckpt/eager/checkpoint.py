@@ -175,7 +175,11 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         )
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
-    if functorch.maybe_current_level() is not None or wrappers.in_dual_level():
+    at_level = functorch.maybe_current_level() is not None
+    if at_level and autograd.graph_task() != -1:
+        # Torch's checkpoint runs f again inside of a batched backward. By hooks, as f ran before.
+        at_level = not autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks())
+    if at_level or wrappers.in_dual_level():
         return _functional(f, args, kwargs, options)
     if (decide := decides.get()) is not None:
         policy = decide(f, title(f))

@@ -110,7 +110,11 @@ class Region:
         if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
             self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks
         leaves, self._structure = flatten(args, kwargs)
-        self._inputs = [autograd.save(x) if isinstance(x, Tensor) else x for x in leaves]
+        saved: dict[int, Any] = {}
+        for x in leaves:  # what is passed twice is one object to f
+            if id(x) not in saved:
+                saved[id(x)] = autograd.save(x) if isinstance(x, Tensor) else x
+        self._inputs = [*map(saved.get, map(id, leaves))]
         others: dict[int, Any] = {}  # arguments that may hold tensors, by position
         if not isinstance(self._structure, tuple):
             others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
@@ -274,10 +278,13 @@ class Region:
                 instead[number] = x.detach().requires_grad_(before)
                 if self._check and x._version != version:
                     written.append(instead[number])
-        leaves = [
-            x.unpack() if isinstance(x, autograd.Saved) else _copy(x) if isinstance(x, Tensor) else x
-            for x in self._inputs
-        ]
+        given: dict[int, Any] = {}
+        for kept in self._inputs:
+            if id(kept) not in given:
+                given[id(kept)] = _copy(kept) if isinstance(kept, Tensor) else kept
+                if isinstance(kept, autograd.Saved):
+                    given[id(kept)] = kept.unpack()
+        leaves: list[Any] = [*map(given.get, map(id, self._inputs))]
         for i, (x, before) in enumerate(zip(leaves, self._requires_grad, strict=True)):
             if isinstance(x, Tensor) and x.requires_grad != before:
                 leaves[i] = x.detach().requires_grad_(before)

@@ -89,6 +89,13 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def __enter__(self) -> Any:
+        self.ignored = SAC_IGNORED_OPS
+        if any(map(torch.is_autocast_enabled, world.autocast_devices())):
+            # One run may find in the cache of autocast what the other one casts.
+            self.ignored = SAC_IGNORED_OPS | {torch.ops.aten._to_copy.default}
+        return super().__enter__()
+
 
 class Forward(_Mode):
     """The mode for the forward: asks the policy, and keeps what it saves."""
@@ -108,7 +115,7 @@ class Forward(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if func in self.ignored:
             return run_operator(func, args, kwargs)
         out, call = self._tape.run(func, args, kwargs)
         self._calls[func].append(call)
@@ -153,7 +160,7 @@ class Recompute(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if func in self.ignored:
             return run_operator(func, args, kwargs)
         i, calls = self._count[func], self._calls.get(func, [])
         self._count[func] += 1

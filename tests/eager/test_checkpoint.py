@@ -258,6 +258,15 @@ def test_reentrant_is_served_like_the_other():
     assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad((x @ w).sum(), x))
 
 
+def test_an_argument_that_is_given_twice():
+    """It is one object in all runs, also inside of another checkpoint: attention asks for that."""
+    attend = nn.MultiheadAttention(4, 2, dtype=D, batch_first=True)
+    twice = lambda *of: funcckpt.checkpoint(lambda *of: funcckpt.checkpoint(attend, *of)[0], *of)
+    q = leaf(2, 3, 4)
+    (g,) = torch.autograd.grad(twice(q, q, q).sum(), q)
+    assert_same(g, torch.autograd.grad(attend(q, q, q)[0].sum(), q)[0])
+
+
 def test_a_saved_tensor_that_f_overwrites():
     def f(x):
         y = x.sin()

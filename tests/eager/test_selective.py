@@ -207,3 +207,24 @@ def test_hooks_of_the_caller_do_not_see_what_is_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), lambda x: x):
         checkpoint(lambda x, w: (x @ w).sin() * x, leaf(3, 5), leaf(5, 5), context_fn=ours([mm]))
     assert len(packed) == 2  # the arguments
+
+
+@pytest.mark.parametrize("call", [checkpoint, torch_checkpoint])
+@pytest.mark.parametrize("is_cast_before", [True, False])
+def test_casts_in_the_cache_of_autocast(call, is_cast_before):
+    """Those of the forward are found there, or those of the recomputation."""
+
+    def step(call):
+        x, w = [
+            torch.randn(4, 4, dtype=torch.float32, generator=torch.Generator().manual_seed(i)) for i in (0, 1)
+        ]
+        w.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (x @ w).sum() if is_cast_before else 0.0
+            y = y + call(lambda x, w: ((x @ w).tanh() @ w).sum(), x, w)
+            if not is_cast_before:
+                y.backward()
+        return torch.autograd.grad(y, w) if is_cast_before else w.grad
+
+    contexts = ours(lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+    assert_same(step(functools.partial(call, context_fn=contexts)), step(lambda f, *args: f(*args)))

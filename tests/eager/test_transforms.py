@@ -10,10 +10,11 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.utils.checkpoint import CheckpointError
 
-from funcckpt import checkpoint
+from funcckpt import checkpoint, remat
 from funcckpt.errors import MutationError, OptionError
+from funcckpt.policies import nothing_saveable
 
-from .implementations import D, leaf, plain
+from .implementations import D, leaf, plain, theirs
 
 
 def test_f_with_a_transform_inside():
@@ -39,6 +40,21 @@ def test_f_with_a_transform_inside():
     state = torch.zeros(3, dtype=D)
     with pytest.raises(MutationError, match="Use funcckpt"):
         checkpoint(lambda x: grad(lambda z: z.sin().sum())(x + state.add_(1)), x)
+
+
+@pytest.mark.parametrize("around", [remat, lambda f: lambda x: checkpoint(f, x, policy=nothing_saveable)])
+def test_torchs_checkpoint_between_ours_in_a_batched_backward(around):
+    f = around(lambda x: theirs(lambda x: checkpoint(torch.exp, x), x))
+    y = f(x := leaf(3))
+    (jacobian,) = torch.autograd.grad(y, x, torch.eye(3, dtype=D), is_grads_batched=True)
+    assert_same(jacobian, y.detach().diag())
+
+
+def test_a_captured_tensor_at_the_address_of_an_earlier_one():
+    for _ in range(40):  # by chance, in two of five
+        w = leaf(2, 2)
+        loss = lambda x, w: checkpoint(lambda x: remat(lambda a: (a @ w).tanh())(x).sum(), x)
+        torch.autograd.functional.hessian(loss, (leaf(2, 2), w))
 
 
 def test_errors():
