@@ -312,7 +312,7 @@ class Region:
             for i, x in others.items():
                 leaves[i] = x
             args, kwargs = unflatten(leaves, self._structure)
-            del leaves, instead, rebuilt, contexts
+            del leaves, given, instead, rebuilt, contexts
             count, is_over = 0, False
 
             def pack(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ what the backward reads. A value is kept if it is read, or needed to compute a v
 
 This is learned once for each function, policy, and shapes and dtypes of inputs. The next run writes no tape,
 and keeps the values of the same calls. If the run took other operators or shapes, it keeps nothing, and the
-policy is asked again in each run from then on.
+policy is asked again in each run from then on, as it always is inside of a checkpoint by hooks.
 """
 
 from __future__ import annotations
