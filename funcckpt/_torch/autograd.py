@@ -258,7 +258,7 @@ class Saved:
     """A tensor that is saved as by an operator: through the active hooks, with a check of its version."""
 
     def __init__(self, x: Tensor) -> None:
-        with torch.enable_grad():
+        with torch.enable_grad(), functorch.without_levels():
             # The node lives as long as its output.
             self._output: Any = _Saving.apply(torch.empty(0, requires_grad=True), x)
 
