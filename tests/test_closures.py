@@ -118,6 +118,9 @@ def held_by(make, read):
 LIFTED |= {
     "function_attribute": held_by(lambda w: (f := lambda: None, setattr(f, "w", w))[0], lambda f: f.w),
     "defaultdict": held_by(lambda w: collections.defaultdict(lambda: 2, a=[w]), lambda o: o["a"][0] * o["b"]),
+    "own_defaultdict": held_by(
+        lambda w: type("Own", (collections.defaultdict,), {})(lambda: 2, a=[w]), lambda o: o["a"][0] * o["b"]
+    ),
     "deque": held_by(lambda w: collections.deque([w, w * 2], maxlen=2), lambda o: o[-1] + o[0]),
     "frozenset": held_by(lambda w: frozenset([w]), lambda o: next(iter(o))),
     "own_distribution": held_by(
@@ -159,6 +162,17 @@ def test_captured_as_if_given(kind, transform):
 
 def observe(kind, transform, wrap):
     return CAPTURES[transform](functools.partial(kind, wrap), tensor(3), tensor(3, seed=1))
+
+
+def test_a_trainer_of_lightning_is_not_copied():
+    """It stands for the whole program: a method of its logger has to be the same object."""
+    trainer = type("Trainer", (), {"__module__": "lightning.pytorch", "step": 0})()
+    seen, layer = [], torch.nn.Linear(2, 2)
+    layer.trainer = trainer
+    y = remat(lambda x: (seen.append(layer.trainer), layer.trainer.step, layer(x))[2])(torch.ones(2))
+    trainer.step = 1
+    y.sum().backward()
+    assert seen == [trainer, trainer]
 
 
 # What a rebuilt f cannot be given (it reads a class, a Python module, a context variable itself) is

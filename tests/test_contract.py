@@ -5,6 +5,7 @@ autograd does not notice the rebinding, since the forward is over. So the same p
 the reference, under every transform.
 """
 
+import collections
 import dataclasses
 import functools
 import random
@@ -149,6 +150,28 @@ def items_and_fields(w, x, wrap):
     items[1]["k"], data.w, data.k, data.name = 5.0, w * 0, 5.0, "cos"
     items[:] = [w * 0, {"k": 3.0}, None]
     return y
+
+
+class Output(collections.OrderedDict):
+    """As the outputs of transformers: each item is an attribute, too."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        super().__setitem__(name, value)
+
+
+class OutputOfPackage(Output):
+    __module__ = "pytest"  # any installed package
+
+
+@place
+def items_that_are_attributes(w, x, wrap):
+    for cls in (Output, OutputOfPackage):
+        out = cls()
+        out.w, out.k = w, 2.0
+        x = wrap(lambda x: ((x @ out.w * out["k"]).sin() @ out["w"] * out.k).sin())(x)  # noqa: B023
+        out.w, out.k = w * 0, 5.0
+    return x
 
 
 @place

@@ -131,8 +131,9 @@ def is_plain_python(kind: Any) -> bool:
     return len(makers) == len(bases) and types.BuiltinFunctionType not in map(type, makers)
 
 
-# Objects of these packages stand for things outside of Python, which a copy would not share.
+# Objects of these packages stand for things outside of Python, which a copy would not share; or, as a Trainer
+# of Lightning, for the whole program.
 _OPAQUE = frozenset(
-    "asyncio concurrent ctypes datetime enum io logging multiprocessing pathlib queue re socket subprocess "
-    "threading weakref".split()
+    "asyncio concurrent ctypes datetime enum io lightning logging multiprocessing pathlib pytorch_lightning "
+    "queue re socket subprocess threading weakref".split()
 )

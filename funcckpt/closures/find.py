@@ -297,7 +297,7 @@ class Found:
         own = [n for n in self.gone if self.nodes[n].kind not in (kinds.MODULE, kinds.GLOBALS)]
         self.weaken(tensors, own)
         for node in map(self.nodes.__getitem__, own):
-            if node.kind is kinds.DICT or node.kind is kinds.LIST:
+            if node.kind in (kinds.DICT, kinds.RECORD, kinds.LIST):
                 node.like = kinds.emptied(node.value)
             elif node.kind in kinds.OBJECTS and node.cls.__weakrefoffset__:
                 node.like = weakref.ref(node.value)

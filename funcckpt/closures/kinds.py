@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .code import is_library, is_plain_python, slots_of
+from .code import is_installed, is_library, is_plain_python, slots_of
 
 # Types whose values hold no tensor.
 ATOMS = frozenset(
@@ -49,6 +49,7 @@ COMPILED = Kind("_orig_mod")  # a module that torch.compile has wrapped
 TUPLE = Kind(label="item {!r}")  # or a named tuple, or a frozenset
 LIST = Kind(label="item {!r}")  # or a deque, or a set
 DICT = Kind(label="item {!r}")
+RECORD = Kind(label="item {!r}")  # a dict that may have attributes, too: they are its item `__dict__`
 CELL = Kind()
 GLOBALS = Kind(label="global {!r}")  # of a module: those that code names
 NAMESPACE = Kind(label="global {!r}")  # the same, of a module that f reaches as an object, too
@@ -113,8 +114,9 @@ def kind_of(cls: Any) -> Kind | None:
     for base, kind in _WITH_SUBCLASSES.items():
         if issubclass(cls, base):
             return SLOTTED if kind is MODULE and slots_of(cls) else kind
-    if issubclass(cls, dict) and not is_library(cls.__module__):
-        return DICT
+    if issubclass(cls, dict) and (is_installed(cls.__module__) or not is_library(cls.__module__)):
+        is_computed = any([isinstance(base.__dict__.get("__dict__"), property) for base in cls.__mro__])
+        return DICT if is_computed else RECORD
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return TUPLE
     if is_plain_python(cls):
@@ -153,6 +155,10 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
             there = {**there, **{name: getattr(value, name) for name in slots}}
         some = there if names is None else sorted(names & there.keys())
         return dict(zip(some, map(there.__getitem__, some), strict=True))
+    if kind is RECORD:  # its own methods may compute items
+        items = dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
+        attributes = getattr(value, "__dict__", value)
+        return items if attributes is value else {**items, "__dict__": attributes}
     if kind is TUPLE or kind is LIST:
         return dict(enumerate(value))
     if kind is CELL:
@@ -169,15 +175,15 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
 
 
 def emptied(value: Any) -> Any:
-    """An empty container of the same type, with the same options and attributes."""
+    """An empty container of the same type, with the same options."""
     cls: Any = type(value)
     if cls in _BUILT_IN:
         new = value.copy()
         new.clear()
         return new
     new = cls.__new__(cls)
-    if value.__dict__ is value:  # a dict whose items are its attributes, too
+    if isinstance(value, defaultdict):
+        new.default_factory = value.default_factory
+    if getattr(value, "__dict__", None) is value:  # its items are its attributes
         new.__dict__ = new
-    else:
-        new.__dict__.update(value.__dict__)
     return new

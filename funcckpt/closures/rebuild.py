@@ -24,7 +24,7 @@ from .find import Found
 from .kinds import Hole, Node
 
 _DEEPEST = 20  # tuples in each other: deeper ones are chains, and no tables
-_WRITABLE = frozenset({kinds.CELL, kinds.LIST, *kinds.MAPPINGS, *kinds.OBJECTS})
+_WRITABLE = frozenset({kinds.CELL, kinds.LIST, kinds.RECORD, *kinds.MAPPINGS, *kinds.OBJECTS})
 
 
 class Rebuilt:
@@ -197,7 +197,8 @@ def _put(kind: kinds.Kind, there: Any, before: dict[Any, Any], after: dict[Any, 
             take(there, name)
         for name, x in after.items():
             if name not in before or before[name] is not x:
-                give(there, name, x)
+                is_attributes = kind is kinds.RECORD and name == "__dict__"
+                (object.__setattr__ if is_attributes else give)(there, name, x)
 
 
 def _made_anew(node: Node) -> set[str]:
