@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from . import world
@@ -228,7 +229,8 @@ def influence(
         return jvp(lambda leaves: of_sample(leaves, *sample), (leaves,), (v,))[1]
 
     rows = []
-    with torch.no_grad(), chunks.meter or nullcontext():
+    # Fused attention has no forward mode.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), chunks.meter or nullcontext():
         for sample in _Chunks("influence", 1).split(test):
             g = grad(of_sample)(leaves, *pytree.tree_map_only(Tensor, lambda x: x[0], sample))
             v = _solve(hessian_times, g, max_iterations, tolerance)

@@ -177,6 +177,19 @@ def test_influence_of_a_model():
     assert not actual.requires_grad
 
 
+def test_influence_of_a_model_with_attention():
+    """Also with the kernels that torch has no forward mode of."""
+
+    def loss(w, x, attention=nn.functional.scaled_dot_product_attention):
+        x = x[None, None]
+        return (attention(x * w, x, x).sum() - 1).square() + w.square().sum()
+
+    by_formulas = lambda q, k, v: (q @ k.mT / 2).softmax(-1) @ v
+    w, x = torch.linspace(0.5, 1, 4, dtype=F64), torch.randn(3, 2, 4, dtype=F64)
+    expected = influence(lambda w, x: loss(w, x, by_formulas), w, (x,), (x[:2],), damping=50)
+    close(influence(loss, w, (x,), (x[:2],), damping=50), expected)
+
+
 def test_influence_errors():
     w, x = torch.zeros(3, dtype=F64), torch.randn(12, 3, dtype=F64)
     loss = lambda w, x: (x @ w - 1).square()
