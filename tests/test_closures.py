@@ -77,6 +77,16 @@ class OwnDict(dict):
     __getattr__ = dict.__getitem__
 
 
+class MadeAnew(dict):
+    def __new__(cls, w):
+        made = super().__new__(cls)
+        made.w = w
+        return made
+
+    def __init__(self, w):
+        super().__init__(k=2.0)
+
+
 LIFTED = {}
 lifted = registered(LIFTED)
 
@@ -129,6 +139,7 @@ LIFTED |= {
     ),
     "own_user_dict": held_by(lambda w: type("Own", (collections.UserDict,), {})(w=w), lambda o: o["w"]),
     "own_dict": held_by(lambda w: OwnDict(w=w), lambda o: o.w),
+    "attribute_of_a_dict": held_by(MadeAnew, lambda o: o.w * o["k"]),
     "its_own_dict": held_by(
         lambda w: (o := OwnDict(w=w), setattr(o, "__dict__", o))[0], lambda o: vars(o)["w"] * o["w"]
     ),

@@ -115,6 +115,8 @@ def kind_of(cls: Any) -> Kind | None:
         if issubclass(cls, base):
             return SLOTTED if kind is MODULE and slots_of(cls) else kind
     if issubclass(cls, dict) and (is_installed(cls.__module__) or not is_library(cls.__module__)):
+        if slots_of(cls):
+            return None  # a copy would lack what they hold
         is_computed = any([isinstance(base.__dict__.get("__dict__"), property) for base in cls.__mro__])
         return DICT if is_computed else RECORD
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
@@ -181,7 +183,8 @@ def emptied(value: Any) -> Any:
         new = value.copy()
         new.clear()
         return new
-    new = cls.__new__(cls)
+    base: Any = next(filter(_BUILT_IN.__contains__, cls.__mro__))
+    new = base.__new__(cls)  # not by the __new__ of cls, which may be the user's
     if isinstance(value, defaultdict):
         new.default_factory = value.default_factory
     if getattr(value, "__dict__", None) is value:  # its items are its attributes
