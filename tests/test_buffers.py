@@ -151,6 +151,30 @@ def test_evaluation_between_forward_and_backward(same):
     same(run)
 
 
+def test_an_update_that_leaves_a_value_as_it_was(same):
+    """The first variance is 1, as is the running one; the second call comes before the backward."""
+
+    def run(wrap):
+        w, norm = torch.ones((), dtype=F64, requires_grad=True), nn.BatchNorm1d(1, dtype=F64)
+        f = wrap(lambda x: norm(x * w).sin())
+        xs = torch.tensor([[0.0, 2, 2, 2], [0, 5, 1, 2]], dtype=F64)
+        torch.stack([f(x[:, None]) for x in xs]).sum().backward()
+        return w.grad, list(norm.buffers())
+
+    same(run)
+
+
+def test_updates_at_a_level_inside_of_another_checkpoint():
+    def run(wrap):
+        torch.manual_seed(0)
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3, dtype=F64))
+        inner = lambda x: wrap(layer)(x).square().sum()
+        loss = wrap(lambda x: torch.func.grad(inner)(x).sin().sum())
+        return torch.func.grad(loss)(tensor(4, 3)).detach(), [b.clone() for b in layer.buffers()]
+
+    assert_same(run(remat), run(no_remat))
+
+
 class Outer(nn.Module):
     def __init__(self, wrap, model):
         super().__init__()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from oracles import tensor
 from torch.func import grad, vmap
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import checkpoint, checkpoint_name, create_selective_checkpoint_contexts, policies, remat
 from funcckpt.errors import FuncckptError, InputError, OptionError
@@ -19,6 +20,7 @@ from funcckpt.policies.policies import Chooser
 from funcckpt.tape import recording
 
 pytestmark = pytest.mark.usefixtures("small_sizes_matter")
+aten = torch.ops.aten
 
 
 B, N, D, H = 3, 6, 8, 2
@@ -232,6 +234,46 @@ def test_another_way_inside_of_a_checkpoint():
         y = checkpoint(lambda x: (kept(x).exp() * x.cos()).sin(), x)
         want = (f(x).exp() * x.cos()).sin()
         assert_close(torch.autograd.grad(y.sum(), w), torch.autograd.grad(want.sum(), w))
+
+
+@pytest.mark.parametrize("checkpointed", [checkpoint, torch_checkpoint], ids=["ours", "torch"])
+def test_policies_inside_of_each_other_and_of_checkpoints(checkpointed):
+    """A checkpoint by hooks has to meet the same saved tensors again."""
+    x, w = tensor(3, requires_grad=True), tensor(3, seed=1, requires_grad=True)
+    kept = lambda f, op: remat(f, policy=[op])
+    hooked = lambda f: functools.partial(checkpointed, f, use_reentrant=False)
+
+    def layers(kept, x):
+        for n in (1, 2, 3, 4):
+            layer = kept(lambda x: (x * n).tanh(), aten.tanh.default)  # noqa: B023
+            x = kept(lambda x: layer(x), aten.tanh.default)(x)  # noqa: B023
+        return x
+
+    def between(kept, hooked, x):
+        layer = kept(lambda x: (x + w).tanh(), aten.tanh.default)
+        return kept(hooked(lambda x: layer(x).exp().sin()), aten.exp.default)(x) * w
+
+    plain, as_it_is = lambda f, op: f, lambda f: f
+    for found, expected in (
+        (hooked(lambda x: layers(kept, x)), lambda x: layers(plain, x)),
+        (lambda x: between(kept, hooked, x), lambda x: between(plain, as_it_is, x)),
+    ):
+        expected, found = [
+            torch.autograd.grad(f(x).sum(), [x, w], allow_unused=True) for f in (expected, found)
+        ]
+        assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
+
+
+def test_inference_tensors_are_not_kept():
+    x, w, means = tensor(3), tensor(3, requires_grad=True), []
+
+    def f(x):
+        with torch.inference_mode():
+            means[:] = [x.detach().sum()]
+        return (x * w).tanh()
+
+    run = lambda f: torch.autograd.grad(f(x).sum(), w)
+    assert_close(run(remat(f, policy=policies.everything_saveable)), run(f))
 
 
 # The same by fraction of what the backward reads.

@@ -247,6 +247,12 @@ def is_torch_checkpoint(hooks: Hooks | None) -> bool:
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
+def is_checkpoint(hooks: Hooks | None) -> bool:
+    """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
+    ours = hooks is not None and getattr(hooks[0], "__module__", None) == "funcckpt.eager.region"
+    return ours or is_torch_checkpoint(hooks)
+
+
 class _Saving(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, x: Tensor) -> Tensor:

@@ -220,6 +220,11 @@ class Found:
         """The buffers of modules in training."""
         return [x for buffers in self._training for x in buffers.values() if isinstance(x, Tensor)]
 
+    def of_same_modules(self, buffers: set[int]) -> set[int]:
+        """The ids of buffers, and of all buffers of the same modules."""
+        modules = [{*map(id, of_one.values())} for of_one in self._training]
+        return buffers.union(*[ids for ids in modules if not ids.isdisjoint(buffers)])
+
     # -- changes since the call -----------------------------------------------------------------------
 
     def changed(self) -> set[int]:

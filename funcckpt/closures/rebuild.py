@@ -169,6 +169,14 @@ class Rebuilt:
                 _put(node.kind, node.value, before, after)
 
 
+def put_back(found: Found) -> None:
+    """Undo what f has assigned since the call."""
+    for number in found.changed():
+        node = found.nodes[number]
+        if node.kind in _WRITABLE or node.kind in kinds.FIXED:
+            _put(node.kind, node.value, kinds.read(node.kind, node.value, node.names), node.content)
+
+
 @functools.lru_cache(maxsize=4096)
 def _without_finalizer(cls: Any) -> Any:
     """The class of a copy: its end must not run `__del__`, which would close what the original still uses."""

@@ -51,7 +51,7 @@ class Call(UserProgram):
     # has stored there. Inside of f these levels are others, so they are returned beside the outputs.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
-    _beside = 0  # their number
+    _beside = 0  # how many tensors are returned beside the outputs: these, and updated buffers
 
     def __init__(
         self, f: Any, name: str, options: Options, args: Any, kwargs: Any, lifts_all: bool = False
@@ -133,11 +133,11 @@ class Call(UserProgram):
             if self.kept is not None:
                 self.kept.tensors = []
                 self.kept = None
-        count = len(outputs) - len(self._stored)
-        returned = dict(zip(map(id, self._stored), outputs[count:], strict=True))
-        outputs, self._stored = outputs[:count], ()
+        count = len(outputs) - self._beside
+        outputs, beside = outputs[:count], outputs[count:]
+        returned, self._stored = dict(zip(map(id, self._stored), beside, strict=False)), ()
         if self._buffers is not None:
-            outputs = self._buffers.settle(outputs)
+            self._buffers.settle(beside)
         unwrap_stored(self.found, self._assigned, lambda x: returned.get(id(x), wrappers.alive(x)))
         self.seal()
         assert self._outputs is not None
@@ -284,24 +284,24 @@ class Call(UserProgram):
                 bound.append(x)
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
-        self._beside = len(bound)
-        beside: Sequence[Tensor] = ()
+        beside = [*map(wrappers.alive, bound)]
         if buffers is not None:
-            buffers.note(inputs, before)
-            beside = buffers.outputs(inputs)
-        return (*outputs, *beside, *map(wrappers.alive, bound))
+            beside += buffers.updated(inputs, before)
+        self._beside = len(beside)
+        return (*outputs, *beside)
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
         versions = tensors.versions_of([*map(_tensor, self._constants)])
-        for i, ((x, before), version) in enumerate(zip(self._constants, versions, strict=True)):
-            is_written, update = version != before, updates.get(id(x))
-            if update is None:
-                if is_written:
-                    raise tensors.changed_inside(f"remat({self.name})", x, self.found.where(id(x)))
-            elif is_written or not tensors.is_same(x, update):
-                self._updated[id(x)] = update
+        pairs = zip(self._constants, versions, strict=True)
+        written = {id(x) for (x, before), version in pairs if version != before}
+        candidates = [(x, updates[id(x)]) for x, _ in self._constants if id(x) in updates]
+        self._updated = tensors.updated(self.found, candidates, written)
+        for i, (x, _) in enumerate(self._constants):
+            if id(x) in self._updated:
                 self._constants[i] = x, None
+            elif id(x) in written:
+                raise tensors.changed_inside(f"remat({self.name})", x, self.found.where(id(x)))
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tracked, end = [x for x in self.found.tensors.values() if x.requires_grad], autograd.LEAF
@@ -336,10 +336,8 @@ class Call(UserProgram):
             is_updated = self._buffers is not None and i in self._buffers
             if (x := ref()) is not None and tensors.version_of(x) != version and not is_updated:
                 raise self._changed_between(x, self.where(i))
-        buffers: Sequence[Tensor] = ()
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
-            buffers = self._buffers.outputs(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
         hidden, first_node = {}, 0
         if self._own_or_hidden:
@@ -380,7 +378,7 @@ class Call(UserProgram):
                 'as arguments, or turn this check off with determinism_check="none".'
             )
         # What the first run returned beside them has no gradient.
-        return (*again.as_in(self._outputs), *buffers, *[torch.empty(0)] * self._beside)
+        return (*again.as_in(self._outputs), *[torch.empty(0)] * self._beside)
 
     def _mapped(self, inputs: Tensors) -> dict[int, Tensor]:
         """By id: the tensors that replace captured ones in a recomputation."""
@@ -396,7 +394,7 @@ class Call(UserProgram):
                 if key not in self.found.places and key not in self._own_or_hidden:
                     raise net.not_given(self, f"that requires grad ({describe(x)})")
         if self._updated:
-            with unwatched():
+            with unwatched(), functorch.without_levels():  # f itself updates them, as in the first run
                 mapped |= {key: update.clone() for key, update in self._updated.items()}
         return mapped
 

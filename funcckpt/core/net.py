@@ -27,6 +27,11 @@ from .tensors import Tensors, versions_of
 
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program after the first run of its function, and record nothing."""
+    if autograd.top_saved_tensors_hooks() is not None:
+        # What autograd records inside is let go, so the hooks of the caller need not see it. They would take
+        # tensors out of their levels, and transforms inside of f refuse them.
+        with autograd.hooks_asleep():
+            return run(program, inputs)
     if not torch.is_grad_enabled():
         return recompute.run(program, inputs)
     with torch.no_grad():
@@ -41,6 +46,11 @@ def run_first(
     Gives the outputs; for each whether it depends on an input that requires grad in plain autograd, or on a
     captured tensor; and those captured tensors. The source learns which captured inputs no output depends on.
     """
+    if (hooks := autograd.top_saved_tensors_hooks()) is not None:  # as in `run`
+        if autograd.is_checkpoint(hooks):
+            source.chooser = None  # it counts what is saved, and another run may keep something else
+        with autograd.hooks_asleep():
+            return run_first(program, source, inputs, layers)
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     versions = versions_of(inputs)
     differentiated = (*compress(range(len(inputs)), map(wrappers.require_grad, inputs)),)
@@ -64,7 +74,7 @@ def run_first(
             outputs = program.run(*given)
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
     elif record is not None:
-        with autograd.hooks_asleep(), record:
+        with record:
             outputs = program.run(*given)
             record.note_graph(outputs, first_node)
     else:

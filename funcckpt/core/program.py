@@ -222,9 +222,8 @@ class Jvp(Derived):
     active: tuple[int, ...] = ()
 
     def run(self, *inputs: Tensor) -> Tensors:
-        # Some backward formulas inside of the program are differentiable only with grad mode on. Hooks of the
-        # caller for saved tensors may lose the tangents of this level.
-        with functorch.jvp_level() as level, torch.enable_grad(), autograd.hooks_asleep():
+        # Some backward formulas inside of the program are differentiable only with grad mode on.
+        with functorch.jvp_level() as level, torch.enable_grad():
             duals = wrappers.wrapped_for_grad(inputs[: self.arity], level)
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
                 duals[i] = forward_ad.make_dual(duals[i], t, level=0)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
+from ..closures import Found
 from ..errors import MutationError, describe
 from ..tape.tape import unwatched
 
@@ -188,6 +189,17 @@ def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
         }
 
 
+def updated(found: Found, buffers: Sequence[tuple[Tensor, Tensor]], written: set[int]) -> dict[int, Tensor]:
+    """By id: the values before the first run of the buffers that it has updated.
+
+    `buffers` are candidates with their values before; `written` the ids of those whose version tells it.
+    """
+    # An update may leave a value as it was, but hardly those of all buffers of a module.
+    different = {id(x) for x, before in buffers if id(x) in written or not is_same(x, before)}
+    ids = found.of_same_modules(different)
+    return {id(x): before for x, before in buffers if id(x) in ids}
+
+
 class GivenBuffers:
     """Inputs that may be buffers, as `functional_call` gets them.
 
@@ -222,21 +234,16 @@ class GivenBuffers:
                 given[i] = inputs[i].clone() if x is None or i in self._at_levels else x
         return (*given,)
 
-    def note(self, inputs: Tensors, before: Tensors) -> None:
-        """Find the buffers of levels that the first run has updated."""
+    def updated(self, inputs: Tensors, before: Tensors) -> list[Tensor]:
+        """The buffers of levels that the first run has updated. They are returned beside the outputs of f."""
         for i in [*self._at_levels]:
             if not inputs[i]._version and is_same(inputs[i], wrappers.physical(before[i])[0]):
                 self._at_levels.remove(i)
-
-    def outputs(self, inputs: Tensors) -> list[Tensor]:
-        """The updated buffers of levels, which are returned beside the outputs of f."""
         return [inputs[i] for i in self._at_levels]
 
-    def settle(self, outputs: Tensors) -> Tensors:
-        """After the first run: update the buffers of levels, and return the outputs of f alone."""
-        count = len(outputs) - len(self._at_levels)
+    def settle(self, updated: Sequence[Tensor]) -> None:
+        """After the first run: update the buffers of levels with the last of what f returned."""
         with torch.no_grad():
-            for i, updated in zip(self._at_levels, outputs[count:], strict=True):
-                self._originals[i].copy_(updated)
+            for i, x in zip(reversed(self._at_levels), reversed(updated), strict=False):
+                self._originals[i].copy_(x)
         self._originals = dict.fromkeys(self._originals)
-        return outputs[:count]

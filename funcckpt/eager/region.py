@@ -30,7 +30,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Found, Rebuilt
+from ..closures import Found, Rebuilt, put_back
 from ..core import tensors
 from ..core.call import check_no_opacus
 from ..core.flat import flatten, unflatten
@@ -38,6 +38,7 @@ from ..errors import CheckpointError, MutationError, describe
 from ..policies import Policy
 from ..remat import name_and_check, name_of
 from ..tape.operators import run_operator, tensors_in
+from ..tape.tape import unwatched
 from . import patched
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -94,6 +95,9 @@ def title(f: Callable[..., Any]) -> str:
 
 class _Stop(BaseException):
     """All slots have their tensor. A BaseException, so that f does not catch it by accident."""
+
+
+_NOTHING = nullcontext()
 
 
 class Region:
@@ -186,10 +190,7 @@ class Region:
 
     def _settle_updates(self) -> None:
         """Keep the old values of the buffers that f has updated so far; only these matter."""
-        written = {*map(id, self._changed())}
-        updated = {
-            id(x): before for x, before in self._buffers if id(x) in written or not tensors.is_same(x, before)
-        }
+        updated = tensors.updated(self._found, self._buffers, {*map(id, self._changed())})
         self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
         self._instead.update(updated)
         for number in updated:
@@ -198,6 +199,7 @@ class Region:
     def undo(self) -> None:
         """After an exception: restore the state before the forward."""
         world.set_streams(self._states)
+        put_back(self._found)
         for x, before in self._buffers:
             with torch.no_grad(), autograd.version_kept(x):
                 x.copy_(before)
@@ -244,7 +246,8 @@ class Region:
         with self._lock:
             # Some tensors are read twice in a backward: in double backward, what `exp_` saves of a view.
             if key not in slot:
-                self._recompute(key)
+                with unwatched() if functorch.number_of_dispatch_modes() else _NOTHING:
+                    self._recompute(key)
                 if isinstance(key, int):
                     forget = weakref.WeakMethod(self._forget)
                     autograd.at_end_of_backward(lambda: (method := forget()) and method(key))
@@ -368,12 +371,6 @@ class Region:
             f"{text}.\n\nOperations executed during the original forward:\n\n{forward}\n\n"
             f"Operations executed during recomputation:\n\n{recompute}"
         )
-
-
-def is_of_checkpoint(hooks: autograd.Hooks | None) -> bool:
-    """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
-    ours = hooks is not None and getattr(hooks[0], "__module__", None) == __name__
-    return ours or autograd.is_torch_checkpoint(hooks)
 
 
 def _copy(x: Tensor) -> Tensor:

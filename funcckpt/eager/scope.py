@@ -34,7 +34,8 @@ from .._torch import autograd, functorch, wrappers
 from ..core.tensors import version_of
 from ..errors import TransformError
 from ..tape.operators import TensorMeta, is_plain, is_subclass_first, results, run_operator, written
-from .region import Versioned, is_of_checkpoint
+from ..tape.tape import unwatched
+from .region import Versioned
 
 _REFUSED = (
     "checkpoint_scope works by saved-tensor hooks, which torch.func transforms refuse. Use remat there, with "
@@ -276,7 +277,8 @@ class _Block(TorchDispatchMode):
                 task = autograd.graph_task()
                 # Outside of a backward, only the slot that is read is filled.
                 slots = [slot] if task in (-1, self._replayed) else [ref() for ref in [*self._slots]]
-                self._replay([s for s in slots if s is not None and s.value is None])
+                with unwatched():
+                    self._replay([s for s in slots if s is not None and s.value is None])
                 self._replayed = task
             x, slot.value = slot.value, None
         assert x is not None
@@ -333,7 +335,7 @@ def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
     found, block = _find(x), _current()
     # A block keeps tensors of other blocks. So does a checkpoint: its recomputation must save the same number
     # of tensors, whichever blocks can still be replayed then.
-    if found is None or (found[0] is not block and (block is not None or is_of_checkpoint(below))):
+    if found is None or (found[0] is not block and (block is not None or autograd.is_checkpoint(below))):
         return _Kept(x, below)
     if found[1].version not in (None, version_of(x)):
         return _Kept(x, below)  # written to after the block: a replay gives the old value
@@ -357,7 +359,7 @@ class ScopedTensor(Tensor):
         hooks: AbstractContextManager[Any] = nullcontext()
         # Not inside of a checkpoint: in its recomputation the same tensor is plain, and both runs must save
         # the same.
-        in_checkpoint = any(map(is_of_checkpoint, autograd.saved_tensors_hooks()))
+        in_checkpoint = any(map(autograd.is_checkpoint, autograd.saved_tensors_hooks()))
         if torch.is_grad_enabled() and _current() is None and autograd.may_push_hooks() and not in_checkpoint:
             hooks = saved_tensors_hooks(functools.partial(_pack, autograd.top_saved_tensors_hooks()), _unpack)
         with autograd.subclasses_asleep(), hooks:

@@ -84,6 +84,8 @@ def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
 
 class _Mode(TorchDispatchMode):
     sees_names = True
+    # False in recomputations, which `unwatched` excepts: f may take a gradient itself.
+    in_f = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -115,7 +117,7 @@ class Forward(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self.ignored:
+        if func in self.ignored or not self.in_f:
             return run_operator(func, args, kwargs)
         out, call = self._tape.run(func, args, kwargs)
         self._calls[func].append(call)
@@ -160,7 +162,7 @@ class Recompute(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self.ignored:
+        if func in self.ignored or not self.in_f:
             return run_operator(func, args, kwargs)
         i, calls = self._count[func], self._calls.get(func, [])
         self._count[func] += 1

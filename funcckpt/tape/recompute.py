@@ -191,7 +191,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     if replay is None:
         return program.run(*inputs)
     try:
-        with ExitStack() as replay.active, autograd.hooks_asleep():
+        with ExitStack() as replay.active:
             replay.active.enter_context(replay)
             outputs = program.run(*inputs)
         if replay.was_read or any([x() is not None for x in replay.placeholders]):

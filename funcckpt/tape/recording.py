@@ -5,7 +5,9 @@ what the backward reads. A value is kept if it is read, or needed to compute a v
 
 This is learned once for each function, policy, and shapes and dtypes of inputs. The next run writes no tape,
 and keeps the values of the same calls. If the run took other operators or shapes, it keeps nothing, and the
-policy is asked again in each run from then on, as it always is inside of a checkpoint by hooks.
+policy is asked again in each run from then on.
+
+Inside of a checkpoint by hooks nothing is kept: it counts what is saved, and another run may keep less.
 """
 
 from __future__ import annotations
@@ -63,14 +65,12 @@ class Record(Watch):
         # The storages of values held without a tape: numbers do not show to which tensor an operator writes.
         self._storages: set[int] = set()
         self._key: Any = (chooser.known, program.source.codes, *steps_of(program))
-        # A checkpoint by hooks around it must meet the same saved tensors again, whatever ran in between.
-        self._uses_plans = chooser.known is not None and autograd.top_saved_tensors_hooks() is None
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
         looks = [(wrappers.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs]
         self._key = *self._key, *looks
-        if self._uses_plans and (plan := _plans.get(self._key)) is not None:
+        if self._chooser.known is not None and (plan := _plans.get(self._key)) is not None:
             self.tape, (self.known, self._last) = None, plan
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -90,6 +90,8 @@ class Record(Watch):
             decision = self._chooser.decides(func, args, kwargs, out)
             for i in call.outputs if decision.keep else ():
                 x = out if call.count is None else out[i]
+                if x.is_inference():
+                    continue  # the graph refuses to save it
                 try:
                     call.values[i] = autograd.alias(x)
                 except RuntimeError:
@@ -142,7 +144,7 @@ class Record(Watch):
                 values, call.values = {i: x for i, x in call.values.items() if (index, i) in used}, {}
                 if index not in again and (values or call.may_skip):
                     kept.keep(call, values)
-            if self._uses_plans and key not in _plans:
+            if self._chooser.known is not None and key not in _plans:
                 _plans[key] = kept.calls, self.number
         for away in filter(None, kept.places):
             away.is_about_to_be_written()  # the caller may write to it, if it is an output

@@ -213,8 +213,11 @@ def watch_of(source: Any) -> Watch | None:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """A block of operators that are not those of f (copies of buffers). Another run may have others."""
-    watches = [m for m in functorch.dispatch_modes() if isinstance(m, Watch) and m.in_f]
+    """A block of operators that are not those of f: copies of buffers, recomputations by hooks.
+
+    Another run may have others.
+    """
+    watches: list[Any] = [m for m in functorch.dispatch_modes() if getattr(m, "in_f", False)]
     for watch in watches:
         watch.in_f = False
     try:

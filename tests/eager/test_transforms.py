@@ -42,6 +42,25 @@ def test_f_with_a_transform_inside():
         checkpoint(lambda x: grad(lambda z: z.sin().sum())(x + state.add_(1)), x)
 
 
+def test_what_f_assigns_before_a_transform_inside():
+    def run(call):
+        torch.manual_seed(5)
+        counter, x = nn.Module(), leaf(3)
+        counter.n, counter.sums, counter.mean = 0, {"x": 0.0}, torch.zeros(3, dtype=D)
+
+        def f(x):
+            counter.n += 1
+            counter.sums["x"] += x.sum().item()
+            counter.mean = counter.mean / 2 + x.detach()
+            return grad(lambda x: x.sin().sum())(x) * counter.n + counter.mean * counter.sums["x"]
+
+        y = call(f, call(f, x))
+        y.sum().backward()
+        return y.detach(), x.grad, counter.n, counter.sums, counter.mean
+
+    assert_same(run(checkpoint), run(plain))
+
+
 @pytest.mark.parametrize("around", [remat, lambda f: lambda x: checkpoint(f, x, policy=nothing_saveable)])
 def test_torchs_checkpoint_between_ours_in_a_batched_backward(around):
     f = around(lambda x: theirs(lambda x: checkpoint(torch.exp, x), x))
