@@ -587,6 +587,47 @@ def test_what_f_stores_inside_of_others_is_there_in_the_next_call(wrap):
     assert_same(run(wrap), run(no_remat))
 
 
+Pair = collections.namedtuple("Pair", "new old")
+# What a function keeps of its last call, with the new value.
+HISTORIES = {
+    "tuple": lambda old, new: (*(old or ())[-1:], new),
+    "dict": lambda old, new: {**(old or {}), len(old or {}): new},
+    "deque": lambda old, new: collections.deque([*(old or ()), new], maxlen=2),
+    "named tuple": Pair,
+    "object": lambda old, new: types.SimpleNamespace(old=[old], new=new),
+    "dataclass": lambda old, new: Data(new, old),
+}
+
+
+def total_of(x):
+    if isinstance(x, torch.Tensor):
+        return x.sum()
+    parts = (
+        x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list, collections.deque)) else ()
+    )
+    return sum(map(total_of, [*parts, *getattr(x, "__dict__", {}).values()]))
+
+
+@pytest.mark.parametrize("kept", [torch.detach, lambda x: x], ids=["detached", "argument"])
+@pytest.mark.parametrize("transforms", STACKS, ids=".".join)
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_history(name, transforms, kept, wrap):
+    def program(wrap):
+        def run(x, w):
+            holder = types.SimpleNamespace(history=None)
+
+            def f(x):
+                holder.history = HISTORIES[name](holder.history, kept(x))
+                return (x @ w).sin() * total_of(holder.history)
+
+            f = wrap(f)
+            return f(f(x)) * total_of(holder.history)
+
+        return run
+
+    check(program, transforms, wrap)
+
+
 def test_the_page_names_tests_that_exist():
     names = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text())
     assert len(names) > 20

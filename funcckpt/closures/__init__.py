@@ -5,6 +5,6 @@ whether it has changed), `rebuild` (f around other tensors).
 """
 
 from .find import Found
-from .rebuild import Rebuilt, put_back, stored, unwrap_stored
+from .rebuild import Rebuilt, exchange_stored, put_back, stored
 
-__all__ = ["Found", "Rebuilt", "put_back", "stored", "unwrap_stored"]
+__all__ = ["Found", "Rebuilt", "exchange_stored", "put_back", "stored"]

@@ -36,7 +36,7 @@ class Rebuilt:
     def __init__(self, found: Found, mapped: dict[int, Tensor], changed: Iterable[int] = ()) -> None:
         self._nodes = found.nodes
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
-        # The replacement of each object, by id of the original; `_originals` is the inverse.
+        # The replacement of each object, by id of the original; `originals` is the inverse.
         self._built: dict[int, Any] = {**mapped}
         for number, x in mapped.items():
             original = found.tensors.get(number)
@@ -44,7 +44,8 @@ class Rebuilt:
             x.__dict__.update(marks | x.__dict__)
             if nn.Parameter in type(original).__mro__:
                 x._is_param = True  # type: ignore[attr-defined]
-        self._originals = {id(x): found.tensors.get(number) for number, x in mapped.items()}
+        known = found.tensors
+        self.originals: dict[int, Any] = {id(x): known[n] for n, x in mapped.items() if n in known}
         # The initial content of copies to which f may write.
         self._placed: dict[int, dict[Any, Any]] = {}
         # Classes and context variables, with their content now and during the run.
@@ -139,12 +140,12 @@ class Rebuilt:
             else:
                 new = cls(*parts)
             self._built[number] = new
-        self._originals.setdefault(id(new), value)
+        self.originals.setdefault(id(new), value)
         return new
 
     def write_back(self) -> None:
         """Repeat on the originals what f assigned to copies in its first run."""
-        get, assigned, self._placed = self._originals.get, self._placed, {}
+        get, assigned, self._placed = self.originals.get, self._placed, {}
         for node, now, then in self._put_back:
             after = kinds.read(node.kind, node.value, node.names)
             for name in then.keys() - after.keys():
@@ -217,46 +218,48 @@ def _made_anew(node: Node) -> set[str]:
     return {name.rpartition("_")[0] for name in node.value._parameters}
 
 
-def unwrap_stored(found: Found, changed: Iterable[int], alive: Callable[[Tensor], Tensor]) -> None:
-    """Take the tensors that f stored out of the levels at which it ran, once these are over, by `alive`.
+def exchange_stored(
+    found: Found, changed: Iterable[int], instead: dict[int, Any], alive: Callable[[Tensor], Tensor]
+) -> set[int]:
+    """Exchange what f stored in `changed` objects: by `instead`, which has objects by id, or else by `alive`.
 
-    Also those in tuples, lists and dicts that f has made and stored, but not those in other objects.
+    Also in the containers and objects that f has made and stored. Returns the ids of all that was looked at.
     """
-    # Torch takes away only one level that is over, and would refuse what f stores in its next call.
     places: list[Any] = [*map(found.nodes.__getitem__, changed)]
-    instead: dict[int, Any] = dict.fromkeys(found.nodes) if places else {}
+    if not places:
+        return set()
+    # By id: what is there after this, also of what is not exchanged. What was there at the call stays.
+    after: dict[int, Any] = {number: node.value for number, node in found.nodes.items()} | instead
     for node in places:
         now = kinds.read(node.kind, node.value, node.names)
-        after = {name: _taken_out(x, alive, instead, places) for name, x in now.items()}
-        if not all(map(operator.is_, after.values(), now.values())):
-            _put(node.kind, node.value, now, after)
+        then = {name: _exchanged(x, after, alive, places) for name, x in now.items()}
+        if not all(map(operator.is_, then.values(), now.values())):
+            _put(node.kind, node.value, now, then)
+    return {*after}
 
 
-def _taken_out(
-    x: Any, alive: Callable[[Tensor], Tensor], instead: dict[int, Any], places: list[Any], depth: int = 0
+def _exchanged(
+    x: Any, after: dict[int, Any], alive: Callable[[Tensor], Tensor], places: list[Any], depth: int = 0
 ) -> Any:
-    """What takes the place of `x`. Adds to `places` the lists and dicts that f has made.
-
-    `instead` has, by id, what was there at the call (None), and what takes the place of what f has made.
-    """
+    """What takes the place of `x`. Adds to `places` what f has made and can be changed."""
     cls: Any = type(x)
-    if kinds.kind_of(cls) is kinds.TENSOR:
-        return alive(x)
-    if cls not in (tuple, list, dict):
-        return x
-    if id(x) not in instead:
-        instead[id(x)] = x
-        if cls is not tuple:
-            places.append(Node(kinds.LIST if cls is list else kinds.DICT, cls, x, {}, 0, ""))
-        elif depth < _DEEPEST:
-            items = [_taken_out(item, alive, instead, places, depth + 1) for item in x]
+    kind: Any = None if cls in kinds.ATOMS else kinds.kind_of(cls)
+    if id(x) not in after:
+        if kind is kinds.TENSOR:
+            after[id(x)] = alive(x)
+        elif kind is kinds.TUPLE and depth < _DEEPEST:
+            after[id(x)] = x
+            items = [_exchanged(item, after, alive, places, depth + 1) for item in x]
             if any(map(operator.is_not, items, x)):
-                instead[id(x)] = (*items,)
-    return instead[id(x)] or x
+                after[id(x)] = frozenset(items) if cls is frozenset else tuple.__new__(cls, items)
+        elif kind in _WRITABLE:
+            after[id(x)] = x
+            places.append(Node(kind, cls, x, {}, 0, ""))
+    return after.get(id(x), x)
 
 
-def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool, str]]:
-    """The tensors that f stored in `changed` objects in its first run; whether as an item, and where."""
+def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that f stored in `changed` objects in its first run, and where."""
     for number in changed:
         node = found.nodes[number]
         of_library = node.kind is kinds.MODULE and is_library(node.cls.__module__)
@@ -271,4 +274,4 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, bool,
                         if "cache" in repr(node.cls).lower()
                         else ""
                     )
-                    yield x, x is value, found.path(number, key) + of
+                    yield x, found.path(number, key) + of

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Found, Rebuilt, stored, unwrap_stored
+from ..closures import Found, Rebuilt, exchange_stored, stored
 from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
@@ -100,6 +100,8 @@ class Call(UserProgram):
         self._unused: dict[int, Tensor] = {}
         # The ids of leaves that f has made for a checkpoint inside of it, or that the search did not find.
         self._own_or_hidden: set[int] = set()
+        # By id: the numbers of inputs that f has stored. The caller gets the tensors that it has given.
+        self._given: dict[int, int] = {}
         self._streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states: world.States | None = None
         # Where the first run left the streams, if it drew from them.
@@ -135,10 +137,12 @@ class Call(UserProgram):
                 self.kept = None
         count = len(outputs) - self._beside
         outputs, beside = outputs[:count], outputs[count:]
-        returned, self._stored = dict(zip(map(id, self._stored), beside, strict=False)), ()
+        returned = dict(zip(map(id, self._stored), beside, strict=False))
+        returned |= {number: handed_back[i] for number, i in self._given.items()}
+        self._stored, self._given = (), {}
         if self._buffers is not None:
             self._buffers.settle(beside)
-        unwrap_stored(self.found, self._assigned, lambda x: returned.get(id(x), wrappers.alive(x)))
+        exchange_stored(self.found, self._assigned, returned, wrappers.alive)
         self.seal()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
@@ -261,9 +265,9 @@ class Call(UserProgram):
         if content is not None:
             self._arguments.check_unchanged(self.name, content, args, kwargs)
         if gradients:
-            given = {id(x): self.where(i) for i, x in enumerate(inputs)}
+            names = {id(x): self.where(i) for i, x in enumerate(inputs)}
             tensors.check_gradients(
-                gradients, f"remat({self.name})", lambda number: given.get(number) or found.where(number)
+                gradients, f"remat({self.name})", lambda number: names.get(number) or found.where(number)
             )
         if self._constants:
             self._settle_updates(updates)
@@ -271,16 +275,22 @@ class Call(UserProgram):
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
         self._assigned = found.changed()
         self._stored = bound = []
-        for x, is_item, where in stored(found, self._assigned):
+        # The program's inputs stand for captured tensors, also in tuples and lists that f has made of them.
+        originals = {} if rebuilt is None else rebuilt.originals
+        reached = exchange_stored(found, self._assigned, originals, lambda x: x)
+        given = {id(x): i for i, x in enumerate(inputs)}
+        for x, where in stored(found, self._assigned):
             if wrappers.is_over(x):
                 continue
-            is_bound, may_stay = wrappers.is_bound(x), wrappers.is_constant(x)
-            if id(x) in map(id, inputs) or not may_stay or (is_bound and not is_item):
+            is_bound, is_given = wrappers.is_bound(x), id(x) in given
+            if not (is_given or wrappers.is_constant(x)) or ((is_given or is_bound) and id(x) not in reached):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
-                    "be lost. Return it, or store a detached copy (under vmap not inside of another object)."
+                    "be lost. Return it, or store a detached copy (under vmap not inside of a function)."
                 )
-            if is_bound:
+            if is_given:
+                self._given[id(x)] = given[id(x)]
+            elif is_bound:
                 bound.append(x)
         if self._options.determinism_check == "values" and not functorch.is_tracing():
             self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
