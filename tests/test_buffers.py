@@ -151,17 +151,33 @@ def test_evaluation_between_forward_and_backward(same):
     same(run)
 
 
-def test_an_update_that_leaves_a_value_as_it_was(same):
+@pytest.mark.parametrize("given", ["own", "captured", "argument"])
+def test_an_update_that_leaves_a_value_as_it_was(same, given):
     """The first variance is 1, as is the running one; the second call comes before the backward."""
 
     def run(wrap):
         w, norm = torch.ones((), dtype=F64, requires_grad=True), nn.BatchNorm1d(1, dtype=F64)
-        f = wrap(lambda x: norm(x * w).sin())
+        norm.register_buffer("mask", torch.ones(2, 2))
+        buffers = {name: b.clone() for name, b in norm.named_buffers()}
+        if given == "own":
+            f = lambda x, _: norm(x * w).sin()
+        else:
+            f = lambda x, own: functional_call(norm, own or buffers, (x * w,)).sin()
         xs = torch.tensor([[0.0, 2, 2, 2], [0, 5, 1, 2]], dtype=F64)
-        torch.stack([f(x[:, None]) for x in xs]).sum().backward()
-        return w.grad, list(norm.buffers())
+        f, of = wrap(f), buffers if given == "argument" else None
+        y = torch.stack([f(x[:, None], of) for x in xs]).sum()
+        y.backward()
+        return w.grad, list(norm.buffers()), buffers
 
     same(run)
+
+
+def test_only_statistics_are_copied_beside_an_update():
+    norm = nn.BatchNorm1d(3, dtype=F64)
+    norm.register_buffer("mask", torch.ones(4, 4, dtype=F64))
+    y = remat(lambda x: norm(x) * norm.mask[0, 0])(tensor(4, 3, requires_grad=True))
+    held = y.grad_fn.program.source.held()
+    assert sorted(x.numel() for x in held if not any(x is b for b in norm.buffers())) == [1, 3, 3, 3, 3]
 
 
 def test_updates_at_a_level_inside_of_another_checkpoint():

@@ -21,6 +21,7 @@ from support import WRAPS, registered
 from torch import nn
 
 from funcckpt import ClosureError, EscapeError, MutationError, remat
+from funcckpt.closures import Found
 
 GLOBAL = None
 MODULE = types.ModuleType("weights")
@@ -87,6 +88,29 @@ class MadeAnew(dict):
         super().__init__(k=2.0)
 
 
+class AttributeDict(OwnDict):
+    __slots__ = ()
+    __setattr__ = dict.__setitem__
+
+
+class Batch(dict):
+    def __len__(self):
+        return len(self["x"])
+
+
+class Computed(dict):
+    """As in the package munch."""
+
+    __dict__ = property(dict)
+
+    def __init__(self, default, **items):
+        super().__init__(**items)
+        object.__setattr__(self, "default", default)
+
+    def copy(self):
+        return Computed(self.default, **self)
+
+
 LIFTED = {}
 lifted = registered(LIFTED)
 
@@ -140,6 +164,9 @@ LIFTED |= {
     "own_user_dict": held_by(lambda w: type("Own", (collections.UserDict,), {})(w=w), lambda o: o["w"]),
     "own_dict": held_by(lambda w: OwnDict(w=w), lambda o: o.w),
     "attribute_of_a_dict": held_by(MadeAnew, lambda o: o.w * o["k"]),
+    "dict_without_attributes": held_by(lambda w: AttributeDict(w=w), lambda o: o.w),
+    "dict_with_a_length": held_by(lambda w: Batch(x=w), lambda o: o["x"] * len(o)),
+    "computed_attributes": held_by(lambda w: Computed(2, w=w), lambda o: o["w"] * o.default),
     "its_own_dict": held_by(
         lambda w: (o := OwnDict(w=w), setattr(o, "__dict__", o))[0], lambda o: vars(o)["w"] * o["w"]
     ),
@@ -173,6 +200,15 @@ def test_captured_as_if_given(kind, transform):
 
 def observe(kind, transform, wrap):
     return CAPTURES[transform](functools.partial(kind, wrap), tensor(3), tensor(3, seed=1))
+
+
+def test_attributes_of_a_dict_that_no_code_names_are_not_searched():
+    o = OwnDict(w=torch.ones(2))
+    vars(o).update(data=[torch.zeros(3)], scale=torch.ones(()))
+    found = Found(lambda x: x * o.w * vars(o)["scale"] if x is None else x * o.scale)
+    assert len(found.tensors) == 3  # `vars` may look up anything
+    found = Found(lambda x: x * o.w * o.scale)
+    assert {*found.tensors} == {id(o.w), id(o.scale)}
 
 
 def test_a_trainer_of_lightning_is_not_copied():

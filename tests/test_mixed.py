@@ -77,7 +77,11 @@ def test_transforms(transform, wrap):
     assert_same(run(wrap(functools.partial(step, inner_grad))), run(lambda *args: step(grad, *args)))
 
 
-@pytest.mark.parametrize("hooks", [checkpoint_scope, torch.autograd.graph.save_on_cpu])
+def in_c():
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone)
+
+
+@pytest.mark.parametrize("hooks", [checkpoint_scope, torch.autograd.graph.save_on_cpu, in_c])
 @pytest.mark.parametrize("around", [lambda f, x: f(x), checkpoint])
 def test_hooks_around_the_call_hide_no_tensor(around, hooks):
     """They would give another tensor for one that is saved at a level."""

@@ -244,13 +244,16 @@ def may_push_hooks() -> bool:
 
 def is_torch_checkpoint(hooks: Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of torch's own checkpoint."""
-    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+    return _module_of(hooks) == torch.utils.checkpoint.__name__
+
+
+def _module_of(hooks: Hooks | None) -> Any:
+    return None if hooks is None else getattr(hooks[0], "__module__", None)  # a method in C has none
 
 
 def is_checkpoint(hooks: Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
-    ours = hooks is not None and getattr(hooks[0], "__module__", None) == "funcckpt.eager.region"
-    return ours or is_torch_checkpoint(hooks)
+    return _module_of(hooks) == "funcckpt.eager.region" or is_torch_checkpoint(hooks)
 
 
 class _Saving(torch.autograd.Function):

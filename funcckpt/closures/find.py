@@ -133,6 +133,8 @@ class Found:
                 if kind is kinds.CLASS and not is_own:
                     continue  # it holds no objects of the user
                 is_named = is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS)
+                if key == "__dict__" and kind is kinds.DICT and nodes[parent].kind is kinds.RECORD:
+                    is_named = about(nodes[parent].cls).is_own
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
                 content: dict[Any, Any] = {}
@@ -185,7 +187,7 @@ class Found:
                 is_all_named = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
                 for node in named:
                     more = about(node.value if isinstance(node.value, type) else node.cls).own_names
-                    if node.kind in kinds.OBJECTS and is_all_named:
+                    if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
                         node.names = None
                     elif more:
                         node.names = names | more
@@ -219,11 +221,6 @@ class Found:
     def buffers_in_training(self) -> list[Tensor]:
         """The buffers of modules in training."""
         return [x for buffers in self._training for x in buffers.values() if isinstance(x, Tensor)]
-
-    def of_same_modules(self, buffers: set[int]) -> set[int]:
-        """The ids of buffers, and of all buffers of the same modules."""
-        modules = [{*map(id, of_one.values())} for of_one in self._training]
-        return buffers.union(*[ids for ids in modules if not ids.isdisjoint(buffers)])
 
     # -- changes since the call -----------------------------------------------------------------------
 

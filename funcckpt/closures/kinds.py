@@ -117,8 +117,7 @@ def kind_of(cls: Any) -> Kind | None:
     if issubclass(cls, dict) and (is_installed(cls.__module__) or not is_library(cls.__module__)):
         if slots_of(cls):
             return None  # a copy would lack what they hold
-        is_computed = any([isinstance(base.__dict__.get("__dict__"), property) for base in cls.__mro__])
-        return DICT if is_computed else RECORD
+        return RECORD if cls.__dictoffset__ and not _computes_dict(cls) else DICT
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return TUPLE
     if is_plain_python(cls):
@@ -159,8 +158,7 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
         return dict(zip(some, map(there.__getitem__, some), strict=True))
     if kind is RECORD:  # its own methods may compute items
         items = dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
-        attributes = getattr(value, "__dict__", value)
-        return items if attributes is value else {**items, "__dict__": attributes}
+        return items if value.__dict__ is value else {**items, "__dict__": value.__dict__}
     if kind is TUPLE or kind is LIST:
         return dict(enumerate(value))
     if kind is CELL:
@@ -176,10 +174,16 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     return content
 
 
+@functools.lru_cache(maxsize=4096)
+def _computes_dict(cls: Any) -> bool:
+    """Whether `__dict__` of an instance is a property, as in the package munch."""
+    return any([isinstance(base.__dict__.get("__dict__"), property) for base in cls.__mro__])
+
+
 def emptied(value: Any) -> Any:
     """An empty container of the same type, with the same options."""
     cls: Any = type(value)
-    if cls in _BUILT_IN:
+    if cls in _BUILT_IN or _computes_dict(cls):
         new = value.copy()
         new.clear()
         return new
@@ -187,6 +191,6 @@ def emptied(value: Any) -> Any:
     new = base.__new__(cls)  # not by the __new__ of cls, which may be the user's
     if isinstance(value, defaultdict):
         new.default_factory = value.default_factory
-    if getattr(value, "__dict__", None) is value:  # its items are its attributes
+    if cls.__dictoffset__ and value.__dict__ is value:  # its items are its attributes
         new.__dict__ = new
     return new

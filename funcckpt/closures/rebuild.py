@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -110,7 +111,9 @@ class Rebuilt:
                 new = {} if cls is dict else kinds.emptied(node.like if value is None else value)
             self._built[number] = new  # before its content is made, which may refer to it
             items = self._placed[number] = self._items(node.content)
-            original = node.like and node.like() if value is None else value
+            original = value
+            if value is None and isinstance(node.like, weakref.ref):
+                original = node.like()
             if original is not None and node.names is not None:  # other attributes are as they are now
                 now = kinds.read(kind, original)
                 items = {name: x for name, x in now.items() if name not in node.names} | items

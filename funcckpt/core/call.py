@@ -305,8 +305,9 @@ class Call(UserProgram):
         versions = tensors.versions_of([*map(_tensor, self._constants)])
         pairs = zip(self._constants, versions, strict=True)
         written = {id(x) for (x, before), version in pairs if version != before}
-        candidates = [(x, updates[id(x)]) for x, _ in self._constants if id(x) in updates]
-        self._updated = tensors.updated(self.found, candidates, written)
+        self._updated = tensors.updated(
+            [(x, updates[id(x)], v) for x, v in self._constants if id(x) in updates]
+        )
         for i, (x, _) in enumerate(self._constants):
             if id(x) in self._updated:
                 self._constants[i] = x, None

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Found
 from ..errors import MutationError, describe
 from ..tape.tape import unwatched
 
@@ -175,7 +174,7 @@ def buffers_among(candidates: Iterable[Tensor], own: Sequence[Tensor]) -> list[T
         if not (requires_grad(x) or wrappers.is_plain_dual(wrappers.below_wrappers(x)))
         and not x.is_nested
         and x.numel() <= MAX_BUFFER
-        and (x.dim() == (1 if x.is_floating_point() else 0) or (x.shape, x.dtype) in looks)
+        and (_is_like_statistics(x) or (x.shape, x.dtype) in looks)
     ]
 
 
@@ -189,15 +188,18 @@ def copies_of(buffers: Iterable[Tensor]) -> dict[int, Tensor]:
         }
 
 
-def updated(found: Found, buffers: Sequence[tuple[Tensor, Tensor]], written: set[int]) -> dict[int, Tensor]:
-    """By id: the values before the first run of the buffers that it has updated.
+def updated(buffers: Sequence[tuple[Tensor, Tensor, int | None]]) -> dict[int, Tensor]:
+    """By id: the old values of buffers that the first run has updated.
 
-    `buffers` are candidates with their values before; `written` the ids of those whose version tells it.
+    `buffers` are candidates, with their values and versions before that run.
     """
-    # An update may leave a value as it was, but hardly those of all buffers of a module.
-    different = {id(x) for x, before in buffers if id(x) in written or not is_same(x, before)}
-    ids = found.of_same_modules(different)
-    return {id(x): before for x, before in buffers if id(x) in ids}
+    ids = {id(x) for x, old, version in buffers if version_of(x) != version or not is_same(x, old)}
+    # An update that no version tells may leave a value as it was, but hardly those of all statistics.
+    return {id(x): old for x, old, _ in buffers if id(x) in ids or (ids and _is_like_statistics(x))}
+
+
+def _is_like_statistics(x: Tensor) -> bool:
+    return x.dim() == (1 if x.is_floating_point() else 0)
 
 
 class GivenBuffers:

@@ -140,15 +140,18 @@ class Region:
         self._requires_grad = [*map(getattr, leaves, repeat("requires_grad"), repeat(False))]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
-        # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies.
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies
+        # and versions.
+        self._buffers: list[tuple[Tensor, Tensor, int | None]] = []
         if found.updates_statistics:
             reached = [x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)]
             buffers = found.buffers_in_training()
             buffers += tensors.buffers_among(reached, buffers)
             with autograd.without_dispatch_modes():
                 copies = tensors.copies_of(buffers)
-            self._buffers = [(x, copies.pop(id(x))) for x in buffers if id(x) in copies]
+            versions = tensors.versions_of(buffers)
+            pairs = zip(buffers, versions, strict=True)
+            self._buffers = [(x, copies.pop(id(x)), v) for x, v in pairs if id(x) in copies]
         self._world = world.World()
         self._torch_function = functorch._get_torch_function_state()
         self._patched = patched.is_active()
@@ -190,7 +193,7 @@ class Region:
 
     def _settle_updates(self) -> None:
         """Keep the old values of the buffers that f has updated so far; only these matter."""
-        updated = tensors.updated(self._found, self._buffers, {*map(id, self._changed())})
+        updated = tensors.updated(self._buffers)
         self._inputs = [updated.get(id(x), y) for x, y in zip(self._given, self._inputs, strict=True)]
         self._instead.update(updated)
         for number in updated:
@@ -200,7 +203,7 @@ class Region:
         """After an exception: restore the state before the forward."""
         world.set_streams(self._states)
         put_back(self._found)
-        for x, before in self._buffers:
+        for x, before, _ in self._buffers:
             with torch.no_grad(), autograd.version_kept(x):
                 x.copy_(before)
             self._constants.pop(id(x), None)
