@@ -264,6 +264,20 @@ def test_policies_inside_of_each_other_and_of_checkpoints(checkpointed):
         assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
 
 
+def test_a_kept_value_to_which_the_recomputation_writes():
+    """Torch's linear adds the bias in place, but not under a transform."""
+    f = lambda x, w: F.linear(x, w, x).square()
+
+    def run(wrap):
+        x, w = tensor(3, requires_grad=True), tensor(3, 3, seed=1, requires_grad=True)
+        slope = lambda x, w: grad(lambda x: (t := wrap(f)(x, w)).sin().dot(w @ t))(x)
+        y = vmap(lambda _: slope(x, w))(torch.arange(2))
+        return torch.autograd.grad(y.sum(), [x, w])
+
+    for _ in range(2):
+        assert_close(run(lambda f: remat(f, policy=policies.dots_saveable)), run(lambda f: f))
+
+
 def test_inference_tensors_are_not_kept():
     x, w, means = tensor(3), tensor(3, requires_grad=True), []
 

@@ -133,8 +133,9 @@ class Found:
                 if kind is kinds.CLASS and not is_own:
                     continue  # it holds no objects of the user
                 is_named = is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS)
-                if key == "__dict__" and kind is kinds.DICT and nodes[parent].kind is kinds.RECORD:
-                    is_named = about(nodes[parent].cls).is_own
+                # (A key may be any object, and to compare it any code.)
+                if kind is kinds.DICT and type(key) is str and key == "__dict__":
+                    is_named = nodes[parent].kind is kinds.RECORD and about(nodes[parent].cls).is_own
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
                 content: dict[Any, Any] = {}

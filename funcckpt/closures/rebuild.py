@@ -209,7 +209,7 @@ def _put(kind: kinds.Kind, there: Any, before: dict[Any, Any], after: dict[Any, 
             take(there, name)
         for name, x in after.items():
             if name not in before or before[name] is not x:
-                is_attributes = kind is kinds.RECORD and name == "__dict__"
+                is_attributes = kind is kinds.RECORD and type(name) is str and name == "__dict__"
                 (object.__setattr__ if is_attributes else give)(there, name, x)
 
 

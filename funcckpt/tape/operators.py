@@ -81,6 +81,11 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tens
     return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in places], {})
 
 
+def written_storages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    """Keys for the storages that an operator writes to."""
+    return [x.untyped_storage()._cdata for x in written(func, args, kwargs) if x.layout is torch.strided]
+
+
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator inside of a dispatch mode.
 

@@ -28,7 +28,7 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..errors import CheckpointError
 from ..policies.offload import Returning
-from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
+from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of, written_storages
 from .recording import Kept
 from .tape import Call, Plans, Tape, Watch, steps_of
 
@@ -106,6 +106,7 @@ class Replay(Watch):
         super().__init__(source, Tape() if known is None else None)
         self.known = known or {}
         self.placeholders: list[weakref.ref[Placeholder]] = []
+        self._storages: set[int] = set()  # of the kept values that were handed out
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.met += 1
@@ -116,8 +117,15 @@ class Replay(Watch):
         for i in range(1 if call.count is None else call.count):
             slot = call.outputs.get(i)
             x = self.coming[slot].get().detach() if isinstance(slot, int) else None
+            if x is not None:
+                self._storages.add(x.untyped_storage()._cdata)
             found.append(Placeholder(slot, self) if isinstance(slot, TensorMeta) else x)
         return found[0] if call.count is None else tuple(found)
+
+    def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        # The forward did not write to it. (Torch's linear adds the bias in place, but not under a transform.)
+        if not self._storages.isdisjoint(written_storages(func, args, kwargs)):
+            raise Redo(self)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

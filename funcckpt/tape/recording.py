@@ -103,8 +103,7 @@ class Record(Watch):
         return out, call
 
     def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        written = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
-        if not self._storages.isdisjoint([x.untyped_storage()._cdata for x in written]):
+        if not self._storages.isdisjoint(operators.written_storages(func, args, kwargs)):
             self._last = None  # the run takes another way than the earlier one
 
     def _name_given(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:

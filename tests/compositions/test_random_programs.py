@@ -156,6 +156,22 @@ def test_with_a_policy_that_saves_at_random(seed):
         agree(draw(seed), functools.partial(remat, policy=policy))
 
 
+WAYS = [remat, WRAPS["checkpoint"], *[functools.partial(remat, policy=policy) for policy in FIXED]]
+
+
+@pytest.mark.parametrize("seed", seeds(100, COUNT * 3 // 10, START))
+def test_wrappers_of_several_kinds(seed):
+    """Inside of each other; which one a function has is a matter of its code."""
+
+    def wrap(f):
+        inner = getattr(f, "func", f)
+        code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+        key = f"{seed} {code and (code.co_code, code.co_names)}"
+        return WAYS[zlib.crc32(key.encode()) % len(WAYS)](f)
+
+    agree(draw(seed), wrap)
+
+
 def test_programs_are_worth_running():
     """Most run without error in plain torch, and each kind of transform is drawn."""
     programs = [draw(seed) for seed in range(300)]
