@@ -326,6 +326,21 @@ def test_as_without_a_checkpoint(name, wrap):
     compare(PROGRAMS[name], WRAPS[wrap])
 
 
+def test_hooks_get_what_is_kept_alone():
+    packed = []
+    pack = lambda x: packed.append(x.shape) or x
+    f = lambda x: x.sin().exp() * grad(lambda z: z.cos().sum())(x)
+
+    def run(f):
+        x = tensor(3).requires_grad_()
+        return torch.autograd.grad(f(x).sum(), x)[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = run(remat(f))
+    assert packed == [(3,)]
+    torch.testing.assert_close(found, run(f))
+
+
 @pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
 def test_an_argument_that_f_changes(transform):
     pops = lambda x, skips: x * skips.pop()

@@ -253,6 +253,7 @@ def _module_of(hooks: Hooks | None) -> Any:
 
 def is_checkpoint(hooks: Hooks | None) -> bool:
     """Whether saved-tensor hooks are those of a checkpoint, ours or torch's."""
+    # By name: the functional path asks this, and does not import the hook path.
     return _module_of(hooks) == "funcckpt.eager.region" or is_torch_checkpoint(hooks)
 
 

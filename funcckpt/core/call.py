@@ -303,15 +303,13 @@ class Call(UserProgram):
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
         versions = tensors.versions_of([*map(_tensor, self._constants)])
-        pairs = zip(self._constants, versions, strict=True)
-        written = {id(x) for (x, before), version in pairs if version != before}
         self._updated = tensors.updated(
             [(x, updates[id(x)], v) for x, v in self._constants if id(x) in updates]
         )
-        for i, (x, _) in enumerate(self._constants):
+        for i, ((x, before), version) in enumerate(zip(self._constants, versions, strict=True)):
             if id(x) in self._updated:
                 self._constants[i] = x, None
-            elif id(x) in written:
+            elif version != before:
                 raise tensors.changed_inside(f"remat({self.name})", x, self.found.where(id(x)))
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
