@@ -170,7 +170,11 @@ def moved(before: States) -> States:
     """The streams, with their old states, from which random numbers were drawn since."""
     found: States = []
     for stream, state in before:
-        if _bytes(state) != _bytes(stream.get_state()):
+        then, now = state, stream.get_state()  # type: Any, Any
+        if isinstance(then, Tensor):  # `_bytes`, without its frames
+            then = ctypes.string_at(then.data_ptr(), then.nbytes)
+            now = ctypes.string_at(now.data_ptr(), now.nbytes)
+        if then != now:
             found.append((stream, state))
     return found
 

@@ -20,6 +20,7 @@ from torch._C import (  # type: ignore[attr-defined]
     _DisableAutocast as without_autocast,  # no operator inside is cast
     _dispatch_tls_is_dispatch_key_excluded as _is_excluded,
     _get_graph_exec_group,
+    _is_tracing as is_jit_tracing,  # `torch.jit.is_tracing` where nothing is scripted
 )
 
 # What a graph node holds for a saved tensor; and the active hooks, which public torch does not show.

@@ -4,7 +4,8 @@ Read in this order: `code` (the names in code), `kinds` (kinds of objects), `fin
 whether it has changed), `rebuild` (f around other tensors).
 """
 
-from .find import Found
+from .code import code_of
+from .find import Found, search
 from .rebuild import Rebuilt, exchange_stored, put_back, stored
 
-__all__ = ["Found", "Rebuilt", "exchange_stored", "put_back", "stored"]
+__all__ = ["Found", "Rebuilt", "code_of", "exchange_stored", "put_back", "search", "stored"]

@@ -46,6 +46,14 @@ def about(kind: Any) -> About:
     return About(kind in own, is_of_installed, own, _names_in_bases(kind), _names_in_methods(kind))
 
 
+def code_of(f: Any) -> Any:
+    """The code of a function, method or partial, or the type of any other callable."""
+    while type(f) is functools.partial:
+        f = f.func
+    f = getattr(f, "__func__", f)
+    return getattr(f, "__code__", None) or type(f)
+
+
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 

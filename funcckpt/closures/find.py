@@ -9,10 +9,14 @@ An object of a user's class may lead far, to a trainer and its data. So only the
 code of f names. The code of libraries is not read, but their modules and objects are searched.
 
 The search is a single loop: it takes some microseconds for each module, and makes no call for each object.
+The calls of one forward often refer to the same model, or the same cell of a loop. So a search is used again
+as long as a call that waits for its backward holds it, if nothing has changed since (`search`).
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import operator
 import random
 import sys
@@ -20,7 +24,8 @@ import types
 import weakref
 from collections.abc import Collection, Iterator
 from contextvars import ContextVar
-from itertools import compress
+from dataclasses import replace
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -51,6 +56,11 @@ _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_
 _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
 # The key of a class or an imported module: the object needs it, but it is not part of its content.
 _BESIDE = object()
+# Objects that are often made anew for each call, as the partial in `remat(partial(self.block, i))`.
+_MADE_FOR_A_CALL = frozenset(
+    {kinds.FUNCTION, kinds.METHOD, kinds.PARTIAL, kinds.TUPLE, kinds.LIST, kinds.CELL}
+)
+_KEYWORDS = kinds.PARTIAL.parts[2]
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
@@ -78,6 +88,8 @@ class Found:
         counter records; may draw from the global streams of Python and numpy; collects per-sample gradients.
     """
 
+    _shares_nodes = False  # with another search: then they do not change
+
     def __init__(self, root: Any, everything: bool = False) -> None:
         """With `everything`, attributes that no code names are searched, too."""
         self.root = root
@@ -88,18 +100,27 @@ class Found:
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self._changed: set[int] = set()
         self._empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
+        # What is compared all at once: mappings, with their content at the call; namespaces of objects, with
+        # the ids of what is in them. (Not all of that counts, nor is kept alive.) The ids of other objects.
+        self._mappings: list[Any] = []
+        self._contents: list[dict[Any, Any]] = []
+        self._spaces: list[dict[str, Any]] = []
+        self._others: list[int] = []
+        # The ids of objects in an earlier search that this one continues, and of those in their place.
+        self._renamed: dict[int, int] = {}
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
         self.streams: list[Any] = []
         self.opaque: list[Any] = []
-        draws_elsewhere = self.calls_backward = False
+        draws_elsewhere = self.calls_backward = has_objects = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set[str]()
+        places, empty = self.places, self._empty
+        mappings, contents, spaces, others = self._mappings, self._contents, self._spaces, self._others
         met: set[int] = set()
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
-        read_with: Any = None
-        functions = 0
+        known: list[int] = []
         first = root[0] if type(root) is tuple and root else root
         first = first.__func__ if type(first) is types.MethodType else first
         pending: list[tuple[Any, int, Any]] = [(root, 0, _BESIDE)]
@@ -115,7 +136,7 @@ class Found:
                 cls: Any = type(value)
                 kind = kinds.kind_of(cls)
                 if kind is kinds.TENSOR:
-                    tensors[number], self.places[number] = value, (parent, key)
+                    tensors[number], places[number] = value, (parent, key)
                     continue
                 if kind is None:
                     if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
@@ -123,9 +144,9 @@ class Found:
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
-                of = about(value if isinstance(value, type) else cls)
+                of = about(value if kind is kinds.CLASS and isinstance(value, type) else cls)
                 is_own, draws = of.is_own, of.is_of_installed
-                if kind is kinds.FUNCTION or isinstance(value, types.ModuleType):
+                if kind is kinds.FUNCTION or (kind is kinds.CLASS and isinstance(value, types.ModuleType)):
                     module = value.__globals__.get("__name__") if kind is kinds.FUNCTION else value.__name__
                     is_own = not is_library(module) or value is first
                     draws = draws or is_installed(module) or module in _DRAWING
@@ -139,28 +160,49 @@ class Found:
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
                 content: dict[Any, Any] = {}
-                if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
-                    content = dict(value) if kind is kinds.DICT else value.__dict__.copy()
-                elif counted is None or kind is kinds.CLASS:
-                    content = kinds.read(kind, value, counted)
-                # Otherwise its content is read below: its class may add names.
+                if kind is kinds.MODULE or kind is kinds.OBJECT:
+                    spaces.append(value.__dict__)
+                    # If only named attributes count, they are read below: its class may add names.
+                    if counted is None:
+                        content = value.__dict__.copy()
+                elif kind is kinds.DICT and counted is None and key is not _KEYWORDS:
+                    mappings.append(value)
+                    content = dict(value)
+                    contents.append(content)
+                else:
+                    if counted is None or kind is kinds.CLASS:
+                        content = kinds.read(kind, value, counted)
+                    if kind not in kinds.CONSTANT:
+                        others.append(number)
                 node = nodes[number] = Node(kind, cls, value, content, parent, key, counted)
                 if counted is not None:
+                    if not has_objects:
+                        names |= _ALWAYS_NAMED
+                        has_objects = True
                     named.append(node)
+                    known.append(0)
                     names |= of.names
-                    names |= _ALWAYS_NAMED
-                if kind is kinds.MODULE and value.training and value._buffers:
-                    self._training.append(value._buffers)
-                if kind is kinds.MODULE and isinstance(value, torch.fx.GraphModule):
-                    names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
+                if kind is kinds.MODULE:
+                    if value.training and value._buffers:
+                        self._training.append(value._buffers)
+                    if isinstance(value, torch.fx.GraphModule):
+                        names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
                 for name, item in content.items():
-                    if type(item) not in kinds.ATOMS:
+                    of_item = type(item)
+                    if of_item in kinds.PLAIN:  # as below, and faster
+                        inner = id(item)
+                        edges += inner, number
+                        if inner not in met:
+                            met.add(inner)
+                            tensors[inner], places[inner] = item, (number, name)
+                    elif of_item not in kinds.ATOMS:
                         if name in _OFTEN_EMPTY and not item:
-                            self._empty.append(item)
+                            empty.append(item)
                         else:
                             pending.append((item, number, name))
                 for base in of.own_classes:
-                    pending.append((base, number, _BESIDE))
+                    if id(base) not in met:
+                        pending.append((base, number, _BESIDE))
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
                 if kind is kinds.FUNCTION:
@@ -168,11 +210,12 @@ class Found:
                     if id(space) not in nodes:
                         node = Node(kinds.GLOBALS, dict, space, {}, number, "__globals__", set())
                         named.append(nodes.setdefault(id(space), node))
+                        known.append(0)
                         met.add(id(space))
+                        others.append(id(space))
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
-                        functions += 1
                         if nodes[id(space)].kind is kinds.GLOBALS:  # not a dict that f refers to
                             nodes[id(space)].names.update(of_globals)
                         self.calls_backward |= "backward" in looked_up
@@ -182,27 +225,28 @@ class Found:
                     else:
                         for name, variable in _variables_in(value):
                             pending.append((variable, id(space), name))
-            now = len(names), len(named), functions
-            if read_with != now:  # there may be new names
-                read_with = now
-                is_all_named = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
-                for node in named:
-                    more = about(node.value if isinstance(node.value, type) else node.cls).own_names
-                    if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
-                        node.names = None
-                    elif more:
-                        node.names = names | more
-                    for name, item in kinds.read(node.kind, node.value, node.names).items():
-                        if name not in node.content:
-                            node.content[name] = item
-                            if type(item) not in kinds.ATOMS:
-                                if name in _OFTEN_EMPTY and not item:
-                                    self._empty.append(item)
-                                else:
-                                    pending.append((item, id(node.value), name))
+            is_all_named = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
+            for i, node in enumerate(named):
+                if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
+                    node.names = None
+                elif more := about(node.value if isinstance(node.value, type) else node.cls).own_names:
+                    node.names = names | more
+                count = -1 if node.names is None else len(node.names)
+                if known[i] == count:
+                    continue
+                known[i] = count
+                for name, item in kinds.read(node.kind, node.value, node.names).items():
+                    if name not in node.content:
+                        node.content[name] = item
+                        if type(item) not in kinds.ATOMS:
+                            if name in _OFTEN_EMPTY and not item:
+                                empty.append(item)
+                            else:
+                                pending.append((item, id(node.value), name))
         for node in named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
                 space.kind = kinds.NAMESPACE  # a copy of it would not follow the module
+        self._ids = [*map(id, chain.from_iterable(map(dict.values, spaces)))]
         self.names = names
         self.draws_elsewhere = draws_elsewhere or "random" in names
         self.has_hooks_of_opacus = "capture_activations_hook" in names
@@ -231,7 +275,14 @@ class Found:
         What f has assigned may get back its value of the call. It still needs a copy, since f assigns again.
         """
         changed = self._changed
-        for number, node in self.nodes.items():
+        flat, items_of, mappings, contents = chain.from_iterable, dict.values, self._mappings, self._contents
+        is_as_before = not self._spaces or [*map(id, flat(map(items_of, self._spaces)))] == self._ids
+        if is_as_before and mappings:
+            now, then = [*flat(map(items_of, mappings))], [*flat(map(items_of, contents))]
+            is_as_before = len(now) == len(then) and all(map(operator.is_, now, then))
+            is_as_before = is_as_before and all(map(operator.is_, flat(mappings), flat(contents)))
+        for number in self._others if is_as_before else [*self.nodes]:
+            node = self.nodes[number]
             value, content, kind, names = node.value, node.content, node.kind, node.names
             if value is None or kind in kinds.CONSTANT:
                 continue
@@ -261,18 +312,77 @@ class Found:
             for holder, node in [*self.nodes.items()]:
                 for name, item in node.content.items():
                     if (x := filled.get(id(item))) is not None:
-                        self._edges += id(x), holder
+                        self._edges = [*self._edges, id(x), holder]
                         if id(x) not in self.nodes:
                             cls: Any = type(x)
                             kind = kinds.kind_of(cls) or kinds.DICT
                             self.nodes[id(x)] = Node(kind, cls, x, {}, holder, name)
+                            self._others = [*self._others, id(x)]
                             changed.add(id(x))
         return changed
+
+    def again(self, root: Any) -> Found | None:
+        """A search of `root`, if that differs from the root of this one in nothing but its own parts.
+
+        None if something else has changed, or if this search has let tensors go.
+        """
+        pairs: dict[int, tuple[Node, Any, dict[Any, Any]]] = {}
+        empty: list[Any] = []
+        if self.gone or self.marks or self._changed or not self._is_alike(self.root, root, pairs, empty):
+            return None
+        if not pairs.keys() >= self.changed() or any(self._empty):
+            return None
+        renamed = {id(node.value): id(value) for node, value, _ in pairs.values() if node.value is not value}
+        numbers, holders = self.edges()
+        elsewhere = {*compress(holders, map(renamed.__contains__, numbers))} - pairs.keys() - {0}
+        if elsewhere or not self.nodes.keys().isdisjoint(renamed.values()):
+            return None  # one of them can be reached in another way, too
+        found = copy.copy(self)
+        found.root, found.marks, found.gone, found._changed = root, {}, set(), set()
+        found.tensors, found.nodes = self.tensors.copy(), self.nodes.copy()
+        found._renamed = {old: renamed.get(new, new) for old, new in self._renamed.items()} | renamed
+        for number in renamed:
+            del found.nodes[number]
+        for node, value, content in pairs.values():
+            found.nodes[id(value)] = Node(node.kind, node.cls, value, content, node.parent, node.key)
+        found._others = [renamed.get(number, number) for number in self._others]
+        found._empty = self._empty + empty
+        self._shares_nodes = found._shares_nodes = True
+        return found
+
+    def _is_alike(self, old: Any, new: Any, pairs: dict[int, Any], empty: list[Any]) -> bool:
+        """Whether a search of `new` finds what one of `old` has found, but for the objects in `pairs`.
+
+        These are nodes, by id of their value, with what takes their place, and its content.
+        """
+        node, cls = self.nodes.get(id(old)), type(new)
+        is_made_for_a_call = node is not None and (node.kind in _MADE_FOR_A_CALL or node.key is _KEYWORDS)
+        if node is None or not is_made_for_a_call or cls is not node.cls:
+            if cls is dict and type(old) is dict and not (old or new):  # attributes of a function
+                empty.append(new)
+                return True
+            return old is new or (type(old) in kinds.ATOMS and cls in kinds.ATOMS)
+        if id(old) in pairs:
+            return pairs[id(old)][1] is new
+        if old is new and node.kind is not kinds.CELL and old is not self.root:
+            return True
+        content = kinds.read(node.kind, new)
+        pairs[id(old)] = node, new, content
+        return content.keys() == node.content.keys() and all(
+            [self._is_alike(x, content[name], pairs, empty) for name, x in node.content.items()]
+        )
+
+    def edges(self) -> tuple[list[int], list[int]]:
+        """The ids of objects, and of what refers to each; the last that were found first."""
+        edges = self._edges
+        if self._renamed:
+            edges = [*map(self._renamed.get, edges, edges)]
+        return edges[-2::-2], edges[::-2]
 
     def leading_to(self, reached: set[int]) -> set[int]:
         """Adds to `reached`, a set of ids, all objects that refer to one of them and can be rebuilt."""
         # What refers to an object was found before it, except in a cycle: nearly always one pass is enough.
-        numbers, holders, count = self._edges[-2::-2], self._edges[::-2], 0
+        (numbers, holders), count = self.edges(), 0
         while count < len(reached):
             count = len(reached)
             for holder in compress(holders, map(reached.__contains__, numbers)):
@@ -282,13 +392,18 @@ class Found:
 
     def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:
         """Refer to `tensors` only weakly from now on, and no longer to the objects with the ids `own`."""
+        self._mappings, self._contents, self._spaces, self._ids = [], [], [], []
+        self._others = [*self.nodes]  # compared one by one from now on
+        if self._shares_nodes:
+            self.nodes = {n: replace(node, content=node.content.copy()) for n, node in self.nodes.items()}
         holes = {number: Hole(number) for number in own}
         for x in tensors:
             holes[id(x)] = Hole(id(x), weakref.ref(x))
             self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
-        for holder in {*compress(self._edges[1::2], map(holes.__contains__, self._edges[::2]))}:
+        numbers, holders = self.edges()
+        for holder in {*compress(holders, map(holes.__contains__, numbers))}:
             content = self.nodes[holder].content
             for name in compress(content, map(holes.__contains__, map(id, content.values()))):
                 content[name] = holes[id(content[name])]
@@ -315,7 +430,7 @@ class Found:
     def path(self, number: int, key: Any) -> str:
         """How f refers to an item of the object with this id, in words."""
         words: list[str] = []
-        while number in self.nodes:
+        while (number := self._renamed.get(number, number)) in self.nodes:
             node = self.nodes[number]
             if node.parent == 0 and node.cls is tuple:  # f and its arguments
                 words[-1:] = ["an argument"] if key else words[-1:]
@@ -327,6 +442,28 @@ class Found:
                 words.append(node.kind.label.format(key))
             number, key = node.parent, node.key
         return " of ".join(words) or "a captured tensor"
+
+
+_SMALL = 4  # Objects that are searched anew as fast as they are compared.
+# The last larger search of each function or object, while some call holds it.
+_held: weakref.WeakValueDictionary[Any, Found] = weakref.WeakValueDictionary()
+
+
+def search(root: Any) -> Found:
+    """What f refers to: `root`, or the first item of it."""
+    f = root[0] if type(root) is tuple else root
+    while type(f) is functools.partial:
+        f = f.func
+    if type(f) is types.FunctionType:
+        key: Any = f.__code__
+    else:
+        key = (f.__func__, id(f.__self__)) if type(f) is types.MethodType else id(f)
+    before = _held.get(key)
+    found = before.again(root) if before is not None else None
+    found = found or Found(root)
+    if len(found.nodes) > _SMALL:
+        _held[key] = found
+    return found
 
 
 def _variables_in(function: types.FunctionType) -> Iterator[tuple[str, ContextVar[Any]]]:

@@ -6,11 +6,11 @@ second run starts from the same inputs, in the same state.
 
 from __future__ import annotations
 
-import operator
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Found, Rebuilt, exchange_stored, stored
+from ..closures import Found, Rebuilt, code_of, exchange_stored, search, stored
 from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
@@ -60,8 +60,9 @@ class Call(UserProgram):
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
         self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
-        self.found = found = Found(f if arguments.is_flat else (f, arguments.others))
-        tensors.drop_stale(found.tensors, self.layers or ())
+        self.found = found = search(f if arguments.is_flat else (f, arguments.others))
+        if found.tensors:
+            tensors.drop_stale(found.tensors, self.layers or ())
         if found.has_hooks_of_opacus:
             check_no_opacus(f"remat({name})", f, found)
         if self.chooser is not None:
@@ -83,10 +84,13 @@ class Call(UserProgram):
                         inputs.append(x)
         self.count = len(inputs)
         # The first call of a lazy module is not checkpointed.
-        self._is_lazy = has_lazy(found.tensors.values())
-        # Captured tensors that are not inputs, with their versions.
-        constants = [x for key, x in found.tensors.items() if key not in self._numbers and not self._is_lazy]
-        self._constants = [*zip(constants, tensors.versions_of(constants), strict=True)]
+        self._is_lazy = bool(found.tensors) and has_lazy(found.tensors.values())
+        # Captured tensors that are not inputs, and their versions. (Pairs would take the collector time.)
+        self._constants: list[Tensor] = []
+        self._versions: list[int | None] = []
+        if found.tensors and not self._is_lazy:
+            self._constants = [x for key, x in found.tensors.items() if key not in self._numbers]
+            self._versions = tensors.versions_of(self._constants)
         # Arguments that a level will wrap: autograd saves the wrapper, and sees no write to the argument.
         self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
         if self.layers:
@@ -124,7 +128,7 @@ class Call(UserProgram):
         if self.found.opaque:
             self._check_not_sharded()
         inputs = self.take_inputs()
-        handed_back = [*inputs, *map(_tensor, self._constants)]
+        handed_back = [*inputs, *self._constants]
         if self.found.updates_statistics:
             self._buffers = tensors.GivenBuffers(inputs, self.found.buffers_in_training())
             inputs = self._buffers.saved(inputs)
@@ -137,12 +141,13 @@ class Call(UserProgram):
                 self.kept = None
         count = len(outputs) - self._beside
         outputs, beside = outputs[:count], outputs[count:]
-        returned = dict(zip(map(id, self._stored), beside, strict=False))
-        returned |= {number: handed_back[i] for number, i in self._given.items()}
-        self._stored, self._given = (), {}
         if self._buffers is not None:
             self._buffers.settle(beside)
-        exchange_stored(self.found, self._assigned, returned, wrappers.alive)
+        if self._assigned:
+            returned = dict(zip(map(id, self._stored), beside, strict=False))
+            returned |= {number: handed_back[i] for number, i in self._given.items()}
+            self._stored, self._given = (), {}
+            exchange_stored(self.found, self._assigned, returned, wrappers.alive)
         self.seal()
         assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
@@ -173,17 +178,16 @@ class Call(UserProgram):
     def seal(self) -> None:
         """Let go of tensors that the graph owns. From now on they are known by id."""
         tensors_of_f = self.found.tensors.items()
-        owned = {key: x for key, x in tensors_of_f if x.grad_fn is not None or key in self._numbers}
-        if owned:
+        if tensors_of_f and (
+            owned := {key: x for key, x in tensors_of_f if x.grad_fn is not None or key in self._numbers}
+        ):
             # f may read the values of captured tensors on which no output depends.
             if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
                 with functorch.without_levels():  # which would wrap the results
                     self._unused = {key: owned[key].detach() for key in unused}
-            self._constants = [
-                (self._unused.get(id(x), x), version)
-                for x, version in self._constants
-                if id(x) not in owned or id(x) in self._unused
-            ]
+            stay = [id(x) not in owned or id(x) in self._unused for x in self._constants]
+            self._versions = [*compress(self._versions, stay)]
+            self._constants = [self._unused.get(id(x), x) for x in compress(self._constants, stay)]
             self.found.seal(owned.values())
         if not self.call_level:
             self.captured = ()
@@ -194,15 +198,18 @@ class Call(UserProgram):
             return self._arguments.where(i)
         return self.found.where(next((key for key, number in self._numbers.items() if number == i), 0))
 
-    def _enter(self, stack: ExitStack, inputs: Tensors, rebuilt: Rebuilt | None, *others: Any) -> Any:
-        """f and its arguments for one run, and the contexts that are around each run."""
+    def _around(self, *contexts: Any) -> Any:
+        """What is around a run of f: the given contexts that are not None, and those that each run needs."""
         casts = world.own_autocast_cache() if self._world.casts else None
-        for context in filter(None, (rebuilt, *others, casts, autograd.parametrizations_anew())):
-            stack.enter_context(context)
+        entered = [x for x in (*contexts, casts, autograd.parametrizations_anew()) if x is not None]
+        return _all_of(entered) if len(entered) > 1 else entered[0] if entered else _NOTHING
+
+    def _callable(self, inputs: Tensors, rebuilt: Rebuilt | None) -> Any:
+        """f and its arguments for one run."""
         root, arguments = self.found.root if rebuilt is None else rebuilt.callable, self._arguments
         f, leaves = (root, arguments.others) if arguments.is_flat else root
         if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
-            watch.begin([*inputs, *map(_tensor, self._constants)])
+            watch.begin([*inputs, *self._constants])
         return f, *arguments.unflatten(inputs[: self.arity], leaves)
 
     # -- the first run ------------------------------------------------------------------------------
@@ -233,8 +240,8 @@ class Call(UserProgram):
         self._world = world.World()
         self._states = world.states(self._streams)
         drawn = self._drawn = drawing.Drawn(self.name) if functorch.is_tracing() else None
-        with ExitStack() as stack:
-            f, args, kwargs = self._enter(stack, inputs, rebuilt, drawn)
+        with self._around(rebuilt, drawn):
+            f, args, kwargs = self._callable(inputs, rebuilt)
             content = None if self._arguments.is_flat else pytree.tree_flatten((args, kwargs))
             try:
                 out = f(*args, **kwargs)
@@ -271,12 +278,26 @@ class Call(UserProgram):
             )
         if self._constants:
             self._settle_updates(updates)
-        self._outputs = Outputs(self.name, out, [*inputs, *map(_tensor, self._constants)])
+        self._outputs = Outputs(self.name, out, [*inputs, *self._constants])
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
-        self._assigned = found.changed()
+        beside: list[Tensor] = []
+        if assigned := found.changed():
+            beside = self._stored_beside(assigned, inputs, {} if rebuilt is None else rebuilt.originals)
+        if self._options.determinism_check == "values" and not functorch.is_tracing():
+            self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
+        if buffers is not None:
+            beside += buffers.updated(inputs, before)
+        self._beside = len(beside)
+        return (*outputs, *beside)
+
+    def _stored_beside(
+        self, assigned: Collection[int], inputs: Tensors, originals: dict[int, Any]
+    ) -> list[Tensor]:
+        """The tensors of levels that the first run has stored, which are returned beside the outputs."""
+        found = self.found
+        self._assigned = assigned
         self._stored = bound = []
         # The program's inputs stand for captured tensors, also in tuples and lists that f has made of them.
-        originals = {} if rebuilt is None else rebuilt.originals
         reached = exchange_stored(found, self._assigned, originals, lambda x: x)
         given = {id(x): i for i, x in enumerate(inputs)}
         for x, where in stored(found, self._assigned):
@@ -292,33 +313,33 @@ class Call(UserProgram):
                 self._given[id(x)] = given[id(x)]
             elif is_bound:
                 bound.append(x)
-        if self._options.determinism_check == "values" and not functorch.is_tracing():
-            self._outputs.values = [wrappers.physical(y.detach().clone()) for y in outputs]
-        beside = [*map(wrappers.alive, bound)]
-        if buffers is not None:
-            beside += buffers.updated(inputs, before)
-        self._beside = len(beside)
-        return (*outputs, *beside)
+        return [*map(wrappers.alive, bound)]
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
-        versions = tensors.versions_of([*map(_tensor, self._constants)])
+        versions, before = tensors.versions_of(self._constants), self._versions
+        if not updates and versions == before:
+            return
         self._updated = tensors.updated(
-            [(x, updates[id(x)], v) for x, v in self._constants if id(x) in updates]
+            [(x, updates[id(x)], v) for x, v in zip(self._constants, before, strict=True) if id(x) in updates]
         )
-        for i, ((x, before), version) in enumerate(zip(self._constants, versions, strict=True)):
+        for i, x in enumerate(self._constants):
             if id(x) in self._updated:
-                self._constants[i] = x, None
-            elif version != before:
+                before[i] = None
+            elif versions[i] != before[i]:
                 raise tensors.changed_inside(f"remat({self.name})", x, self.found.where(id(x)))
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
-        tracked, end = [x for x in self.found.tensors.values() if x.requires_grad], autograd.LEAF
-        found = {(id(x), end) if x.grad_fn is None else (x.grad_fn, x.output_nr): x for x in tracked}
+        tensors_of_f, results = self.found.tensors, {}
+        if any([leaf is None for leaf in edges.values()]):
+            tracked = [x for x in tensors_of_f.values() if x.requires_grad and x.grad_fn is not None]
+            results = {(x.grad_fn, x.output_nr): x for x in tracked}
         captured, private = [], autograd.references_of_private_leaf()
         for edge, leaf in edges.items():
-            if edge in found:
-                captured.append(found[edge])
+            if leaf is not None and edge[0] in tensors_of_f:
+                captured.append(leaf)
+            elif edge in results:
+                captured.append(results[edge])
             elif leaf is None:
                 node, number = edge
                 result = f"{describe(node._input_metadata[number])}, a result of {node.name()}"
@@ -353,19 +374,20 @@ class Call(UserProgram):
             hidden = {key: describe(mapped[key]) for key in self._own_or_hidden & mapped.keys()}
             first_node = functorch.next_sequence_number()
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
-        written = [x for x, version in self._constants if version is not None and x._version != version]
+        written: list[Tensor] = []
+        if self._constants and tensors.versions_of(self._constants) != self._versions:
+            pairs = zip(self._constants, self._versions, strict=True)
+            written = [x for x, version in pairs if version is not None and x._version != version]
         states = self._states if self.random and self._options.preserve_rng_state else None
-        with ExitStack() as stack:
-            f, args, kwargs = self._enter(
-                stack,
-                inputs,
-                rebuilt,
-                tensors.Refusing(written, self._changed_between) if written else None,
-                None if self._world.is_here() else self._world.replayed(),
-                world.streams_at(states) if states else None,
-                functorch.without_vmap_mode() if states is not None else None,
-                None if self._drawn is None else self._drawn.replayed(),
-            )
+        with self._around(
+            rebuilt,
+            tensors.Refusing(written, self._changed_between) if written else None,
+            None if self._world.is_here() else self._world.replayed(),
+            world.streams_at(states) if states else None,
+            functorch.without_vmap_mode() if states is not None else None,
+            None if self._drawn is None else self._drawn.replayed(),
+        ):
+            f, args, kwargs = self._callable(inputs, rebuilt)
             del inputs, mapped
             out = f(*args, **kwargs)
             if states is not None and self._drawn is None and checks:
@@ -423,7 +445,7 @@ class Call(UserProgram):
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""
         values = self._outputs.values if self._outputs is not None else ()
-        return [*map(_tensor, (*self._constants, *values)), *self._updated.values()]
+        return [*self._constants, *[x for x, _ in values], *self._updated.values()]
 
 
 def check_no_opacus(title: str, f: Any, found: Found) -> None:
@@ -439,10 +461,12 @@ def check_no_opacus(title: str, f: Any, found: Found) -> None:
             )
 
 
-def code_of(f: Any) -> Any:
-    """The code of a function or method, or the type of any other callable."""
-    f = getattr(f, "__func__", f)
-    return getattr(f, "__code__", None) or type(f)
+@contextmanager
+def _all_of(contexts: list[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
-_tensor: Callable[[Any], Tensor] = operator.itemgetter(0)
+_NOTHING = nullcontext()

@@ -87,10 +87,11 @@ class UserProgram(Program):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.call_level = functorch.maybe_current_level() or 0
+        level = functorch.maybe_current_level()
+        self.call_level = level or 0
         self.torch_function = functorch._get_torch_function_state()
         # The levels that are active at the call; None after the first run.
-        self.layers: list[functorch.Layer] | None = functorch.active_layers()
+        self.layers: list[functorch.Layer] | None = functorch.active_layers() if level else []
 
     # Not an attribute: a reference cycle would keep the tensors of a call until Python's collector runs.
     @property

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Found, Rebuilt, put_back
+from ..closures import Rebuilt, put_back, search
 from ..core import tensors
 from ..core.call import check_no_opacus
 from ..core.flat import flatten, unflatten
@@ -119,24 +119,28 @@ class Region:
             if id(x) not in saved:
                 saved[id(x)] = autograd.save(x) if isinstance(x, Tensor) else x
         self._inputs = [*map(saved.get, map(id, leaves))]
-        others: dict[int, Any] = {}  # arguments that may hold tensors, by position
+        others: list[Any] = []  # the leaves that may hold tensors; they are no tensors themselves
         if not isinstance(self._structure, tuple):
-            others = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
-        self._found = found = Found((f, others))
-        tensors.drop_stale(found.tensors, ())
+            others = [None if isinstance(x, Tensor) else x for x in leaves]
+        self._found = found = search((f, others))
+        if found.tensors:
+            tensors.drop_stale(found.tensors, ())
         if found.has_hooks_of_opacus:
             check_no_opacus(title(f), f, found)
         # Whether there are lazy modules, which get their tensors in the first call.
-        self.is_lazy = tensors.has_lazy(found.tensors.values())
+        self.is_lazy = bool(found.tensors) and tensors.has_lazy(found.tensors.values())
         if self.is_lazy:
             return
         self._given = leaves
         # By id: tensors that the recomputation uses as they are; their versions; whether they require grad.
-        self._constants = {
-            number: (x, x._version, x.requires_grad)
-            for number, x in found.tensors.items()
-            if not x.is_inference()
-        }
+        # (Tuples of these would take the collector time.)
+        self._constants: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._differentiated: dict[int, bool] = {}
+        for number, x in found.tensors.items():
+            if not x.is_inference():
+                self._constants[number], self._versions[number] = x, x._version
+                self._differentiated[number] = x.requires_grad
         self._requires_grad = [*map(getattr, leaves, repeat("requires_grad"), repeat(False))]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
@@ -185,7 +189,8 @@ class Region:
         if self._buffers:
             self._settle_updates()
             self._buffers = []
-        self._written_by_f = {id(x) for x, version, _ in self._constants.values() if x._version != version}
+        if self._constants:
+            self._written_by_f = {*map(id, self._changed())}
         self._look_at_graph(out, first_node)
         self._given = []
         found.changed()  # notes what f has assigned
@@ -226,21 +231,21 @@ class Region:
         The latter are detached: to hold them would keep another graph alive.
         """
         found = self._found
-        edges = autograd.entering(tensors_in(out), (), first_node)
+        edges = autograd.entering((out,) if isinstance(out, Tensor) else tensors_in(out), (), first_node)
         known = {*found.tensors, *map(id, self._given)}
         for (key, _), leaf in edges.items():
             if leaf is not None and key not in known:
-                self._constants[key] = leaf, leaf._version, True
+                self._constants[key], self._versions[key] = leaf, leaf._version
+                self._differentiated[key] = True
         nodes = {node for node, _ in edges}
-        unused = [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in nodes]
-        if unused:
+        if unused := [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in nodes]:
             self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
             found.weaken(unused)
         for number in self._instead:
             self._constants.pop(number, None)
 
     def _changed(self) -> list[Tensor]:
-        return [x for x, version, _ in self._constants.values() if x._version != version]
+        return [x for number, x in self._constants.items() if x._version != self._versions[number]]
 
     # -- the backward -------------------------------------------------------------------------------
 
@@ -276,13 +281,15 @@ class Region:
             self._settle_updates()
         found = self._found
         changed = found.changed()
-        instead = {number: x if x.requires_grad else _copy(x) for number, x in self._instead.items()}
-        written = self._changed() if self._check else []
+        instead: dict[int, Tensor] = {}
+        for number, x in self._instead.items():
+            instead[number] = x if x.requires_grad else _copy(x)
+        written = self._changed() if self._check and self._constants else []
         # A model may be frozen for the forward alone.
-        for number, (x, version, before) in self._constants.items():
-            if x.requires_grad != before:
-                instead[number] = x.detach().requires_grad_(before)
-                if self._check and x._version != version:
+        for number, x in self._constants.items():
+            if x.requires_grad != self._differentiated[number]:
+                instead[number] = x.detach().requires_grad_(not x.requires_grad)
+                if self._check and x._version != self._versions[number]:
                     written.append(instead[number])
         given: dict[int, Any] = {}
         for kept in self._inputs:
@@ -315,8 +322,8 @@ class Region:
             for context in filter(None, contexts):
                 stack.enter_context(context)
             f, others = found.root if rebuilt is None else rebuilt.callable
-            for i, x in others.items():
-                leaves[i] = x
+            if others:
+                leaves = [given if x is None else x for x, given in zip(others, leaves, strict=True)]
             args, kwargs = unflatten(leaves, self._structure)
             del leaves, given, instead, rebuilt, contexts
             count, is_over = 0, False

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._torch import autograd
-from ..closures import Found, kinds
-from ..core.call import code_of
+from ..closures import Found, code_of, kinds
 from ..eager import patched
 from ..meter import Meter
 from ..remat import AS_IT_IS, PLAIN, decides
