@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
@@ -60,7 +59,7 @@ class Call(UserProgram):
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
         self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
-        self.found = found = search(f if arguments.is_flat else (f, arguments.others))
+        self.found = found = search(f if arguments.are_atoms else (f, arguments.others))
         if found.tensors:
             tensors.drop_stale(found.tensors, self.layers or ())
         if found.has_hooks_of_opacus:
@@ -207,7 +206,7 @@ class Call(UserProgram):
     def _callable(self, inputs: Tensors, rebuilt: Rebuilt | None) -> Any:
         """f and its arguments for one run."""
         root, arguments = self.found.root if rebuilt is None else rebuilt.callable, self._arguments
-        f, leaves = (root, arguments.others) if arguments.is_flat else root
+        f, leaves = (root, arguments.others) if arguments.are_atoms else root
         if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
             watch.begin([*inputs, *self._constants])
         return f, *arguments.unflatten(inputs[: self.arity], leaves)
@@ -242,7 +241,6 @@ class Call(UserProgram):
         drawn = self._drawn = drawing.Drawn(self.name) if functorch.is_tracing() else None
         with self._around(rebuilt, drawn):
             f, args, kwargs = self._callable(inputs, rebuilt)
-            content = None if self._arguments.is_flat else pytree.tree_flatten((args, kwargs))
             try:
                 out = f(*args, **kwargs)
             except RuntimeError as error:
@@ -269,8 +267,10 @@ class Call(UserProgram):
             self._ends = world.marks(world.states(self._streams))
         else:
             self._states = None  # nothing to restore, and a state takes some kilobytes
-        if content is not None:
-            self._arguments.check_unchanged(self.name, content, args, kwargs)
+        if not (arguments := self._arguments).is_flat:
+            root = found.root if rebuilt is None else rebuilt.callable
+            others = arguments.others if arguments.are_atoms else root[1]
+            arguments.check_unchanged(self.name, inputs, others, args, kwargs)
         if gradients:
             names = {id(x): self.where(i) for i, x in enumerate(inputs)}
             tensors.check_gradients(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._torch import wrappers
-from ..closures import Found
+from ..closures import Found, kinds
 from ..errors import InputError, MutationError, OutputError, describe
 from .tensors import Tensors, is_close
 
@@ -64,7 +64,7 @@ class Arguments:
         for key in static_names & kwargs.keys():
             kwargs = {**kwargs, key: _Static(kwargs[key])}
         leaves, self._structure = flatten(leaves, kwargs)
-        self.is_flat = isinstance(self._structure, tuple)  # then no argument needs a search
+        self.is_flat = isinstance(self._structure, tuple)
         self.others = leaves  # the leaves, with None in place of tensors
         self.tensors: list[Tensor] = []
         # For the position of each tensor among the leaves, its number among the tensors.
@@ -86,6 +86,8 @@ class Arguments:
                     "recomputation would find empty: pass a list or a tuple."
                 )
         self.arity = len(self.tensors)
+        # Whether the others hold nothing, so that they need no search.
+        self.are_atoms = self.is_flat or kinds.ATOMS.issuperset(map(type, leaves))
 
     def unflatten(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> Any:
         leaves = [*others]
@@ -98,11 +100,21 @@ class Arguments:
         tuples = [(*x,) if isinstance(x, tuple) else (x,) for x in self.others]
         return [items for items in tuples if _FLAGS.issuperset(map(type, items))]
 
-    def check_unchanged(self, name: str, before: tuple[list[Any], Any], args: Any, kwargs: Any) -> None:
-        """Raise if f has changed a container: it is a copy, so the caller would not see the change."""
-        leaves, structure = before
-        now, new_structure = pytree.tree_flatten((args, kwargs))
-        if structure != new_structure or any(map(operator.is_not, leaves, now)):
+    def check_unchanged(
+        self, name: str, tensors: Sequence[Tensor], others: Sequence[Any], args: Any, kwargs: Any
+    ) -> None:
+        """Raise if f has changed a container: it is a copy, so the caller would not see the change.
+
+        `args` and `kwargs` are what `unflatten` gave for `tensors` and `others`, after the run of f.
+        """
+        now, structure = pytree.tree_flatten((args, kwargs))
+        then, before = [*others], self._structure
+        for i, number in self._numbers.items():
+            then[i] = tensors[number]
+        if before != structure or any(map(operator.is_not, then, now)):
+            # A node of the user may come back in another form.
+            then, before = pytree.tree_flatten(self.unflatten(tensors, others))
+        if before != structure or any(map(operator.is_not, then, now)):
             raise MutationError(
                 f"remat({name}) changes a list or dict among its arguments. That is a copy, so the caller "
                 "would not see the change: return the changed one."
@@ -226,6 +238,7 @@ def _aliased(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[in
     """The numbers of the outputs that share memory with another output or an input."""
     if len(outputs) == 1 and not (outputs[0]._is_view() or wrappers.is_functorch_wrapped_tensor(outputs[0])):
         return ()
-    storages = wrappers.storages_of(outputs)
-    shared = {*wrappers.storages_of(inputs)} | {key for key, count in Counter(storages).items() if count > 1}
+    storages, shared = wrappers.storages_of(outputs), {*wrappers.storages_of(inputs)}
+    if len(outputs) > 1:
+        shared |= {key for key, count in Counter(storages).items() if count > 1}
     return [i for i, key in enumerate(storages) if key is not None and key in shared]
