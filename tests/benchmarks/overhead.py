@@ -86,6 +86,12 @@ def with_closure(wrap):
     return lambda: backward(wrap, over(leaf), leaf)()
 
 
+def with_dict(wrap):
+    g = wrap(lambda p, x: x + torch.tanh(x @ p["up"]) @ p["down"])
+    p = {"up": torch.randn(8, 16, requires_grad=True), "down": torch.randn(16, 8, requires_grad=True)}
+    return backward(none, lambda x: g(p, x), leaf)
+
+
 def under(transform, wrap, f=tiny):
     g = wrap(f)
     return lambda: transform(lambda x: g(x).sum())(x)
@@ -108,9 +114,11 @@ CASES: dict[str, tuple[tuple[str, list[str]], Callable]] = {
     "backward": (IN_EAGER, lambda wrap: backward(wrap, tiny, leaf)),
     "backward, torch.sin": (IN_EAGER, lambda wrap: backward(wrap, of_torch, leaf)),
     "backward, closure": (IN_EAGER, with_closure),
+    "backward, dict": (IN_EAGER, with_dict),
     "backward, module": (IN_EAGER, lambda wrap: backward(wrap, layer, tokens)),
     "backward, 16 modules": (IN_EAGER, lambda wrap: backward(none, Model(wrap, 16), leaf)),
     "backward, 16 methods": (IN_EAGER, lambda wrap: backward(none, Methods(wrap, 16), leaf)),
+    "backward, 64 methods": (IN_EAGER, lambda wrap: backward(none, Methods(wrap, 64), leaf)),
     "grad": (UNDER_TRANSFORMS, lambda wrap: under(grad, wrap)),
     "grad, torch.sin": (UNDER_TRANSFORMS, lambda wrap: under(grad, wrap, of_torch)),
     "jvp": (UNDER_TRANSFORMS, lambda wrap: under(lambda f: lambda x: jvp(f, (x,), (x,)), wrap)),
