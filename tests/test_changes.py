@@ -4,16 +4,20 @@ More of it in `PLACES` of test_contract.py.
 """
 
 import copy
+import dataclasses
 import functools
+import sys
+import types
 
 import pytest
 import torch
 from support import assert_same
 from torch import nn
 
-from funcckpt import CheckpointError, MutationError, checkpoint, remat
-from funcckpt.closures import Found
+from funcckpt import CheckpointError, MutationError, checkpoint, policies, remat
+from funcckpt.closures import Found, sharing
 from funcckpt.nn import apply_remat
+from funcckpt.policies import policies as policies_module
 
 F64 = torch.float64
 
@@ -153,3 +157,178 @@ def test_calls_of_a_forward_share_a_search(way, monkeypatch):
     assert len(searches) == 1
     run_stack(way, BETWEEN["number"], remat)
     assert len(searches) == 4
+
+
+class Options:
+    def __init__(self, **options):
+        self.__dict__.update(options)
+
+
+class Scaled(nn.Module):
+    scale = 1.0
+
+    def forward(self, x):
+        return x.sin()
+
+
+class ScaledAnew(Scaled):
+    def forward(self, x):
+        return (x * self.scale).sin()
+
+
+FACTOR_A, FACTOR_B = 2.0, 3.0
+by_a, by_b = lambda x: (x * FACTOR_A).sin(), lambda x: (x * FACTOR_B).sin()
+apply_to = lambda f, x: f(x)
+
+
+def other_code(wrap, x):
+    globals()["FACTOR_B"] = 3.0
+    for f in (by_a, by_b):
+        x = wrap(functools.partial(apply_to, f))(x)
+    yield x
+    globals()["FACTOR_B"] = 7.0
+
+
+def renamed_attribute(wrap, x):
+    s = Options(k=1.0, a=2.0)
+    yield wrap(lambda x: (x * getattr(s, "a", 1.0) * getattr(s, "b", 3.0)).sin())(x)
+    s.b = s.__dict__.pop("a")
+
+
+def exchanged_namespace(wrap, x):
+    s = Options(a=2.0)
+    yield wrap(lambda x: (x * s.a).sin())(x)
+    s.__dict__ = {"a": 5.0}
+
+
+def exchanged_namespace_of_a_function(wrap, x):
+    g = lambda x: x * g.scale
+    g.scale = 2.0
+    yield wrap(lambda x: g(x).sin())(x)
+    g.__dict__ = {"scale": 5.0}
+
+
+def item_that_moves(wrap, x):
+    first, second = {"w": 2.0}, {}
+    yield wrap(lambda x: (x * first.get("w", 1.0) * second.get("w", 1.0) ** 2).sin())(x)
+    second["w"] = first.pop("w")
+
+
+def other_class(wrap, x):
+    m = Scaled()
+    m.scale = 2.0
+    f = lambda x: m(x)
+    waiting = [wrap(f)(x)]
+    m.__class__ = ScaledAnew
+    yield wrap(f)(x)
+    m.scale = 5.0
+    waiting.clear()
+
+
+def keywords_by_name(wrap, x):
+    f = lambda x, keywords: (x * keywords.s).sin()
+    for i in range(3):
+        options = Options(s=1.0 + i)
+        x = wrap(functools.partial(f, keywords=options))(x)
+    yield x
+    options.s = 9.0
+
+
+def a_chain(wrap, x):
+    chain = None
+    for i in range(1100):
+        chain = 0.5, chain
+        if i % 100 == 99:
+            x = wrap(lambda x: (x * chain[0] + 1).sin())(x)  # noqa: B023
+    yield x
+
+
+def a_method_of_a_dataclass(wrap, x):
+    @dataclasses.dataclass
+    class Times:
+        scale: float
+
+        def __call__(self, other, x):
+            return (x * self.scale).sin()
+
+    yield wrap(types.MethodType(Times(2.0), Options()))(x)
+
+
+def imported_by_f(wrap, x):
+    sys.modules.pop("imported_later", None)
+    m = ScaledAnew()
+
+    def f(x):
+        import imported_later
+
+        return m(x * imported_later.scale)
+
+    waiting = [wrap(f)(x)]
+    yield wrap(f)(x)
+    sys.modules["imported_later"].scale = 5.0
+    waiting.clear()
+
+
+def history_that_one_call_lets_go(wrap, x):
+    state = {"h": torch.ones(4, dtype=F64), "k": 2.0}
+    f = lambda i, x: (x * state["k"]).sin() * (state["h"] if i else 1)
+    y = wrap(functools.partial(f, 0))(x)
+    state["h"].mul_(x.detach().requires_grad_())
+    waiting = [wrap(functools.partial(f, 1))(x)]
+    yield y
+    state["k"] = 5.0
+    waiting.clear()
+
+
+OTHERS = [
+    history_that_one_call_lets_go,
+    other_code,
+    renamed_attribute,
+    exchanged_namespace,
+    exchanged_namespace_of_a_function,
+    item_that_moves,
+]
+OTHERS += [other_class, keywords_by_name, a_chain, a_method_of_a_dataclass, imported_by_f]
+
+
+@pytest.mark.parametrize("how", ["remat", "checkpoint"])
+@pytest.mark.parametrize("program", OTHERS)
+def test_seen_by_what_compares_all_at_once(program, how, tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("scale = 2.0")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def gradient(wrap):
+        x = torch.linspace(0.1, 1, 4, dtype=F64).requires_grad_()
+        running = program(wrap, x)
+        y = next(running)
+        for _ in running:
+            pass
+        return y.detach(), *torch.autograd.grad(y.sum(), x)
+
+    assert_same(gradient(WRAPS[how]), gradient(lambda f: f))
+
+
+def test_shared_searches_do_not_grow():
+    m = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    sizes = []
+    for _ in range(12):
+        x = torch.ones(2, 4)
+        for i in range(4):
+            x = remat(lambda x: m[i](x))(x)  # noqa: B023
+        loss = x.sum()  # lives until the next one is there
+        loss.backward()
+        sizes.append(max([len(found.empty) + len(found.renamed) for found in sharing._held.values()]))
+    assert sizes[-1] <= sizes[2], sizes
+
+
+def test_calls_that_share_a_search_ask_a_policy_once(monkeypatch):
+    asked = []
+    decides = policies_module.Chooser.decides
+    monkeypatch.setattr(policies_module.Chooser, "decides", lambda *args: asked.append(1) or decides(*args))
+    m = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    counts, y = [], torch.ones(2, 3, requires_grad=True)
+    for _ in range(4):
+        asked.clear()
+        y = remat(lambda x: m(x), policy=policies.dots_saveable)(y)
+        counts.append(len(asked))
+    assert counts[0] and not any(counts[1:]), counts

@@ -214,3 +214,16 @@ def test_an_error_stays_in_its_thread():
 
     want = [stack("vmap_x", "grad_both")(act)(*inputs(i)) for i in range(THREADS)]
     together(*[functools.partial(job, i) for i in range(THREADS)])
+
+
+def test_a_history_of_another_thread():
+    """Each thread numbers its graph nodes by itself."""
+
+    def job(wrap):
+        w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        h = w * 1.5
+        x = torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+        together(lambda: wrap(lambda x: (x * h).sin())(x).sum().backward())
+        return w.grad, x.grad
+
+    assert_same(job(remat), job(plain))

@@ -9,20 +9,16 @@ An object of a user's class may lead far, to a trainer and its data. So only the
 code of f names. The code of libraries is not read, but their modules and objects are searched.
 
 The search is a single loop: it takes some microseconds for each module, and makes no call for each object.
-The calls of one forward often refer to the same model, or the same cell of a loop. So a search is used again
-as long as a call that waits for its backward holds it, if nothing has changed since (`search`).
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import operator
 import random
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain, compress
@@ -56,11 +52,6 @@ _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_
 _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
 # The key of a class or an imported module: the object needs it, but it is not part of its content.
 _BESIDE = object()
-# Objects that are often made anew for each call, as the partial in `remat(partial(self.block, i))`.
-_MADE_FOR_A_CALL = frozenset(
-    {kinds.FUNCTION, kinds.METHOD, kinds.PARTIAL, kinds.TUPLE, kinds.LIST, kinds.CELL}
-)
-_KEYWORDS = kinds.PARTIAL.parts[2]
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
@@ -88,7 +79,7 @@ class Found:
         counter records; may draw from the global streams of Python and numpy; collects per-sample gradients.
     """
 
-    _shares_nodes = False  # with another search: then they do not change
+    shares_nodes = False  # with another search (`sharing`): then they do not change
 
     def __init__(self, root: Any, everything: bool = False) -> None:
         """With `everything`, attributes that no code names are searched, too."""
@@ -98,16 +89,18 @@ class Found:
         self.marks: dict[int, dict[str, Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
-        self._changed: set[int] = set()
-        self._empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
-        # What is compared all at once: mappings, with their content at the call; namespaces of objects, with
-        # the ids of what is in them. (Not all of that counts, nor is kept alive.) The ids of other objects.
+        self.noted: set[int] = set()
+        self.empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
+        # What is compared all at once: mappings, with their content at the call; and objects, with what is in
+        # their namespaces. (Not all of that counts, nor is kept alive.) The ids of all others.
         self._mappings: list[Any] = []
         self._contents: list[dict[Any, Any]] = []
-        self._spaces: list[dict[str, Any]] = []
-        self._others: list[int] = []
+        self._objects: list[Any] = []
+        self.others: list[int] = []
+        # The modules that code imports, but that are not there yet.
+        self.not_imported: list[str] = []
         # The ids of objects in an earlier search that this one continues, and of those in their place.
-        self._renamed: dict[int, int] = {}
+        self.renamed: dict[int, int] = {}
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
         self.streams: list[Any] = []
@@ -115,8 +108,8 @@ class Found:
         draws_elsewhere = self.calls_backward = has_objects = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set[str]()
-        places, empty = self.places, self._empty
-        mappings, contents, spaces, others = self._mappings, self._contents, self._spaces, self._others
+        places, empty = self.places, self.empty
+        mappings, contents, objects, others = self._mappings, self._contents, self._objects, self.others
         met: set[int] = set()
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
@@ -161,11 +154,11 @@ class Found:
                 counted = names if is_named or kind is kinds.LOCAL else None
                 content: dict[Any, Any] = {}
                 if kind is kinds.MODULE or kind is kinds.OBJECT:
-                    spaces.append(value.__dict__)
+                    objects.append(value)
                     # If only named attributes count, they are read below: its class may add names.
                     if counted is None:
                         content = value.__dict__.copy()
-                elif kind is kinds.DICT and counted is None and key is not _KEYWORDS:
+                elif kind is kinds.DICT and counted is None:
                     mappings.append(value)
                     content = dict(value)
                     contents.append(content)
@@ -220,7 +213,9 @@ class Found:
                             nodes[id(space)].names.update(of_globals)
                         self.calls_backward |= "backward" in looked_up
                         for name in imported:
-                            draws_elsewhere |= name not in sys.modules  # an unknown module may draw
+                            if name not in sys.modules:
+                                self.not_imported.append(name)
+                                draws_elsewhere = True  # an unknown module may draw
                             pending.append((sys.modules.get(name), number, _BESIDE))
                     else:
                         for name, variable in _variables_in(value):
@@ -246,7 +241,10 @@ class Found:
         for node in named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
                 space.kind = kinds.NAMESPACE  # a copy of it would not follow the module
-        self._ids = [*map(id, chain.from_iterable(map(dict.values, spaces)))]
+        spaces, flat = [*map(_namespace, objects)], chain.from_iterable
+        self._names = [*map(len, spaces), *flat(spaces)]
+        self._ids = [*map(id, flat(map(dict.values, spaces)))]
+        self._order, self.empty_of_first = [*nodes], empty
         self.names = names
         self.draws_elsewhere = draws_elsewhere or "random" in names
         self.has_hooks_of_opacus = "capture_activations_hook" in names
@@ -258,7 +256,8 @@ class Found:
 
         Also whole numbers in closures and defaults, as of a loop over layers: operators may depend on them.
         """
-        for node in self.nodes.values():
+        for number in self._order:
+            node = self.nodes[self.renamed.get(number, number)]
             yield node.value.__code__ if node.kind is kinds.FUNCTION else node.cls
             if node.kind is kinds.CELL or node.kind is kinds.TUPLE:
                 yield from [x for x in node.content.values() if type(x) in (int, bool)]
@@ -274,21 +273,27 @@ class Found:
 
         What f has assigned may get back its value of the call. It still needs a copy, since f assigns again.
         """
-        changed = self._changed
-        flat, items_of, mappings, contents = chain.from_iterable, dict.values, self._mappings, self._contents
-        is_as_before = not self._spaces or [*map(id, flat(map(items_of, self._spaces)))] == self._ids
-        if is_as_before and mappings:
-            now, then = [*flat(map(items_of, mappings))], [*flat(map(items_of, contents))]
-            is_as_before = len(now) == len(then) and all(map(operator.is_, now, then))
-            is_as_before = is_as_before and all(map(operator.is_, flat(mappings), flat(contents)))
-        for number in self._others if is_as_before else [*self.nodes]:
+        changed = self.noted
+        flat, items_of, is_as_before = chain.from_iterable, dict.values, True
+        if self._objects:
+            spaces = [*map(_namespace, self._objects)]
+            is_as_before = [*map(id, flat(map(items_of, spaces)))] == self._ids
+            is_as_before = is_as_before and [*map(len, spaces), *flat(spaces)] == self._names
+        if is_as_before and (mappings := self._mappings):
+            then = self._contents
+            is_as_before = [*map(len, mappings)] == [*map(len, then)] and all(
+                map(operator.is_, flat(map(items_of, mappings)), flat(map(items_of, then)))
+            )
+            is_as_before = is_as_before and all(map(operator.is_, flat(mappings), flat(then)))
+        for number in self.others if is_as_before else [*self.nodes]:
             node = self.nodes[number]
             value, content, kind, names = node.value, node.content, node.kind, node.names
             if value is None or kind in kinds.CONSTANT:
                 continue
             if kind is kinds.FUNCTION:
-                at_call = content["__defaults__"], content["__kwdefaults__"]
-                if any(map(operator.is_not, (value.__defaults__, value.__kwdefaults__), at_call)):
+                at_call = content["__defaults__"], content["__kwdefaults__"], content["__dict__"]
+                now = value.__defaults__, value.__kwdefaults__, value.__dict__
+                if any(map(operator.is_not, now, at_call)):
                     changed.add(number)
                 continue
             if kind in kinds.MAPPINGS:
@@ -306,9 +311,9 @@ class Found:
                     is_let_go = type(x) is Hole and (x.ref is None or x.ref() is there[name])
                     if there[name] is not x and not is_let_go:
                         changed.add(number)
-        if any(self._empty):
-            filled = {id(x): x for x in self._empty if x}
-            self._empty = [x for x in self._empty if not x]
+        if any(self.empty):
+            filled = {id(x): x for x in self.empty if x}
+            self.empty = [x for x in self.empty if not x]
             for holder, node in [*self.nodes.items()]:
                 for name, item in node.content.items():
                     if (x := filled.get(id(item))) is not None:
@@ -317,66 +322,15 @@ class Found:
                             cls: Any = type(x)
                             kind = kinds.kind_of(cls) or kinds.DICT
                             self.nodes[id(x)] = Node(kind, cls, x, {}, holder, name)
-                            self._others = [*self._others, id(x)]
+                            self.others = [*self.others, id(x)]
                             changed.add(id(x))
         return changed
-
-    def again(self, root: Any) -> Found | None:
-        """A search of `root`, if that differs from the root of this one in nothing but its own parts.
-
-        None if something else has changed, or if this search has let tensors go.
-        """
-        pairs: dict[int, tuple[Node, Any, dict[Any, Any]]] = {}
-        empty: list[Any] = []
-        if self.gone or self.marks or self._changed or not self._is_alike(self.root, root, pairs, empty):
-            return None
-        if not pairs.keys() >= self.changed() or any(self._empty):
-            return None
-        renamed = {id(node.value): id(value) for node, value, _ in pairs.values() if node.value is not value}
-        numbers, holders = self.edges()
-        elsewhere = {*compress(holders, map(renamed.__contains__, numbers))} - pairs.keys() - {0}
-        if elsewhere or not self.nodes.keys().isdisjoint(renamed.values()):
-            return None  # one of them can be reached in another way, too
-        found = copy.copy(self)
-        found.root, found.marks, found.gone, found._changed = root, {}, set(), set()
-        found.tensors, found.nodes = self.tensors.copy(), self.nodes.copy()
-        found._renamed = {old: renamed.get(new, new) for old, new in self._renamed.items()} | renamed
-        for number in renamed:
-            del found.nodes[number]
-        for node, value, content in pairs.values():
-            found.nodes[id(value)] = Node(node.kind, node.cls, value, content, node.parent, node.key)
-        found._others = [renamed.get(number, number) for number in self._others]
-        found._empty = self._empty + empty
-        self._shares_nodes = found._shares_nodes = True
-        return found
-
-    def _is_alike(self, old: Any, new: Any, pairs: dict[int, Any], empty: list[Any]) -> bool:
-        """Whether a search of `new` finds what one of `old` has found, but for the objects in `pairs`.
-
-        These are nodes, by id of their value, with what takes their place, and its content.
-        """
-        node, cls = self.nodes.get(id(old)), type(new)
-        is_made_for_a_call = node is not None and (node.kind in _MADE_FOR_A_CALL or node.key is _KEYWORDS)
-        if node is None or not is_made_for_a_call or cls is not node.cls:
-            if cls is dict and type(old) is dict and not (old or new):  # attributes of a function
-                empty.append(new)
-                return True
-            return old is new or (type(old) in kinds.ATOMS and cls in kinds.ATOMS)
-        if id(old) in pairs:
-            return pairs[id(old)][1] is new
-        if old is new and node.kind is not kinds.CELL and old is not self.root:
-            return True
-        content = kinds.read(node.kind, new)
-        pairs[id(old)] = node, new, content
-        return content.keys() == node.content.keys() and all(
-            [self._is_alike(x, content[name], pairs, empty) for name, x in node.content.items()]
-        )
 
     def edges(self) -> tuple[list[int], list[int]]:
         """The ids of objects, and of what refers to each; the last that were found first."""
         edges = self._edges
-        if self._renamed:
-            edges = [*map(self._renamed.get, edges, edges)]
+        if self.renamed:
+            edges = [*map(self.renamed.get, edges, edges)]
         return edges[-2::-2], edges[::-2]
 
     def leading_to(self, reached: set[int]) -> set[int]:
@@ -392,9 +346,9 @@ class Found:
 
     def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:
         """Refer to `tensors` only weakly from now on, and no longer to the objects with the ids `own`."""
-        self._mappings, self._contents, self._spaces, self._ids = [], [], [], []
-        self._others = [*self.nodes]  # compared one by one from now on
-        if self._shares_nodes:
+        self._mappings, self._contents, self._objects = [], [], []
+        self.others = [*self.nodes]  # compared one by one from now on
+        if self.shares_nodes:
             self.nodes = {n: replace(node, content=node.content.copy()) for n, node in self.nodes.items()}
         holes = {number: Hole(number) for number in own}
         for x in tensors:
@@ -430,7 +384,7 @@ class Found:
     def path(self, number: int, key: Any) -> str:
         """How f refers to an item of the object with this id, in words."""
         words: list[str] = []
-        while (number := self._renamed.get(number, number)) in self.nodes:
+        while (number := self.renamed.get(number, number)) in self.nodes:
             node = self.nodes[number]
             if node.parent == 0 and node.cls is tuple:  # f and its arguments
                 words[-1:] = ["an argument"] if key else words[-1:]
@@ -444,26 +398,7 @@ class Found:
         return " of ".join(words) or "a captured tensor"
 
 
-_SMALL = 4  # Objects that are searched anew as fast as they are compared.
-# The last larger search of each function or object, while some call holds it.
-_held: weakref.WeakValueDictionary[Any, Found] = weakref.WeakValueDictionary()
-
-
-def search(root: Any) -> Found:
-    """What f refers to: `root`, or the first item of it."""
-    f = root[0] if type(root) is tuple else root
-    while type(f) is functools.partial:
-        f = f.func
-    if type(f) is types.FunctionType:
-        key: Any = f.__code__
-    else:
-        key = (f.__func__, id(f.__self__)) if type(f) is types.MethodType else id(f)
-    before = _held.get(key)
-    found = before.again(root) if before is not None else None
-    found = found or Found(root)
-    if len(found.nodes) > _SMALL:
-        _held[key] = found
-    return found
+_namespace: Callable[[Any], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
 def _variables_in(function: types.FunctionType) -> Iterator[tuple[str, ContextVar[Any]]]:

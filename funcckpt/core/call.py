@@ -329,6 +329,10 @@ class Call(UserProgram):
             elif versions[i] != before[i]:
                 raise tensors.changed_inside(f"remat({self.name})", x, self.found.where(id(x)))
 
+    def history(self) -> list[autograd.Edge]:
+        # Each thread numbers its nodes by itself, so the numbers do not tell those of another thread.
+        return [(x.grad_fn, x.output_nr) for x in self.found.tensors.values() if x.grad_fn is not None]
+
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tensors_of_f, results = self.found.tensors, {}
         if any([leaf is None for leaf in edges.values()]):

@@ -91,7 +91,7 @@ def run_first(
     if (layers or any(active)) and versions != versions_of(inputs):
         source.check_versions(versions, inputs)
     if any(active):
-        edges = autograd.entering(outputs, own, first_node)
+        edges = autograd.entering(outputs, {*own, *source.history()}, first_node)
         for edge in own.keys() & edges:
             reached.add(own[edge])
             del edges[edge]

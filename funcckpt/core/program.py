@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from typing import Any
@@ -97,6 +97,10 @@ class UserProgram(Program):
     @property
     def source(self) -> UserProgram:  # type: ignore[override]
         return self
+
+    def history(self) -> Collection[autograd.Edge]:
+        """The edges at which captured tensors were computed outside of f."""
+        return ()
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> Sequence[Tensor]:
         """The captured tensors at the edges at which the graph of the outputs begins."""

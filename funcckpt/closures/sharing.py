@@ -1,0 +1,112 @@
+"""One search for the calls of a forward that refer to the same objects.
+
+A method or a lambda that names `self` leads to the whole model. If each call searched that anew, a step would
+cost the square of the number of blocks. So a call takes over the search of an earlier one of the same
+function that still waits for its backward, if nothing has changed since but what is made for each call: a
+partial, a bound method, the cells of a closure. The waiting call holds the search: none is kept for longer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import threading
+import types
+import weakref
+from itertools import compress
+from typing import Any
+
+from . import kinds
+from .find import Found
+from .kinds import Node
+
+# What is often made anew for each call, as the partial in `remat(partial(self.block, i))`.
+_MADE_FOR_A_CALL = frozenset(
+    {kinds.FUNCTION, kinds.METHOD, kinds.PARTIAL, kinds.TUPLE, kinds.LIST, kinds.CELL}
+)
+_VALUES = kinds.ATOMS - {types.CodeType}  # which decide nothing that a search finds
+_SMALL = 4  # Objects that are searched anew as fast as they are compared.
+_MOST = 100  # Objects made for a call, beyond which the comparison stops: it may be a chain.
+# The last larger search of a function or an object by a thread, as long as some call holds it.
+_held: weakref.WeakValueDictionary[Any, Found] = weakref.WeakValueDictionary()
+
+
+def search(root: Any) -> Found:
+    """What f refers to: `root`, or the first item of it."""
+    f = root[0] if type(root) is tuple else root
+    while type(f) is functools.partial:
+        f = f.func
+    if type(f) is types.FunctionType:
+        of: Any = f.__code__
+    else:
+        of = (id(f.__func__), id(f.__self__)) if type(f) is types.MethodType else id(f)
+    key = of, threading.get_ident()  # another thread may let tensors go meanwhile
+    before = _held.get(key)
+    found = (before is not None and _continued(before, root)) or Found(root)
+    if len(found.nodes) > _SMALL:
+        _held[key] = found
+    return found
+
+
+# A node, the object that takes the place of its value, and the content of that object.
+_Pair = tuple[Node, Any, dict[Any, Any]]
+
+
+def _continued(before: Found, root: Any) -> Found | None:
+    """A search of `root` that finds what `before` has found; None if it would find something else."""
+    pairs: dict[int, _Pair] = {}
+    empty: list[Any] = []
+    if before.gone or before.marks or before.noted or not _is_alike(before, before.root, root, pairs, empty):
+        return None
+    if not pairs.keys() >= before.changed() or any(before.empty):
+        return None
+    # An object may get another class, and f may have imported something.
+    if any([type(node.value) is not node.cls for node in before.nodes.values()]):
+        return None
+    if not sys.modules.keys().isdisjoint(before.not_imported):
+        return None
+    renamed = {id(node.value): id(value) for node, value, _ in pairs.values() if node.value is not value}
+    # Something else may refer to what is replaced, or to what takes its place.
+    numbers, holders = before.edges()
+    elsewhere = {*compress(holders, map(renamed.__contains__, numbers))} - pairs.keys() - {0}
+    if elsewhere or not before.nodes.keys().isdisjoint(renamed.values()):
+        return None
+    found = copy.copy(before)
+    found.root, found.marks, found.gone, found.noted = root, {}, set(), set()
+    found.tensors, found.nodes = before.tensors.copy(), before.nodes.copy()
+    # By the ids that the first of these searches has found.
+    firsts = {new: old for old, new in before.renamed.items()}
+    found.renamed = before.renamed | {firsts.get(old, old): new for old, new in renamed.items()}
+    for number in renamed:
+        del found.nodes[number]
+    for node, value, content in pairs.values():
+        found.nodes[id(value)] = Node(node.kind, node.cls, value, content, node.parent, node.key)
+    found.others = [renamed.get(number, number) for number in before.others]
+    found.empty = before.empty_of_first + empty
+    before.shares_nodes = found.shares_nodes = True
+    return found
+
+
+def _is_alike(before: Found, old: Any, new: Any, pairs: dict[int, _Pair], empty: list[Any]) -> bool:
+    """Whether a search of `new` finds what that of `old` has found, but for the objects in `pairs`.
+
+    These are by id of the old one. `empty` gets empty dicts: attributes of a function, keywords of a partial.
+    """
+    node, cls = before.nodes.get(id(old)), type(new)
+    if node is None or node.kind not in _MADE_FOR_A_CALL or cls is not node.cls:
+        if cls is dict and type(old) is dict and not (old or new):
+            empty.append(new)
+            return True
+        return old is new or (type(old) in _VALUES and cls in _VALUES)
+    if id(old) in pairs:
+        return pairs[id(old)][1] is new
+    if old is new and node.kind is not kinds.CELL and old is not before.root:
+        return True
+    content = kinds.read(node.kind, new)
+    pairs[id(old)] = node, new, content
+    return (
+        len(pairs) < _MOST
+        and content.keys() == node.content.keys()
+        and all([_is_alike(before, x, content[name], pairs, empty) for name, x in node.content.items()])
+    )
