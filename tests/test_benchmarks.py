@@ -70,7 +70,7 @@ def test_the_script_for_calls(name, capsys, tmp_path):
     assert found["rows"] == rows and found["about"]["command"].endswith(name + ".py" * (name == "overhead"))
     printed = capsys.readouterr().out
     if name == "overhead":
-        assert {row["problem"] for row in rows} == {*overhead.CASES} and printed.count(" to torch\n") == 6
+        assert {row["problem"] for row in rows} == {*overhead.CASES} and printed.count(" to torch\n") == 8
         assert all(row["seconds"] > 0 for row in rows)
     else:
         assert [row["case"] for row in rows] == [*overhead.EAGER_CASES] and "a transformer layer" in printed
