@@ -15,11 +15,12 @@ Two things are new, which cannot be added to torch's from outside:
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -119,10 +120,10 @@ class Region:
             if id(x) not in saved:
                 saved[id(x)] = autograd.save(x) if isinstance(x, Tensor) else x
         self._inputs = [*map(saved.get, map(id, leaves))]
-        others: list[Any] = []  # the leaves that may hold tensors; they are no tensors themselves
-        if not isinstance(self._structure, tuple):
-            others = [None if isinstance(x, Tensor) else x for x in leaves]
-        self._found = found = search((f, others))
+        self._is_flat = isinstance(self._structure, tuple)
+        # f alone, or with the leaves that may hold tensors; they are no tensors themselves.
+        root = f if self._is_flat else (f, [None if isinstance(x, Tensor) else x for x in leaves])
+        self._found = found = search(root)
         if found.tensors:
             tensors.drop_stale(found.tensors, ())
         if found.has_hooks_of_opacus:
@@ -134,13 +135,9 @@ class Region:
         self._given = leaves
         # By id: tensors that the recomputation uses as they are; their versions; whether they require grad.
         # (Tuples of these would take the collector time.)
-        self._constants: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}
-        self._differentiated: dict[int, bool] = {}
-        for number, x in found.tensors.items():
-            if not x.is_inference():
-                self._constants[number], self._versions[number] = x, x._version
-                self._differentiated[number] = x.requires_grad
+        self._constants, captured = found.tensors.copy(), [*found.tensors.values()]
+        self._versions = dict(zip(found.tensors, tensors.versions_of(captured), strict=True))
+        self._differentiated = dict(zip(found.tensors, map(wrappers.require_grad, captured), strict=True))
         self._requires_grad = [*map(getattr, leaves, repeat("requires_grad"), repeat(False))]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
@@ -245,7 +242,11 @@ class Region:
             self._constants.pop(number, None)
 
     def _changed(self) -> list[Tensor]:
-        return [x for number, x in self._constants.items() if x._version != self._versions[number]]
+        return self._different(tensors.versions_of([*self._constants.values()]), self._versions)
+
+    def _different(self, now: Iterable[Any], then: dict[int, Any]) -> list[Tensor]:
+        """The constants of which something is now other than it was then."""
+        return [*compress(self._constants.values(), map(operator.ne, now, map(then.get, self._constants)))]
 
     # -- the backward -------------------------------------------------------------------------------
 
@@ -286,11 +287,11 @@ class Region:
             instead[number] = x if x.requires_grad else _copy(x)
         written = self._changed() if self._check and self._constants else []
         # A model may be frozen for the forward alone.
-        for number, x in self._constants.items():
-            if x.requires_grad != self._differentiated[number]:
-                instead[number] = x.detach().requires_grad_(not x.requires_grad)
-                if self._check and x._version != self._versions[number]:
-                    written.append(instead[number])
+        require_grad = map(wrappers.require_grad, self._constants.values())
+        for x in self._different(require_grad, self._differentiated):
+            instead[id(x)] = x.detach().requires_grad_(not x.requires_grad)
+            if self._check and x._version != self._versions[id(x)]:
+                written.append(instead[id(x)])
         given: dict[int, Any] = {}
         for kept in self._inputs:
             if id(kept) not in given:
@@ -321,8 +322,9 @@ class Region:
         with ExitStack() as stack:
             for context in filter(None, contexts):
                 stack.enter_context(context)
-            f, others = found.root if rebuilt is None else rebuilt.callable
-            if others:
+            f = found.root if rebuilt is None else rebuilt.callable
+            if not self._is_flat:
+                f, others = f
                 leaves = [given if x is None else x for x, given in zip(others, leaves, strict=True)]
             args, kwargs = unflatten(leaves, self._structure)
             del leaves, given, instead, rebuilt, contexts
@@ -361,7 +363,7 @@ class Region:
 
     @property
     def _name(self) -> str:
-        return title(self._found.root[0])
+        return title(self._found.root if self._is_flat else self._found.root[0])
 
     def _was_changed(self, x: Tensor) -> MutationError:
         if id(x) in self._written_by_f:
