@@ -96,6 +96,7 @@ def saved_by(node: Any) -> list[Any]:
 # An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).
 Edge = tuple[Any, int]
 LEAF = -1
+_LEAF_NODE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def entering(
@@ -115,14 +116,14 @@ def entering(
         node = edge[0]
         if node in seen:
             continue
-        if node._sequence_nr() < first_node or edge in own:
+        if type(node) is _LEAF_NODE:
+            found[id(node.variable), LEAF] = node.variable
+        elif node._sequence_nr() < first_node or edge in own:
             found[edge] = None
             continue
+        else:
+            pending += node.next_functions
         seen.add(node)
-        following = node.next_functions
-        pending.extend(following)
-        if not following and node.name() == "torch::autograd::AccumulateGrad":
-            found[id(node.variable), LEAF] = node.variable
     return found
 
 

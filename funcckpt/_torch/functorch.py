@@ -89,9 +89,11 @@ GRAD, VMAP = TransformType.Grad.value, TransformType.Vmap.value
 JVP, FUNCTIONALIZE = TransformType.Jvp.value, TransformType.Functionalize.value
 _NAMES = {GRAD: "grad", VMAP: "vmap", JVP: "jvp", FUNCTIONALIZE: "functionalize"}
 _RANDOMNESS = {kind.value: name.lower() for name, kind in RandomnessType.__members__.items()}
-# While any vmap is active, random operators see this key and may raise. In a recomputation they must not: the
-# forward has decided about randomness.
-without_vmap_mode = partial(_ExcludeDispatchKeyGuard, DispatchKeySet(_dispatch_key_parse("VmapMode")))
+# While the vmap of `is_grads_batched` is active, random operators see this key and may raise. In a
+# recomputation they must not: the forward has decided about randomness.
+_VMAP_MODE = _dispatch_key_parse("VmapMode")
+in_vmap_mode = partial(_dispatch_tls_is_dispatch_key_included, _VMAP_MODE)
+without_vmap_mode = partial(_ExcludeDispatchKeyGuard, DispatchKeySet(_VMAP_MODE))
 
 
 class Layer(NamedTuple):

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import compress, repeat
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ class _Stop(BaseException):
     """All slots have their tensor. A BaseException, so that f does not catch it by accident."""
 
 
-_NOTHING = nullcontext()
+_NOTHING: Any = nullcontext()
 
 
 class Region:
@@ -110,7 +111,7 @@ class Region:
         stop, debug = autograd.checkpoint_settings()
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"
-        self._logs = (Log(), Log()) if (options.debug if debug is None else debug) else noop_context_fn()
+        self._logs = (Log(), Log()) if (options.debug if debug is None else debug) else (_NOTHING, _NOTHING)
         self._contexts = options.context_fn()
         if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
             self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks
@@ -173,7 +174,7 @@ class Region:
         if found.calls_backward:
             reached = [x for x in (*found.tensors.values(), *self._given) if isinstance(x, Tensor)]
             gradients = tensors.gradients_behind(reached)
-        anew = autograd.parametrizations_anew() or nullcontext()
+        anew = autograd.parametrizations_anew() or _NOTHING
         with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0], anew:
             out = f(*args, **kwargs)
         self._complete = True
@@ -234,10 +235,11 @@ class Region:
             if leaf is not None and key not in known:
                 self._constants[key], self._versions[key] = leaf, leaf._version
                 self._differentiated[key] = True
-        nodes = {node for node, _ in edges}
-        if unused := [x for x in found.tensors.values() if x.grad_fn is not None and x.grad_fn not in nodes]:
-            self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
-            found.weaken(unused)
+        if computed := [*filter(operator.attrgetter("grad_fn"), found.tensors.values())]:
+            nodes = {node for node, _ in edges}
+            if unused := [x for x in computed if x.grad_fn not in nodes]:
+                self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
+                found.weaken(unused)
         for number in self._instead:
             self._constants.pop(number, None)
 
@@ -258,24 +260,16 @@ class Region:
                 with unwatched() if functorch.number_of_dispatch_modes() else _NOTHING:
                     self._recompute(key)
                 if isinstance(key, int):
-                    forget = weakref.WeakMethod(self._forget)
-                    autograd.at_end_of_backward(lambda: (method := forget()) and method(key))
+                    autograd.at_end_of_backward(partial(_forget, weakref.ref(self), key))
             x, version = slot.pop(key)
         if type(key) is object:  # it was read outside of a backward
-            self._forget(key)
+            _forget(weakref.ref(self), key)
         if x._version != version:
             raise MutationError(
                 f"{self._name}: the function changes a tensor ({describe(x)}) in place that it has saved for "
                 "the backward. Work on a copy (x.clone())."
             )
         return x
-
-    def _forget(self, key: Any) -> None:
-        """At the end of a backward: drop recomputed tensors that it has not read."""
-        with self._lock:
-            for ref in self._slots:
-                if (slot := ref()) is not None:
-                    slot.pop(key, None)
 
     def _recompute(self, key: Any) -> None:
         if self._buffers:  # f itself calls a backward
@@ -304,22 +298,21 @@ class Region:
                 leaves[i] = x.detach().requires_grad_(before)
         rebuilt = Rebuilt(found, instead, changed) if changed or instead else None
         # What differs from the world of the forward is put back.
-        contexts: Any = (
+        contexts: Any = [
             # A batched backward may read a slot inside of a vmap, but f ran outside of all transforms.
             functorch.maybe_current_level() is not None and functorch.without_levels(),
             rebuilt,
             written and tensors.Refusing(written, self._was_changed),
             not self._world.is_here() and self._world.replayed(),
-            self._torch_function != functorch._get_torch_function_state()
+            self._torch_function.value != functorch._get_torch_function_state().value
             and functorch.torch_function_as(self._torch_function),
             autograd.parametrizations_anew(),
             self._patched != patched.is_active() and patched.active(self._patched),
             self._states and world.streams_at(self._states),
             # Random numbers are those of the forward: a vmap around the backward must not change them.
-            functorch.without_vmap_mode(),
-            torch.enable_grad(),
-        )
-        with ExitStack() as stack:
+            functorch.in_vmap_mode() and functorch.without_vmap_mode(),
+        ]
+        with ExitStack() if any(contexts) else _NOTHING as stack, torch.enable_grad():
             for context in filter(None, contexts):
                 stack.enter_context(context)
             f = found.root if rebuilt is None else rebuilt.callable
@@ -383,6 +376,15 @@ class Region:
             f"{text}.\n\nOperations executed during the original forward:\n\n{forward}\n\n"
             f"Operations executed during recomputation:\n\n{recompute}"
         )
+
+
+def _forget(here: weakref.ref[Region], key: Any) -> None:
+    """At the end of a backward: drop recomputed tensors that it has not read."""
+    if (region := here()) is not None:
+        with region._lock:
+            for ref in region._slots:
+                if (slot := ref()) is not None:
+                    slot.pop(key, None)
 
 
 def _copy(x: Tensor) -> Tensor:
