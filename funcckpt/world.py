@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import pickle
 import random
 import threading
@@ -63,9 +64,8 @@ def _state() -> tuple[Any, ...]:
     kinds = autocast_devices()
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
     casts = (*enabled,), (*dtypes,), torch.is_autocast_cache_enabled()
-    of = torch.backends.cuda
-    flash, efficient = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled()
-    attention = flash, efficient, of.math_sdp_enabled(), of.cudnn_sdp_enabled()
+    flash, efficient, math, cudnn = functorch.may_choose
+    attention = flash(), efficient(), math(), cudnn()
     return device, torch.get_default_dtype(), casts, attention
 
 
@@ -170,11 +170,10 @@ def moved(before: States) -> States:
     """The streams, with their old states, from which random numbers were drawn since."""
     found: States = []
     for stream, state in before:
-        then, now = state, stream.get_state()  # type: Any, Any
-        if isinstance(then, Tensor):  # `_bytes`, without its frames
-            then = ctypes.string_at(then.data_ptr(), then.nbytes)
-            now = ctypes.string_at(now.data_ptr(), now.nbytes)
-        if then != now:
+        both: Any = state, stream.get_state()
+        if isinstance(state, Tensor):  # `_bytes`, without its frames
+            both = map(ctypes.string_at, map(Tensor.data_ptr, both), map(Tensor.numel, both))
+        if operator.ne(*both):
             found.append((stream, state))
     return found
 

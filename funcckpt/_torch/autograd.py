@@ -26,8 +26,8 @@ from torch._C import (  # type: ignore[attr-defined]
 # What a graph node holds for a saved tensor; and the active hooks, which public torch does not show.
 from torch._C._autograd import (  # type: ignore[attr-defined]
     SavedTensor,
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
+    _pop_saved_tensors_default_hooks as pop_hooks,
+    _push_saved_tensors_default_hooks as push_hooks,
     _saved_tensors_hooks_is_enabled,
     _top_saved_tensors_default_hooks,
 )
@@ -231,12 +231,12 @@ def _without_hooks() -> Iterator[list[Hooks]]:
     hooks: list[Hooks] = []
     while (top := top_saved_tensors_hooks()) is not None:
         hooks.append(top)
-        _pop_saved_tensors_default_hooks()
+        pop_hooks()
     try:
         yield hooks
     finally:
         for pair in reversed(hooks):
-            _push_saved_tensors_default_hooks(*pair)
+            push_hooks(*pair)
 
 
 def may_push_hooks() -> bool:

@@ -165,14 +165,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     ):
         theirs = autograd.original_checkpoint
     if theirs is not None:
-        return theirs(
-            functools.partial(f, **kwargs) if kwargs else f,
-            *args,
-            use_reentrant=False,
-            context_fn=options.context_fn,
-            preserve_rng_state=options.preserve_rng_state,
-            determinism_check=options.determinism_check,
-        )
+        how = dict(zip(Options._fields[:3], options[:3], strict=True))
+        return theirs(functools.partial(f, **kwargs) if kwargs else f, *args, use_reentrant=False, **how)
     if not torch.is_grad_enabled():
         return f(*args, **kwargs)
     at_level = functorch.maybe_current_level() is not None

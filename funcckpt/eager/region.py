@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import compress, repeat
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
@@ -111,10 +110,12 @@ class Region:
         stop, debug = autograd.checkpoint_settings()
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"
-        self._logs = (Log(), Log()) if (options.debug if debug is None else debug) else (_NOTHING, _NOTHING)
-        self._contexts = options.context_fn()
-        if hasattr(self._contexts[0], "respect_saved_tensors_hooks"):
-            self._contexts[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks
+        self._logs = [Log(), Log()] if (options.debug if debug is None else debug) else []
+        given = [] if options.context_fn is noop_context_fn else [*options.context_fn()]
+        if given and hasattr(given[0], "respect_saved_tensors_hooks"):
+            given[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks
+        # The contexts of the forward, and those of a recomputation.
+        self._contexts = [*zip(*filter(None, (given, self._logs)), strict=True)] or [(), ()]
         leaves, self._structure = flatten(args, kwargs)
         saved: dict[int, Any] = {}
         for x in leaves:  # what is passed twice is one object to f
@@ -139,21 +140,20 @@ class Region:
         self._constants, captured = found.tensors.copy(), [*found.tensors.values()]
         self._versions = dict(zip(found.tensors, tensors.versions_of(captured), strict=True))
         self._differentiated = dict(zip(found.tensors, map(wrappers.require_grad, captured), strict=True))
-        self._requires_grad = [*map(getattr, leaves, repeat("requires_grad"), repeat(False))]
+        self._require_grad = [*map(getattr, leaves, repeat("requires_grad"), repeat(False))]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
         # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies
         # and versions.
         self._buffers: list[tuple[Tensor, Tensor, int | None]] = []
         if found.updates_statistics:
-            reached = [x for x in (*found.tensors.values(), *leaves) if isinstance(x, Tensor)]
-            buffers = found.buffers_in_training()
-            buffers += tensors.buffers_among(reached, buffers)
+            reached = {id(x): x for x in leaves if isinstance(x, Tensor)} | found.tensors
+            buffers = {id(x): x for x in found.buffers_in_training()}
+            others = [x for number, x in reached.items() if not (number in buffers or x.requires_grad)]
+            buffers |= {id(x): x for x in tensors.buffers_among(others, [*buffers.values()])}
             with autograd.without_dispatch_modes():
-                copies = tensors.copies_of(buffers)
-            versions = tensors.versions_of(buffers)
-            pairs = zip(buffers, versions, strict=True)
-            self._buffers = [(x, copies.pop(id(x)), v) for x, v in pairs if id(x) in copies]
+                copies = tensors.copies_of(buffers.values())
+            self._buffers = [(buffers[n], old, tensors.version_of(buffers[n])) for n, old in copies.items()]
         self._world = world.World()
         self._torch_function = functorch._get_torch_function_state()
         self._patched = patched.is_active()
@@ -174,9 +174,7 @@ class Region:
         if found.calls_backward:
             reached = [x for x in (*found.tensors.values(), *self._given) if isinstance(x, Tensor)]
             gradients = tensors.gradients_behind(reached)
-        anew = autograd.parametrizations_anew() or _NOTHING
-        with saved_tensors_hooks(self._pack, self.unpack), self._contexts[0], self._logs[0], anew:
-            out = f(*args, **kwargs)
+        out = _call(f, args, kwargs, self._pack, self.unpack, self._contexts[0])
         self._complete = True
         # Streams that did not move are left alone: another thread may draw from them. But f may have put back
         # a stream from which it drew.
@@ -228,18 +226,17 @@ class Region:
 
         The latter are detached: to hold them would keep another graph alive.
         """
-        found = self._found
         edges = autograd.entering((out,) if isinstance(out, Tensor) else tensors_in(out), (), first_node)
-        known = {*found.tensors, *map(id, self._given)}
+        known = {*self._found.tensors, *map(id, self._given)}
         for (key, _), leaf in edges.items():
             if leaf is not None and key not in known:
                 self._constants[key], self._versions[key] = leaf, leaf._version
                 self._differentiated[key] = True
-        if computed := [*filter(operator.attrgetter("grad_fn"), found.tensors.values())]:
+        if computed := [*filter(operator.attrgetter("grad_fn"), self._found.tensors.values())]:
             nodes = {node for node, _ in edges}
             if unused := [x for x in computed if x.grad_fn not in nodes]:
                 self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
-                found.weaken(unused)
+                self._found.weaken(unused)
         for number in self._instead:
             self._constants.pop(number, None)
 
@@ -276,26 +273,20 @@ class Region:
             self._settle_updates()
         found = self._found
         changed = found.changed()
-        instead: dict[int, Tensor] = {}
-        for number, x in self._instead.items():
-            instead[number] = x if x.requires_grad else _copy(x)
+        instead = dict(zip(self._instead, map(_for_a_run, self._instead.values()), strict=True))
         written = self._changed() if self._check and self._constants else []
         # A model may be frozen for the forward alone.
-        require_grad = map(wrappers.require_grad, self._constants.values())
-        for x in self._different(require_grad, self._differentiated):
+        for x in self._different(map(wrappers.require_grad, self._constants.values()), self._differentiated):
             instead[id(x)] = x.detach().requires_grad_(not x.requires_grad)
             if self._check and x._version != self._versions[id(x)]:
                 written.append(instead[id(x)])
         given: dict[int, Any] = {}
-        for kept in self._inputs:
+        for kept, require_grad in zip(self._inputs, self._require_grad, strict=True):
             if id(kept) not in given:
-                given[id(kept)] = _copy(kept) if isinstance(kept, Tensor) else kept
-                if isinstance(kept, autograd.Saved):
-                    given[id(kept)] = kept.unpack()
+                x = given[id(kept)] = _for_a_run(kept)
+                if isinstance(x, Tensor) and x.requires_grad != require_grad:
+                    given[id(kept)] = x.detach().requires_grad_(require_grad)
         leaves: list[Any] = [*map(given.get, map(id, self._inputs))]
-        for i, (x, before) in enumerate(zip(leaves, self._requires_grad, strict=True)):
-            if isinstance(x, Tensor) and x.requires_grad != before:
-                leaves[i] = x.detach().requires_grad_(before)
         rebuilt = Rebuilt(found, instead, changed) if changed or instead else None
         # What differs from the world of the forward is put back.
         contexts: Any = [
@@ -306,21 +297,19 @@ class Region:
             not self._world.is_here() and self._world.replayed(),
             self._torch_function.value != functorch._get_torch_function_state().value
             and functorch.torch_function_as(self._torch_function),
-            autograd.parametrizations_anew(),
             self._patched != patched.is_active() and patched.active(self._patched),
             self._states and world.streams_at(self._states),
             # Random numbers are those of the forward: a vmap around the backward must not change them.
             functorch.in_vmap_mode() and functorch.without_vmap_mode(),
         ]
-        with ExitStack() if any(contexts) else _NOTHING as stack, torch.enable_grad():
+        is_recording = torch.is_grad_enabled()
+        with ExitStack() if any(contexts) else _NOTHING as stack:
             for context in filter(None, contexts):
                 stack.enter_context(context)
             f = found.root if rebuilt is None else rebuilt.callable
             if not self._is_flat:
                 f, others = f
                 leaves = [given if x is None else x for x, given in zip(others, leaves, strict=True)]
-            args, kwargs = unflatten(leaves, self._structure)
-            del leaves, given, instead, rebuilt, contexts
             count, is_over = 0, False
 
             def pack(x: Tensor) -> Tensor:
@@ -343,11 +332,15 @@ class Region:
                 return kept
 
             try:
-                with saved_tensors_hooks(pack, lambda x: x), self._contexts[1], self._logs[1]:
-                    autograd.without_dynamo(f)(*args, **kwargs)
+                functorch.set_grad_enabled(True)
+                args, kwargs = unflatten(leaves, self._structure)
+                del leaves, given, instead, rebuilt, contexts
+                _call(autograd.without_dynamo(f), args, kwargs, pack, lambda x: x, self._contexts[1])
             except (_Stop, Exception):
                 if not is_over:  # TorchScript, and code of f that catches everything, raise something else
                     raise
+            finally:
+                functorch.set_grad_enabled(is_recording)
         if self._complete and not is_over and count != len(self._slots):
             raise self._error(
                 "A different number of tensors was saved during the original forward and recomputation: "
@@ -369,7 +362,7 @@ class Region:
 
     def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function must do the same each time"
-        if not isinstance(self._logs[0], Log):
+        if not self._logs:
             return CheckpointError(f"{text}; pass debug=True to see the operators of both runs.")
         forward, recompute = ["\n".join(log.operators) for log in self._logs]
         return CheckpointError(
@@ -378,16 +371,30 @@ class Region:
         )
 
 
+def _call(f: Any, args: Any, kwargs: Any, pack: Any, unpack: Any, contexts: Sequence[Any]) -> Any:
+    """A call of f with saved-tensor hooks, and with contexts inside of them."""
+    autograd.push_hooks(pack, unpack)
+    try:
+        with ExitStack() if contexts else _NOTHING as stack, autograd.parametrizations_anew() or _NOTHING:
+            for context in contexts:
+                stack.enter_context(context)
+            out = f(*args, **kwargs)
+        return out
+    finally:
+        autograd.pop_hooks()
+
+
 def _forget(here: weakref.ref[Region], key: Any) -> None:
     """At the end of a backward: drop recomputed tensors that it has not read."""
     if (region := here()) is not None:
         with region._lock:
-            for ref in region._slots:
-                if (slot := ref()) is not None:
-                    slot.pop(key, None)
+            for slot in region._slots:
+                (slot() or {}).pop(key, None)
 
 
-def _copy(x: Tensor) -> Tensor:
-    """A copy that no mode sees and no graph records."""
-    with autograd.without_dispatch_modes(), autograd.plain():
-        return wrappers.alive(x).detach().clone()
+def _for_a_run(kept: Any) -> Any:
+    """What was kept, as one run gets it: the value of a buffer is copied, and no mode sees that."""
+    if isinstance(kept, Tensor) and not kept.requires_grad:
+        with autograd.without_dispatch_modes(), autograd.plain():
+            return kept.clone()
+    return kept.unpack() if isinstance(kept, autograd.Saved) else kept
