@@ -193,8 +193,11 @@ def updated(buffers: Sequence[tuple[Tensor, Tensor, int | None]]) -> dict[int, T
 
     `buffers` are candidates, with their values and versions before that run.
     """
-    ids = {id(x) for x, old, version in buffers if version_of(x) != version or not is_same(x, old)}
-    # An update that no version tells may leave a value as it was, but hardly those of all statistics.
+    ids = {id(x) for x, _, version in buffers if version_of(x) != version}
+    # An update that no version tells may leave a value as it was, but hardly those of all statistics: if one
+    # is known, their values need no comparison.
+    rest = [(x, old) for x, old, _ in buffers if not (ids and (id(x) in ids or _is_like_statistics(x)))]
+    ids |= {id(x) for x, old in rest if not is_same(x, old)}
     return {id(x): old for x, old, _ in buffers if id(x) in ids or (ids and _is_like_statistics(x))}
 
 
