@@ -18,7 +18,7 @@ from ..errors import OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
 from .schedules import Schedule, fit
-from .steps import Loop, check_alike, stack, step
+from .steps import Loop, record, step
 
 
 @contextmanager
@@ -43,11 +43,9 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
 
 def no_ys(loop: Loop, init: Any, xs: Any) -> Any:
     """The ys of no step, which look like those of a first one."""
-    x = pytree.tree_map(lambda x: x if x is None else x.new_zeros(x.shape[1:]), xs)
+    x = pytree.tree_map(lambda x: x if x is None else x.new_zeros((1, *x.shape[1:])), xs)
     with leaving_nothing(loop.f), torch.no_grad():
-        carry, y = step(loop, 0, init, x)
-        check_alike("carry", init, carry, f"{loop.name}: step 0", "was given")
-        ys = stack([y], loop.name, 0)
+        _, ys = record(loop, 0, 1, init, x)
     return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 
 

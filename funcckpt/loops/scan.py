@@ -8,7 +8,6 @@ the steps of their algorithm `revolve`.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +18,13 @@ from torch.utils import _pytree as pytree
 
 from .._torch import functorch, wrappers
 from ..closures import Found
-from ..core.call import Options
 from ..errors import InputError, OptionError, describe
 from ..policies.budget import Budget
-from ..policies.offload import Stored, store
 from ..policies.policies import Policy, chooser_of
-from ..remat import call
 from ..tape.operators import tensors_in
 from .measure import as_many_as_fit, no_ys
-from .schedules import PLAIN, Schedule, choose, evaluations, parts
-from .steps import Asked, C, Loop, Offload, Rule, X, Y, as_tensor, bars_of, concatenate, record, split
+from .schedules import PLAIN, choose, evaluations
+from .steps import Asked, C, Loop, Offload, Rule, X, Y, as_tensor, bars_of
 
 
 def scan(
@@ -160,31 +156,8 @@ def fori_loop(
 # -- the loop ---------------------------------------------------------------------------------------
 
 
-def run(loop: Loop, schedule: Schedule, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
-    """Run steps `first` to `first + steps - 1`, cut by a schedule: the last carry, and ys."""
-    cut = list(parts(schedule, steps))
-    lengths = [part.steps for part in cut]
-    # xs are in the order in which they were given, also if `reverse`; `first` counts in this order.
-    ends = list(itertools.accumulate(lengths, initial=0))
-    starts = [first + steps - end for end in ends[1:]] if loop.reverse else [first + end for end in ends[:-1]]
-    options = Options(static_argnums=frozenset((0, 1)), chooser=loop.chooser)  # the loop and the schedule
-    stacks = []
-    for part, start, x in zip(cut, starts, split(xs, lengths, loop.reverse), strict=True):
-        if part.schedule is None:
-            carry, ys = record(loop, start, part.steps, carry, x)
-        else:
-            # The first carry of a part that runs again is stored already.
-            if loop.offload is not None and not isinstance(carry, Stored):
-                carry = store(carry, loop.offload)
-            carry, ys = call(run, "scan", options, (loop, part.schedule, start, part.steps, carry, x), {})
-        stacks.append(ys)
-    if loop.reverse:
-        starts, stacks = starts[::-1], stacks[::-1]
-    return carry, concatenate(stacks, loop.name, starts)
-
-
 def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, Any]:
-    """`run` by the schedule that the options ask for, or by none if there is nothing to save."""
+    """A whole loop, by the schedule that the options ask for, or by none if there is nothing to save."""
     schedule, (*_, bytes) = choose(*loop.asked, steps, loop.name), loop.asked
     if steps == 0:
         return init, no_ys(loop, init, xs) if loop.kind == "scan" else None
@@ -192,9 +165,10 @@ def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, 
         schedule = PLAIN
     elif bytes is not None:
         schedule = as_many_as_fit(loop, bytes, first, steps, init, xs)
+    loop = loop._replace(schedule=schedule, first=first, steps=steps)
     if loop.progress:
         loop = loop._replace(bars=bars_of(loop.name, steps, evaluations(schedule, steps) - steps))
-    return run(loop, schedule, first, steps, init, xs)
+    return loop(init, xs)
 
 
 def keeps_nothing(functions: Any, arguments: Any) -> bool:

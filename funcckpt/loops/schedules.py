@@ -24,6 +24,7 @@ of temporal and spatial complexity", 1992; Griewank and Walther, "Algorithm 799:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -50,7 +51,8 @@ class Part(NamedTuple):
     schedule: Schedule | None
 
 
-PLAIN = Schedule("plain")
+# A policy tells the parts of a loop apart by their numbers alone.
+PLAIN = Schedule("plain", unit=0)
 
 
 def beta(checkpoints: int, repeats: int) -> int:
@@ -62,10 +64,7 @@ def repetitions(steps: int, checkpoints: int) -> int:
     """The least number r of repetitions with which C(checkpoints + r, checkpoints) >= steps."""
     if checkpoints == 1:
         return max(steps - 1, 0)
-    r = 0
-    while beta(checkpoints, r) < steps:
-        r += 1
-    return r
+    return next(r for r in itertools.count() if beta(checkpoints, r) >= steps)
 
 
 def advances(steps: int, checkpoints: int) -> int:
@@ -90,10 +89,7 @@ def split(steps: int, checkpoints: int) -> int:
 
 def fewest(steps: int, repeats: int) -> int:
     """The fewest checkpoints for which no step is repeated more than `repeats` times."""
-    k = 1
-    while beta(k, repeats) < steps:
-        k += 1
-    return k
+    return next(k for k in itertools.count(1) if beta(k, repeats) >= steps)
 
 
 def parts(schedule: Schedule, steps: int) -> Iterator[Part]:

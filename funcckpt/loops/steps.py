@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..core.call import Options
 from ..errors import InputError, OptionError, describe
-from ..policies.offload import fetch
+from ..policies.offload import Stored, fetch, store
 from ..policies.policies import Chooser
+from ..remat import call
+from .schedules import PLAIN, Schedule, parts
 
 # The types of the carry, of xs and of ys.
 C = TypeVar("C")
@@ -26,7 +30,10 @@ Asked = tuple[str | int | None, int | None, int | None]
 
 
 class Loop(NamedTuple):
-    """What each part of a loop must know."""
+    """A loop or a part of it, as a function of the first carry and xs.
+
+    It is an object, since `remat` would search the code of a function, and all that it calls.
+    """
 
     f: Callable[..., Any]
     kind: str
@@ -36,18 +43,45 @@ class Loop(NamedTuple):
     reverse: bool
     offload: str | None
     chooser: Chooser | None
+    # Steps `first` to `first + steps - 1`, cut by the schedule.
+    schedule: Schedule = PLAIN
+    first: int = 0
+    steps: int = 0
     # Progress: `next` is called after each step. A generator, since it is not searched for tensors.
     bars: Generator[None, None, None] | None = None
+
+    def __call__(self, carry: Any, xs: Any) -> tuple[Any, Any]:
+        """The last carry, and ys."""
+        first, cut = self.first, list(parts(self.schedule, self.steps))
+        lengths = [part.steps for part in cut]
+        # xs are in the order in which they were given, also if `reverse`; `first` counts in this order.
+        ends = list(itertools.accumulate(lengths, initial=first))
+        starts = [2 * first + self.steps - end for end in ends[1:]] if self.reverse else ends[:-1]
+        options, stacks = Options(chooser=self.chooser), []
+        for part, start, x in zip(cut, starts, split(xs, lengths, self.reverse), strict=True):
+            if part.schedule is None:
+                carry, ys = record(self, start, part.steps, carry, x)
+            else:
+                # The first carry of a part that runs again is stored already.
+                if self.offload is not None and not isinstance(carry, Stored):
+                    carry = store(carry, self.offload)
+                again = self._replace(schedule=part.schedule, first=start, steps=part.steps)
+                carry, ys = call(again, "scan", options, (carry, x), {})
+            stacks.append(ys)
+        if self.reverse:
+            starts, stacks = starts[::-1], stacks[::-1]
+        return carry, concatenate(stacks, self.name, starts)
 
 
 def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
     """Steps `first` up to `first + steps`: the last carry, and ys."""
     carry, slices, ys = fetch(carry), _pieces(xs, steps, torch.unbind), []
-    order = range(steps)
+    order, look = range(steps), _look(carry)
     for i in reversed(order) if loop.reverse else order:
         before = carry
         carry, y = step(loop, first + i, before, slices[i])
-        check_alike("carry", before, carry, f"{loop.name}: step {first + i}", "was given")
+        if _look(carry) != look:
+            check_alike("carry", before, carry, f"{loop.name}: step {first + i}", "was given")
         ys.append(y)
         if loop.bars is not None:
             next(loop.bars, None)
@@ -120,7 +154,7 @@ def _pieces(xs: Any, count: int, cut: Callable[[Tensor], Any]) -> list[Any]:
 
 
 def stack(ys: list[Any], name: str, first: int) -> Any:
-    if all(y is None for y in ys):
+    if all([y is None for y in ys]):
         return None
     for i, y in enumerate(ys):
         check_alike("y", ys[0], y, f"{name}: step {first + i}", f"step {first} as")
@@ -144,9 +178,7 @@ def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
 
 def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> None:
     """Raise unless two carries, or two ys, have the same structure, shapes, dtypes and devices."""
-    leaves, structure = pytree.tree_flatten(before)
-    new_leaves, new_structure = pytree.tree_flatten(after)
-    if structure == new_structure and [*map(_look, leaves)] == [*map(_look, new_leaves)]:
+    if _look(before) == _look(after):
         return
     at = pytree.tree_flatten_with_path
     old, new = ({pytree.keystr(path): in_words(x) for path, x in at(tree)[0]} for tree in (before, after))
@@ -157,8 +189,9 @@ def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> Non
             raise InputError(f"{who} returned {what}{key} as {returned}, but {other} {was}.{advice}")
 
 
-def _look(x: Any) -> Any:
-    return (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else type(x)
+def _look(tree: Any) -> Any:
+    leaves, structure = pytree.tree_flatten(tree)
+    return structure, [(x.dtype, x.shape, x.device) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
 def in_words(x: Any) -> str:
