@@ -179,7 +179,7 @@ def with_memory_for_each(x: Tensor) -> Tensor:
     value = below_wrappers(x)
     if value.layout is not torch.strided or is_legacy_batchedtensor(value):
         return x
-    shared = any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    shared = 0 in [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
     return x.clone(memory_format=torch.contiguous_format) if shared or value._is_zerotensor() else x
 
 

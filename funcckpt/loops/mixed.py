@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import functorch, wrappers
-from ..closures import Found, kinds
+from ..closures import Found, Rebuilt, kinds
 from ..closures.code import about
 from ..core import dispatch
 from ..core.call import Call, Options
@@ -80,35 +80,32 @@ def inner_grad(
     if has_aux:
         return torch.func.grad(remat(loss), argnums, has_aux=True)
 
-    def scalar(*args: Any, **kwargs: Any) -> Tensor:
-        out = loss(*args, **kwargs)
-        if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
-            raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
-        return out.clone()  # a new tensor, even if the loss returns an input
+    scalar = functools.partial(_scalar, name, loss, ())
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise InputError(f"inner_grad({name}): argnums={argnums}, but there are {len(args)} arguments.")
-        records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if records and functorch.is_tracing():  # plain autograd is not traced: as in `remat`
-            records = "grad" in [layer.kind for layer in functorch.active_layers()]
-        if not records:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
 
-        own = [*args]
-        for i in numbers:
-            for j, x in enumerate(pytree.tree_leaves(args[i])):
-                if not isinstance(x, Tensor) or not is_differentiable(x):
-                    path = pytree.tree_flatten_with_path(args[i])[0][j][0]
-                    raise InputError(
-                        f"inner_grad({name}): argument {i}{pytree.keystr(path)} is {in_words(x)}, which has "
-                        "no gradient. Select other arguments with argnums."
-                    )
-            # New tensors: the same tensor elsewhere is a constant.
-            own[i] = pytree.tree_map(lambda x: x.view_as(x), args[i])
-        leaves, structure = pytree.tree_flatten([own[i] for i in numbers])
-        call = Call(scalar, name, Options(), tuple(own), kwargs, lifts_all=True)
+        chosen = {i % len(args): args[i] for i in numbers}
+        leaves, structure = pytree.tree_flatten(chosen)
+        for j, x in enumerate(leaves):
+            if not isinstance(x, Tensor) or not is_differentiable(x):
+                path = pytree.keystr(pytree.tree_flatten_with_path(chosen)[0][j][0])
+                raise InputError(
+                    f"inner_grad({name}): argument {path[1:].replace(']', '', 1)} is {in_words(x)}, which "
+                    "has no gradient. Select other arguments with argnums."
+                )
+        call = _Loss(loss, name, Options(), args, kwargs, lifts_all=True)
+        is_given_twice = len(call._arguments._numbers) > call.arity
+        if is_given_twice or not call.found.tensors.keys().isdisjoint(map(id, leaves)):
+            # New tensors: elsewhere, the same tensor is a constant.
+            leaves = [x.view_as(x) for x in leaves]
+            new = pytree.tree_unflatten(leaves, structure)
+            args = (*[new.get(i, x) for i, x in enumerate(args)],)
+            call = _Loss(loss, name, Options(), args, kwargs, lifts_all=True)
         if not call.is_looked_at():
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
         inputs = call.take_inputs()
@@ -121,10 +118,28 @@ def inner_grad(
             outputs = dispatch.bind(program, inputs)
         call.fits_mixed_mode &= not unfit.found
         call.seal()
-        gradients = pytree.tree_unflatten([*outputs], structure)
-        return (*gradients,) if isinstance(argnums, tuple) else gradients[0]
+        of = pytree.tree_unflatten([*outputs], structure)
+        gradients = (*[of[i % len(args)] for i in numbers],)
+        return gradients if isinstance(argnums, tuple) else gradients[0]
 
     return gradient
+
+
+def _scalar(name: str, loss: Callable[..., Any], given: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
+    """What the loss returns: a tensor that is none of those with the ids `given`."""
+    out = loss(*args, **kwargs)
+    if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
+        raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
+    return out.clone() if id(out) in given else out
+
+
+class _Loss(Call):
+    """A call of `_scalar`, which need not be searched."""
+
+    def _callable(self, inputs: Tensors, rebuilt: Rebuilt | None) -> Any:
+        f, args, kwargs = super()._callable(inputs, rebuilt)
+        given = [*map(id, (*inputs, *self._constants))]
+        return functools.partial(_scalar, self.name, f, given), args, kwargs
 
 
 # By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu), or no vmap
@@ -190,10 +205,7 @@ class _Gradient(Vjp):
         at = zip(inputs, in_dims, strict=True)
         own = [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in at]
         losses = _Sum(self.inner, call_level, (0,) * self.arity, size, randomness)
-        gradient = _Gradient(
-            losses, call_level, self.arity, self.wrt, with_zeros=self.with_zeros, of_one_sample=self
-        )
-        return gradient, own
+        return replace(self, inner=losses, call_level=call_level, of_one_sample=self), own
 
     def run(self, *inputs: Tensor) -> Tensors:
         # The first run is always recorded, since the net looks at what its outputs depend on.
@@ -204,9 +216,7 @@ class _Gradient(Vjp):
         gradients = self.pull(outputs, leaves, nested, torch.ones_like(outputs[0]))
         if self.with_zeros:
             found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
-            gradients = tuple(
-                [next(found) if connected else torch.zeros_like(inputs[i]) for i, connected in wrt]
-            )
+            gradients = (*[next(found) if is_found else torch.zeros_like(inputs[i]) for i, is_found in wrt],)
         # The unbatched programs, one for each vmap, do not run themselves: they learn this here.
         program: _Gradient | None = self
         while program is not None:
