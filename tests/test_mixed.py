@@ -98,6 +98,19 @@ def test_hooks_around_the_call_hide_no_tensor(around, hooks):
     assert_same(run(inner_grad, hooks, around), plain)
 
 
+@pytest.mark.parametrize("loss", [lambda a, b: a, lambda a, b: b, lambda a, b: a.view(()), lambda a, b: ETA])
+def test_a_loss_that_returns_what_it_was_given(loss):
+    """Or a constant: the gradient needs a tensor of its own."""
+    value = lambda gradient, a, b: gradient(loss)(a.sin(), b.cos()) * a * b
+
+    def run(gradient):
+        a = ETA.clone().requires_grad_()
+        plain = torch.autograd.grad(value(gradient, a, a * 2), a, create_graph=True)
+        return grad(grad(lambda a: value(gradient, a, ETA)))(ETA), plain
+
+    same(run)
+
+
 def test_argnums_and_the_same_tensor_in_several_places():
     loss = lambda a, b, c: (a * b["x"] ** 2 * c.sin() * W.sum(1)).sum()
 
