@@ -18,10 +18,10 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any
 
 import torch
@@ -91,12 +91,6 @@ class Found:
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self.noted: set[int] = set()
         self.empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
-        # What is compared all at once: mappings, with their content at the call; and objects, with what is in
-        # their namespaces. (Not all of that counts, nor is kept alive.) The ids of all others.
-        self._mappings: list[Any] = []
-        self._contents: list[dict[Any, Any]] = []
-        self._objects: list[Any] = []
-        self.others: list[int] = []
         # The modules that code imports, but that are not there yet.
         self.not_imported: list[str] = []
         # The ids of objects in an earlier search that this one continues, and of those in their place.
@@ -109,7 +103,6 @@ class Found:
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set[str]()
         places, empty = self.places, self.empty
-        mappings, contents, objects, others = self._mappings, self._contents, self._objects, self.others
         met: set[int] = set()
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
@@ -153,20 +146,11 @@ class Found:
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
                 content: dict[Any, Any] = {}
-                if kind is kinds.MODULE or kind is kinds.OBJECT:
-                    objects.append(value)
-                    # If only named attributes count, they are read below: its class may add names.
-                    if counted is None:
-                        content = value.__dict__.copy()
-                elif kind is kinds.DICT and counted is None:
-                    mappings.append(value)
-                    content = dict(value)
-                    contents.append(content)
-                else:
-                    if counted is None or kind is kinds.CLASS:
-                        content = kinds.read(kind, value, counted)
-                    if kind not in kinds.CONSTANT:
-                        others.append(number)
+                if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
+                    content = dict(value) if kind is kinds.DICT else value.__dict__.copy()
+                elif counted is None or kind is kinds.CLASS:
+                    content = kinds.read(kind, value, counted)
+                # Otherwise its content is read below: its class may add names.
                 node = nodes[number] = Node(kind, cls, value, content, parent, key, counted)
                 if counted is not None:
                     if not has_objects:
@@ -181,14 +165,7 @@ class Found:
                     if isinstance(value, torch.fx.GraphModule):
                         names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
                 for name, item in content.items():
-                    of_item = type(item)
-                    if of_item in kinds.PLAIN:  # as below, and faster
-                        inner = id(item)
-                        edges += inner, number
-                        if inner not in met:
-                            met.add(inner)
-                            tensors[inner], places[inner] = item, (number, name)
-                    elif of_item not in kinds.ATOMS:
+                    if type(item) not in kinds.ATOMS:
                         if name in _OFTEN_EMPTY and not item:
                             empty.append(item)
                         else:
@@ -205,7 +182,6 @@ class Found:
                         named.append(nodes.setdefault(id(space), node))
                         known.append(0)
                         met.add(id(space))
-                        others.append(id(space))
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
@@ -241,9 +217,6 @@ class Found:
         for node in named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
                 space.kind = kinds.NAMESPACE  # a copy of it would not follow the module
-        spaces, flat = [*map(_namespace, objects)], chain.from_iterable
-        self._names = [*map(len, spaces), *flat(spaces)]
-        self._ids = [*map(id, flat(map(dict.values, spaces)))]
         self._order, self.empty_of_first = [*nodes], empty
         self.names = names
         self.draws_elsewhere = draws_elsewhere or "random" in names
@@ -274,19 +247,7 @@ class Found:
         What f has assigned may get back its value of the call. It still needs a copy, since f assigns again.
         """
         changed = self.noted
-        flat, items_of, is_as_before = chain.from_iterable, dict.values, True
-        if self._objects:
-            spaces = [*map(_namespace, self._objects)]
-            is_as_before = [*map(id, flat(map(items_of, spaces)))] == self._ids
-            is_as_before = is_as_before and [*map(len, spaces), *flat(spaces)] == self._names
-        if is_as_before and (mappings := self._mappings):
-            then = self._contents
-            is_as_before = [*map(len, mappings)] == [*map(len, then)] and all(
-                map(operator.is_, flat(map(items_of, mappings)), flat(map(items_of, then)))
-            )
-            is_as_before = is_as_before and all(map(operator.is_, flat(mappings), flat(then)))
-        for number in self.others if is_as_before else [*self.nodes]:
-            node = self.nodes[number]
+        for number, node in self.nodes.items():
             value, content, kind, names = node.value, node.content, node.kind, node.names
             if value is None or kind in kinds.CONSTANT:
                 continue
@@ -322,7 +283,6 @@ class Found:
                             cls: Any = type(x)
                             kind = kinds.kind_of(cls) or kinds.DICT
                             self.nodes[id(x)] = Node(kind, cls, x, {}, holder, name)
-                            self.others = [*self.others, id(x)]
                             changed.add(id(x))
         return changed
 
@@ -346,8 +306,6 @@ class Found:
 
     def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:
         """Refer to `tensors` only weakly from now on, and no longer to the objects with the ids `own`."""
-        self._mappings, self._contents, self._objects = [], [], []
-        self.others = [*self.nodes]  # compared one by one from now on
         if self.shares_nodes:
             self.nodes = {n: replace(node, content=node.content.copy()) for n, node in self.nodes.items()}
         holes = {number: Hole(number) for number in own}
@@ -396,9 +354,6 @@ class Found:
                 words.append(node.kind.label.format(key))
             number, key = node.parent, node.key
         return " of ".join(words) or "a captured tensor"
-
-
-_namespace: Callable[[Any], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
 def _variables_in(function: types.FunctionType) -> Iterator[tuple[str, ContextVar[Any]]]:

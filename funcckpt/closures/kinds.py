@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from .code import is_installed, is_library, is_plain_python, slots_of
 
-PLAIN = frozenset({Tensor, nn.Parameter})
 # Types whose values hold no tensor.
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.CodeType}

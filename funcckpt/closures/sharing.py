@@ -82,7 +82,6 @@ def _continued(before: Found, root: Any) -> Found | None:
         del found.nodes[number]
     for node, value, content in pairs.values():
         found.nodes[id(value)] = Node(node.kind, node.cls, value, content, node.parent, node.key)
-    found.others = [renamed.get(number, number) for number in before.others]
     found.empty = before.empty_of_first + empty
     before.shares_nodes = found.shares_nodes = True
     return found
