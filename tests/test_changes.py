@@ -6,6 +6,7 @@ More of it in `PLACES` of test_contract.py.
 import copy
 import dataclasses
 import functools
+import operator
 import sys
 import types
 
@@ -269,6 +270,36 @@ def imported_by_f(wrap, x):
     waiting.clear()
 
 
+def other_module_of_this_name(wrap, x):
+    def f(x):
+        import imported_anew
+
+        return x * imported_anew.scale
+
+    m, waiting = Scaled(), []
+    for scale in (2.0, 3.0):
+        sys.modules["imported_anew"] = module = types.ModuleType("imported_anew")
+        module.scale = scale
+        waiting.append(wrap(lambda x: m(f(x)))(x))
+    yield waiting.pop()
+    module.scale = 9.0
+
+
+def functions_with_names(wrap, x):
+    s = Options(va=2.0, vb=3.0, m=Scaled())
+
+    def named(name):
+        def g(x):
+            return s.m(x) * operator.attrgetter(g.__name__)(s)
+
+        g.__name__ = name
+        return g
+
+    ys = [wrap(named(name))(x) for name in ("va", "vb")]
+    yield ys[0] + ys[1]
+    s.va, s.vb = 7.0, 9.0
+
+
 def history_that_one_call_lets_go(wrap, x):
     state = {"h": torch.ones(4, dtype=F64), "k": 2.0}
     f = lambda i, x: (x * state["k"]).sin() * (state["h"] if i else 1)
@@ -288,7 +319,15 @@ OTHERS = [
     exchanged_namespace_of_a_function,
     item_that_moves,
 ]
-OTHERS += [other_class, keywords_by_name, a_chain, a_method_of_a_dataclass, imported_by_f]
+OTHERS += [
+    other_module_of_this_name,
+    functions_with_names,
+    other_class,
+    keywords_by_name,
+    a_chain,
+    a_method_of_a_dataclass,
+    imported_by_f,
+]
 
 
 @pytest.mark.parametrize("how", ["remat", "checkpoint"])
@@ -296,6 +335,7 @@ OTHERS += [other_class, keywords_by_name, a_chain, a_method_of_a_dataclass, impo
 def test_seen_by_what_compares_all_at_once(program, how, tmp_path, monkeypatch):
     (tmp_path / "imported_later.py").write_text("scale = 2.0")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "imported_anew", None)  # is taken away afterwards
 
     def gradient(wrap):
         x = torch.linspace(0.1, 1, 4, dtype=F64).requires_grad_()

@@ -280,3 +280,12 @@ def test_a_captured_leaf_that_is_not_used_is_no_input():
     loss = lambda x: (x**3).sum() + 0 * (w * 2).sum().detach()
     for transform in (hessian, lambda f: jacrev(jacfwd(f)), lambda f: jacfwd(jacrev(f))):
         assert not transform(inner_grad(loss))(X).requires_grad
+
+
+def test_a_transform_inside_of_inference_mode():
+    """There forward mode is off, so the gradient is taken in reverse mode twice."""
+    if torch.__version__ < "2.13":
+        pytest.skip("torch takes no derivatives there before 2.13")
+    with torch.inference_mode():
+        found = grad(lambda x: inner_grad(lambda x: (x**3).sum())(x).sum())(X)
+    assert_same(found.clone(), 6 * X)

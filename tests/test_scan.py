@@ -473,3 +473,11 @@ def test_progress(loop, monkeypatch):
     run(ONE)
     total = None if loop == "while" else 20  # how long it is shows at its end
     assert [(bar.total, bar.n, bar.closed) for bar in bars[2:]] == [(total, 20, True)]
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_xs_without_leaves(length):
+    carry, ys = scan(
+        lambda carry, _: (carry.sin(), carry), torch.ones(2, dtype=torch.float64), {}, length=length
+    )
+    assert carry.shape == (2,) and ys.shape == (length, 2)

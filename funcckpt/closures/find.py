@@ -91,8 +91,8 @@ class Found:
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self.noted: set[int] = set()
         self.empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
-        # The modules that code imports, but that are not there yet.
-        self.not_imported: list[str] = []
+        # The modules that code imports, by name; None if they are not there yet.
+        self.imported: list[tuple[str, Any]] = []
         # The ids of objects in an earlier search that this one continues, and of those in their place.
         self.renamed: dict[int, int] = {}
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
@@ -189,10 +189,10 @@ class Found:
                             nodes[id(space)].names.update(of_globals)
                         self.calls_backward |= "backward" in looked_up
                         for name in imported:
-                            if name not in sys.modules:
-                                self.not_imported.append(name)
-                                draws_elsewhere = True  # an unknown module may draw
-                            pending.append((sys.modules.get(name), number, _BESIDE))
+                            there = sys.modules.get(name)
+                            self.imported.append((name, there))
+                            draws_elsewhere |= there is None  # an unknown module may draw
+                            pending.append((there, number, _BESIDE))
                     else:
                         for name, variable in _variables_in(value):
                             pending.append((variable, id(space), name))

@@ -61,10 +61,10 @@ def _continued(before: Found, root: Any) -> Found | None:
         return None
     if not pairs.keys() >= before.changed() or any(before.empty):
         return None
-    # An object may get another class, and f may have imported something.
+    # An object may get another class, and what f imports may be there by now, or be something else.
     if any([type(node.value) is not node.cls for node in before.nodes.values()]):
         return None
-    if not sys.modules.keys().isdisjoint(before.not_imported):
+    if any([sys.modules.get(name) is not module for name, module in before.imported]):
         return None
     renamed = {id(node.value): id(value) for node, value, _ in pairs.values() if node.value is not value}
     # Something else may refer to what is replaced, or to what takes its place.
@@ -107,5 +107,6 @@ def _is_alike(before: Found, old: Any, new: Any, pairs: dict[int, _Pair], empty:
     return (
         len(pairs) < _MOST
         and content.keys() == node.content.keys()
+        and content.get("__name__") == node.content.get("__name__")  # one of the names that code looks up
         and all([_is_alike(before, x, content[name], pairs, empty) for name, x in node.content.items()])
     )

@@ -120,7 +120,8 @@ class Region:
         saved: dict[int, Any] = {}
         for x in leaves:  # what is passed twice is one object to f
             if id(x) not in saved:
-                saved[id(x)] = autograd.save(x) if isinstance(x, Tensor) else x
+                is_saved = isinstance(x, Tensor) and not x.is_inference()  # the graph refuses these
+                saved[id(x)] = autograd.save(x) if is_saved else x
         self._inputs = [*map(saved.get, map(id, leaves))]
         self._is_flat = isinstance(self._structure, tuple)
         # f alone, or with the leaves that may hold tensors; they are no tensors themselves.
@@ -269,6 +270,9 @@ class Region:
         return x
 
     def _recompute(self, key: Any) -> None:
+        if torch.is_inference_mode_enabled():  # a backward may be called in it, but nothing is saved
+            with torch.inference_mode(False):
+                return self._recompute(key)
         if self._buffers:  # f itself calls a backward
             self._settle_updates()
         found = self._found

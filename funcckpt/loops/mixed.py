@@ -88,6 +88,8 @@ def inner_grad(
             raise InputError(f"inner_grad({name}): argnums={argnums}, but there are {len(args)} arguments.")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
+        if not torch._C._is_fwd_grad_enabled():  # as in a transform inside of inference mode
+            return torch.func.grad(remat(scalar), argnums)(*args, **kwargs)
 
         chosen = {i % len(args): args[i] for i in numbers}
         leaves, structure = pytree.tree_flatten(chosen)

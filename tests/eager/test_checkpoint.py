@@ -276,3 +276,16 @@ def test_a_saved_tensor_that_f_overwrites():
 
     with pytest.raises(MutationError, match=r"x\.clone\(\)"):
         funcckpt.checkpoint(f, leaf(3)).sum().backward()
+
+
+def test_inference_mode_around_the_backward_or_an_argument():
+    def run(wrap):
+        x, w = torch.tensor([[0.3, 0.5], [2.0, 3.0]], dtype=torch.float64, requires_grad=True).unbind()
+        with torch.inference_mode():
+            t = torch.arange(2.0, dtype=torch.float64)
+        y = wrap(lambda x, t: (x * w).sin().exp() * (x + t))(x, t).sum()
+        with torch.inference_mode():
+            return torch.autograd.grad(y, (x, w))
+
+    found, plain = (run(wrap) for wrap in (lambda f: functools.partial(funcckpt.checkpoint, f), lambda f: f))
+    assert_same([x.clone() for x in found], [x.clone() for x in plain])
