@@ -283,7 +283,7 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
         if policy is not AS_IT_IS:
             options = options._replace(chooser=chooser_of(policy, f"remat({name})"))
     # It would take our results for constants.
-    if autograd.is_jit_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return f(*args, **kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         if functorch.differentiates_in_inference_mode():

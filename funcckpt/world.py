@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import pickle
 import random
 import threading
@@ -64,8 +63,9 @@ def _state() -> tuple[Any, ...]:
     kinds = autocast_devices()
     enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
     casts = (*enabled,), (*dtypes,), torch.is_autocast_cache_enabled()
-    flash, efficient, math, cudnn = functorch.may_choose
-    attention = flash(), efficient(), math(), cudnn()
+    of = torch.backends.cuda
+    flash, efficient = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled()
+    attention = flash, efficient, of.math_sdp_enabled(), of.cudnn_sdp_enabled()
     return device, torch.get_default_dtype(), casts, attention
 
 
@@ -170,10 +170,7 @@ def moved(before: States) -> States:
     """The streams, with their old states, from which random numbers were drawn since."""
     found: States = []
     for stream, state in before:
-        both: Any = state, stream.get_state()
-        if isinstance(state, Tensor):  # `_bytes`, without its frames
-            both = map(ctypes.string_at, map(Tensor.data_ptr, both), map(Tensor.numel, both))
-        if operator.ne(*both):
+        if _bytes(state) != _bytes(stream.get_state()):
             found.append((stream, state))
     return found
 

@@ -332,7 +332,7 @@ OTHERS += [
 
 @pytest.mark.parametrize("how", ["remat", "checkpoint"])
 @pytest.mark.parametrize("program", OTHERS)
-def test_seen_by_what_compares_all_at_once(program, how, tmp_path, monkeypatch):
+def test_changes_that_a_shared_search_must_see(program, how, tmp_path, monkeypatch):
     (tmp_path / "imported_later.py").write_text("scale = 2.0")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "imported_anew", None)  # is taken away afterwards

@@ -20,7 +20,6 @@ from torch._C import (  # type: ignore[attr-defined]
     _DisableAutocast as without_autocast,  # no operator inside is cast
     _dispatch_tls_is_dispatch_key_excluded as _is_excluded,
     _get_graph_exec_group,
-    _is_tracing as is_jit_tracing,  # `torch.jit.is_tracing` where nothing is scripted
 )
 
 # What a graph node holds for a saved tensor; and the active hooks, which public torch does not show.
@@ -96,6 +95,7 @@ def saved_by(node: Any) -> list[Any]:
 # An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).
 Edge = tuple[Any, int]
 LEAF = -1
+# The node of a leaf is told by its type: to ask each node for its name takes as long as the rest of the walk.
 _LEAF_NODE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 

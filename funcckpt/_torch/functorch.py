@@ -89,8 +89,6 @@ GRAD, VMAP = TransformType.Grad.value, TransformType.Vmap.value
 JVP, FUNCTIONALIZE = TransformType.Jvp.value, TransformType.Functionalize.value
 _NAMES = {GRAD: "grad", VMAP: "vmap", JVP: "jvp", FUNCTIONALIZE: "functionalize"}
 _RANDOMNESS = {kind.value: name.lower() for name, kind in RandomnessType.__members__.items()}
-# Whether `scaled_dot_product_attention` may choose each of its kernels, without the frames of public torch.
-may_choose = [getattr(torch._C, f"_get_{x}_sdp_enabled") for x in ("flash", "mem_efficient", "math", "cudnn")]
 # While the vmap of `is_grads_batched` is active, random operators see this key and may raise. In a
 # recomputation they must not: the forward has decided about randomness.
 _VMAP_MODE = _dispatch_key_parse("VmapMode")

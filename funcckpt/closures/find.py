@@ -89,7 +89,7 @@ class Found:
         self.marks: dict[int, dict[str, Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
-        self.noted: set[int] = set()
+        self.noted: set[int] = set()  # what `changed` has told so far
         self.empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
         # The modules that code imports, by name; None if they are not there yet.
         self.imported: list[tuple[str, Any]] = []
@@ -102,7 +102,7 @@ class Found:
         draws_elsewhere = self.calls_backward = has_objects = False
         self.gone: set[int] = set()
         nodes, tensors, names = self.nodes, self.tensors, set[str]()
-        places, empty = self.places, self.empty
+        empty = self.empty
         met: set[int] = set()
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
@@ -122,7 +122,7 @@ class Found:
                 cls: Any = type(value)
                 kind = kinds.kind_of(cls)
                 if kind is kinds.TENSOR:
-                    tensors[number], places[number] = value, (parent, key)
+                    tensors[number], self.places[number] = value, (parent, key)
                     continue
                 if kind is None:
                     if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
@@ -130,9 +130,9 @@ class Found:
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
-                of = about(value if kind is kinds.CLASS and isinstance(value, type) else cls)
+                of = about(value if isinstance(value, type) else cls)
                 is_own, draws = of.is_own, of.is_of_installed
-                if kind is kinds.FUNCTION or (kind is kinds.CLASS and isinstance(value, types.ModuleType)):
+                if kind is kinds.FUNCTION or isinstance(value, types.ModuleType):
                     module = value.__globals__.get("__name__") if kind is kinds.FUNCTION else value.__name__
                     is_own = not is_library(module) or value is first
                     draws = draws or is_installed(module) or module in _DRAWING
@@ -171,8 +171,7 @@ class Found:
                         else:
                             pending.append((item, number, name))
                 for base in of.own_classes:
-                    if id(base) not in met:
-                        pending.append((base, number, _BESIDE))
+                    pending.append((base, number, _BESIDE))
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
                 if kind is kinds.FUNCTION:
@@ -217,6 +216,7 @@ class Found:
         for node in named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
                 space.kind = kinds.NAMESPACE  # a copy of it would not follow the module
+        # For searches that continue this one: the order of the objects, and what was empty.
         self._order, self.empty_of_first = [*nodes], empty
         self.names = names
         self.draws_elsewhere = draws_elsewhere or "random" in names

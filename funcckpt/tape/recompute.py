@@ -222,10 +222,11 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     """The mode for a recomputation, if there is anything to hand out, to skip or to learn."""
-    if not program.is_pullback or program.source.is_compiled:
+    # A compiler removes unused operators from a traced graph.
+    if not program.is_pullback or program.source.is_compiled or functorch.is_tracing():
         return None
     source, kept, tensors = _given.get()
-    if kept is not None and source is program.source and not functorch.is_tracing():
+    if kept is not None and source is program.source:
         places = zip(tensors, kept.places, strict=True)
         replay = Replay(source, kept.calls)
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
@@ -233,9 +234,6 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
     if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
-        return None
-    # A compiler removes unused operators from a traced graph.
-    if functorch.is_tracing():
         return None
     # Under a dispatch mode, torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
     if any(map(Tensor.is_complex, inputs)):
