@@ -17,7 +17,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from funcckpt import InputError, TransformError, checkpoint, checkpoint_scope, inner_grad, remat
+from funcckpt import ClosureError, InputError, TransformError, checkpoint, checkpoint_scope, inner_grad, remat
 from funcckpt.meter import measure
 
 F64 = torch.float64
@@ -280,6 +280,34 @@ def test_a_captured_leaf_that_is_not_used_is_no_input():
     loss = lambda x: (x**3).sum() + 0 * (w * 2).sum().detach()
     for transform in (hessian, lambda f: jacrev(jacfwd(f)), lambda f: jacfwd(jacrev(f))):
         assert not transform(inner_grad(loss))(X).requires_grad
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+@pytest.mark.parametrize(
+    "transform",
+    {
+        "backward": lambda f: torch.autograd.grad(f(h := X.clone().requires_grad_()).sum(), h),
+        "grad": lambda f: grad(lambda h: f(h).sum())(X),
+        "jvp": lambda f: jvp(f, (X,), (X,)),
+        "vmap": lambda f: vmap(f)(XS),
+        "vmap_grad": lambda f: vmap(grad(lambda h: f(h).sum()))(XS),
+    }.values(),
+    ids=["backward", "grad", "jvp", "vmap", "vmap_grad"],
+)
+def test_a_hidden_tensor_is_right_or_named(transform, is_linear):
+    """The first run does not record the gradient, but the loss shows what it depends on."""
+
+    def run(gradient, h):
+        hidden = functools.cache(lambda: h * 2)
+        hidden()
+        return gradient(lambda w: (w * hidden() if is_linear else (w * hidden()).sin()).sum())(X)
+
+    try:
+        found = transform(functools.partial(run, inner_grad))
+    except ClosureError as error:
+        assert "float64[" in str(error), error
+    else:
+        assert_same(found, transform(functools.partial(run, grad)))
 
 
 def test_a_transform_inside_of_inference_mode():

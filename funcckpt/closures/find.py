@@ -101,6 +101,7 @@ class Found:
         self.opaque: list[Any] = []
         draws_elsewhere = self.calls_backward = has_objects = False
         self.gone: set[int] = set()
+        self.led = set[int](), set[int]()  # the last ids given to `leading_to`, and what it gave
         nodes, tensors, names = self.nodes, self.tensors, set[str]()
         empty = self.empty
         met: set[int] = set()
@@ -278,7 +279,7 @@ class Found:
             for holder, node in [*self.nodes.items()]:
                 for name, item in node.content.items():
                     if (x := filled.get(id(item))) is not None:
-                        self._edges = [*self._edges, id(x), holder]
+                        self._edges, self.led = [*self._edges, id(x), holder], (set(), set())
                         if id(x) not in self.nodes:
                             cls: Any = type(x)
                             kind = kinds.kind_of(cls) or kinds.DICT
@@ -294,14 +295,17 @@ class Found:
         return edges[-2::-2], edges[::-2]
 
     def leading_to(self, reached: set[int]) -> set[int]:
-        """Adds to `reached`, a set of ids, all objects that refer to one of them and can be rebuilt."""
+        """`reached`, a set of ids, and the ids of all objects that refer to one of them and can be rebuilt."""
+        if self.led[0] <= reached <= self.led[1]:
+            return self.led[1]
         # What refers to an object was found before it, except in a cycle: nearly always one pass is enough.
-        (numbers, holders), count = self.edges(), 0
+        (numbers, holders), count, before = self.edges(), 0, reached.copy()
         while count < len(reached):
             count = len(reached)
             for holder in compress(holders, map(reached.__contains__, numbers)):
                 if self.nodes[holder].kind not in kinds.FIXED:
                     reached.add(holder)
+        self.led = before, reached
         return reached
 
     def weaken(self, tensors: Collection[Tensor], own: Collection[int] = ()) -> None:

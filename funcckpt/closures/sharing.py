@@ -74,6 +74,7 @@ def _continued(before: Found, root: Any) -> Found | None:
         return None
     found = copy.copy(before)
     found.root, found.marks, found.gone, found.noted = root, {}, set(), set()
+    found.led = set(), set()
     found.tensors, found.nodes = before.tensors.copy(), before.nodes.copy()
     # By the ids that the first of these searches has found.
     firsts = {new: old for old, new in before.renamed.items()}

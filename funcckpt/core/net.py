@@ -69,29 +69,28 @@ def run_first(
     if source.chooser is not None and not functorch.is_tracing():
         if records or "grad" in [layer.kind for layer in layers]:
             record = recording.Record(program, source.chooser)
-    if layers:
-        with functorch.shadows(layers) as levels, record or nullcontext():
-            outputs = program.run(*given)
+    shadows = functorch.shadows(layers) if layers else nullcontext(())
+    with shadows as levels, record or nullcontext():
+        outputs, whole = program.run_first(*given)
+        if layers:
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
-    elif record is not None:
-        with record:
-            outputs = program.run(*given)
+            whole = None if whole is None else _below_shadows(whole, layers, levels, source)
+        elif record is not None:
             record.note_graph(outputs, first_node)
-    else:
-        outputs = program.run(*given)
     if wrappers.has_dual_level():
         for y in outputs:
             if wrappers.tangent_of(y) is not None:
                 raise not_given(source, "that is dual", f": an output ({describe(y)}) depends on it")
     if isinstance(program, Recording) and source.is_compiled:
         return outputs, program.active, ()
-    active = [*map(wrappers.require_grad, outputs)]
+    ends = outputs if whole is None else (whole,) * len(outputs)
+    active = [*map(wrappers.require_grad, ends)]
     captured: Sequence[Tensor] = ()
     reached: set[int] = set()
     if (layers or any(active)) and versions != versions_of(inputs):
         source.check_versions(versions, inputs)
     if any(active):
-        edges = autograd.entering(outputs, {*own, *source.history()}, first_node)
+        edges = autograd.entering(ends, {*own, *source.history()}, first_node)
         for edge in own.keys() & edges:
             reached.add(own[edge])
             del edges[edge]

@@ -210,11 +210,18 @@ class _Gradient(Vjp):
         return replace(self, inner=losses, call_level=call_level, of_one_sample=self), own
 
     def run(self, *inputs: Tensor) -> Tensors:
-        # The first run is always recorded, since the net looks at what its outputs depend on.
-        nested = torch.is_grad_enabled() or self.source.random is None
+        # In a first run, the net looks at what the outputs of a program made from this one depend on.
+        return self._run(inputs, torch.is_grad_enabled() or self.source.random is None)[0]
+
+    def run_first(self, *inputs: Tensor) -> tuple[Tensors, Tensor | None]:
+        return self._run(inputs, nested=False)
+
+    def _run(self, inputs: Tensors, nested: bool) -> tuple[Tensors, Tensor]:
+        """The gradients, with a history if this is `nested` in what is differentiated; and the loss."""
         # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
         plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         outputs, leaves = self.record([*inputs], plain and not nested)
+        loss = wrappers.alive(outputs[0])
         gradients = self.pull(outputs, leaves, nested, torch.ones_like(outputs[0]))
         if self.with_zeros:
             found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
@@ -224,7 +231,7 @@ class _Gradient(Vjp):
         while program is not None:
             program.connected, program.out_dims = self.connected, (0,) * len(gradients)
             program = program.of_one_sample
-        return gradients
+        return gradients, loss
 
 
 @dataclass(eq=False)
