@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from . import compiled
-from ._torch import autograd, functorch
+from ._torch import autograd
 from .core.call import Call, Options
-from .errors import CheckpointError, InputError
+from .errors import InputError
 from .policies.policies import Policy, chooser_of
 
 P = ParamSpec("P")
@@ -84,8 +84,7 @@ def remat(
         arguments are pytrees of tensors of any dtype, shape and device, and of other values. It must be
         pure, except for random numbers and the buffers of a module in training. Without f, a decorator.
     static_argnums, static_argnames : int or str, or several
-        Positions and names of arguments that are passed to f as they are, and not searched for
-        tensors.
+        Positions and names of arguments that are passed to f as they are, and not as pytrees.
     preserve_rng_state : bool
         Whether the recomputation draws the random numbers of the forward. Costs nothing if f draws none.
     determinism_check : {"default", "none", "values"}
@@ -286,11 +285,6 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return f(*args, **kwargs)
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        if functorch.differentiates_in_inference_mode():
-            raise CheckpointError(
-                f"remat({name}): torch {torch.__version__} records nothing in inference mode, so that the "
-                "derivatives taken here would be zero. Use torch.no_grad() instead."
-            )
         # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no
         # checkpoint. f may still switch grad mode on inside.
         return f(*args, **kwargs)

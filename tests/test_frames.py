@@ -39,7 +39,7 @@ def four_blocks():
 
 
 @pytest.mark.parametrize(
-    ("make", "most"), [(block_per_sample, 160), (checkpoint_backward, IN_EAGER), (four_blocks, 900)]
+    ("make", "most"), [(block_per_sample, 150), (checkpoint_backward, IN_EAGER), (four_blocks, 890)]
 )
 def test_frames(make, most):
     """No more than they are. Comprehensions are frames before Python 3.12."""

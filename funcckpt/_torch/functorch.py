@@ -109,10 +109,6 @@ def current_level() -> int:
     return maybe_current_level() or 0
 
 
-def kind_of(interpreter: Interpreter) -> str:
-    return _NAMES[interpreter.key().value]
-
-
 def options_of_vmap(interpreter: Interpreter) -> tuple[int, str]:
     """The batch size of a vmap level, and its randomness."""
     vmap = CVmapInterpreterPtr(interpreter)
@@ -279,18 +275,6 @@ def _has_dual_level() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def differentiates_in_inference_mode() -> bool:
-    """Whether a derivative is taken while nothing is recorded, so that torch returns zeros.
-
-    Transforms of torch 2.11 do so silently (pytorch#177318); those of newer releases leave inference mode. If
-    f enters inference mode inside of a transform, recording is off, and the zeros are right.
-    """
-    if not torch.is_inference_mode_enabled():
-        return False
-    records = {"grad": torch.is_grad_enabled(), "jvp": torch._C._is_fwd_grad_enabled()}
-    return any([records.get(layer.kind) for layer in active_layers()])
 
 
 def is_tracing() -> bool:

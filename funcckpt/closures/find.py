@@ -295,7 +295,7 @@ class Found:
         return edges[-2::-2], edges[::-2]
 
     def leading_to(self, reached: set[int]) -> set[int]:
-        """`reached`, a set of ids, and the ids of all objects that refer to one of them and can be rebuilt."""
+        """`reached`, a set of ids, with those of all objects that refer to one of them and can be rebuilt."""
         if self.led[0] <= reached <= self.led[1]:
             return self.led[1]
         # What refers to an object was found before it, except in a cycle: nearly always one pass is enough.

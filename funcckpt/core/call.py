@@ -26,7 +26,7 @@ from ..tape.tape import unwatched, watch_of
 from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
 from .program import Tensors, UserProgram, here, is_differentiable
-from .tensors import PLAIN, has_lazy
+from .tensors import PLAIN
 
 
 class Options(NamedTuple):
@@ -58,7 +58,13 @@ class Call(UserProgram):
         """With `lifts_all`, all captured tensors that require grad are inputs, whether f uses them or not."""
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
-        self._arguments = arguments = Arguments(name, args, kwargs, *options[3:])
+        self._arguments = arguments = Arguments(args, kwargs, *options[3:])
+        if (i := arguments.iterator) is not None:
+            kind = type(arguments.others[i]).__name__
+            raise InputError(
+                f"remat({name}): {arguments.where_leaf(i)} is an iterator ({kind}), which the recomputation "
+                "would find empty: pass a list or a tuple."
+            )
         self.found = found = search(f if arguments.are_atoms else (f, arguments.others))
         if found.tensors:
             tensors.drop_stale(found.tensors, self.layers or ())
@@ -83,7 +89,7 @@ class Call(UserProgram):
                         inputs.append(x)
         self.count = len(inputs)
         # The first call of a lazy module is not checkpointed.
-        self._is_lazy = bool(found.tensors) and has_lazy(found.tensors.values())
+        self._is_lazy = tensors.has_lazy(found.tensors.values())
         # Captured tensors that are not inputs, and their versions. (Pairs would take the collector time.)
         self._constants: list[Tensor] = []
         self._versions: list[int | None] = []
@@ -436,10 +442,7 @@ class Call(UserProgram):
     # -- versions -----------------------------------------------------------------------------------
 
     def _changed_between(self, x: Tensor, where: str = "") -> MutationError:
-        return MutationError(
-            f"{where or self.found.where(id(x))} ({describe(x)}) of remat({self.name}) was changed in place "
-            "between the forward and the recomputation. Pass a copy of it, or change it after the backward."
-        )
+        return tensors.changed_between(f"remat({self.name})", x, where or self.found.where(id(x)))
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         for i, (version, now) in enumerate(zip(before, tensors.versions_of(inputs), strict=True)):

@@ -274,14 +274,11 @@ class _Node(functorch.SingleLevelFunction):
         # Only what is differentiated again depends on them: other threads may use the same leaves.
         records = torch.is_grad_enabled() and not level
         is_changed = records and any(map(operator.ne, map(wrappers.require_grad, arguments), flags))
-        with handing_out:
+        with handing_out, _as_frozen_before(arguments, flags) if is_changed else _NOTHING:
             if last is not None:
                 arguments = wrappers.unwrapped_for_grad(arguments, level)
                 results = functorch.below(last, run, vjp, arguments)
                 results = tuple(wrappers.wrapped_for_grad(results, level))
-            elif is_changed:
-                with _as_frozen_before(arguments, flags):
-                    results = run(vjp, arguments)
             else:
                 results = run(vjp, arguments)
         gradients = dict(zip(compress(wrt, vjp.connected), results, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import ItemsView, Sequence, ValuesView
+from collections.abc import Collection, ItemsView, Sequence, ValuesView
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .._torch import wrappers
 from ..closures import Found, kinds
-from ..errors import InputError, MutationError, OutputError, describe
+from ..errors import MutationError, OutputError, describe
 from .tensors import Tensors, is_close
 
 # Types of arguments and outputs that hold no other object.
@@ -23,25 +23,6 @@ LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torc
 
 
 _FLAGS = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device))
-
-# The structure of a call: a tree, or, if no argument is a container, the names of its keywords.
-Structure = pytree.TreeSpec | tuple[str, ...]
-
-
-def flatten(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
-    """The leaves of a call. Most calls have no containers, and need no pytree."""
-    values = [*args, *kwargs.values()]
-    if all(map(isinstance, values, repeat(LEAVES))):
-        return values, (*kwargs,)
-    return pytree.tree_flatten((args, kwargs))
-
-
-def unflatten(leaves: list[Any], structure: Structure) -> Any:
-    """The args and kwargs of a call."""
-    if not isinstance(structure, tuple):
-        return pytree.tree_unflatten(leaves, structure)
-    count = len(leaves) - len(structure)
-    return leaves[:count], dict(zip(structure, leaves[count:], strict=True))
 
 
 class _Static:
@@ -55,17 +36,22 @@ class Arguments:
     """Arguments as flat tensors and other values."""
 
     def __init__(
-        self, name: str, args: Any, kwargs: Any, static_argnums: frozenset[int], static_names: frozenset[str]
+        self, args: Any, kwargs: Any, static_argnums: Collection[int] = (), static_names: Collection[str] = ()
     ) -> None:
-        leaves: list[Any] = [*args]
+        given: list[Any] = [*args]
         for i in static_argnums:
             if -len(args) <= i < len(args):  # else passed by keyword, or not at all
-                leaves[i] = _Static(args[i])
-        for key in static_names & kwargs.keys():
+                given[i] = _Static(args[i])
+        for key in kwargs.keys() & static_names:
             kwargs = {**kwargs, key: _Static(kwargs[key])}
-        leaves, self._structure = flatten(leaves, kwargs)
-        self.is_flat = isinstance(self._structure, tuple)
+        # Most calls have no containers, and need no pytree. Then the structure is the names of the keywords.
+        leaves: list[Any] = [*given, *kwargs.values()]
+        self._structure: Any = (*kwargs,)
+        self.is_flat = all(map(isinstance, leaves, repeat(LEAVES)))
+        if not self.is_flat:
+            leaves, self._structure = pytree.tree_flatten((given, kwargs))
         self.others = leaves  # the leaves, with None in place of tensors
+        self.iterator: int | None = None  # the position of one, which the recomputation would find empty
         self.tensors: list[Tensor] = []
         # For the position of each tensor among the leaves, its number among the tensors.
         self._numbers: dict[int, int] = {}
@@ -81,19 +67,20 @@ class Arguments:
             elif isinstance(leaf, _Static):
                 leaves[i] = leaf.value
             elif not self.is_flat and hasattr(type(leaf), "__next__"):
-                raise InputError(
-                    f"remat({name}): {self._where_leaf(i)} is an iterator ({type(leaf).__name__}), which the "
-                    "recomputation would find empty: pass a list or a tuple."
-                )
+                self.iterator = i
         self.arity = len(self.tensors)
         # Whether the others hold nothing, so that they need no search.
         self.are_atoms = self.is_flat or kinds.ATOMS.issuperset(map(type, leaves))
 
     def unflatten(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> Any:
+        """The args and kwargs of the call, with these tensors and other leaves."""
         leaves = [*others]
         for i, number in self._numbers.items():
             leaves[i] = tensors[number]
-        return unflatten(leaves, self._structure)
+        if not self.is_flat:
+            return pytree.tree_unflatten(leaves, self._structure)
+        count = len(leaves) - len(self._structure)
+        return leaves[:count], dict(zip(self._structure, leaves[count:], strict=True))
 
     def flags(self) -> list[Any]:
         """Values that may decide what f does: strings, numbers except floats, and tuples of them."""
@@ -122,10 +109,11 @@ class Arguments:
 
     def where(self, i: int) -> str:
         """The name of tensor `i` among the arguments."""
-        return self._where_leaf(next(at for at, number in self._numbers.items() if number == i))
+        return self.where_leaf(next(at for at, number in self._numbers.items() if number == i))
 
-    def _where_leaf(self, i: int) -> str:
-        paths = pytree.tree_flatten_with_path(unflatten([*range(len(self.others))], self._structure))[0]
+    def where_leaf(self, i: int) -> str:
+        tree = self.unflatten([torch.empty(0)] * len(self._numbers), [0] * len(self.others))
+        paths = pytree.tree_flatten_with_path(tree)[0]
         return f"argument {pytree.keystr(paths[i][0][1:])}"
 
 

@@ -14,6 +14,7 @@ import functools
 import operator
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from typing import Any
@@ -322,10 +323,7 @@ class Vjp(Derived):
             not self.at_level and functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         )
         replay = watch_of(source) if functorch.number_of_dispatch_modes() else None
-        if isinstance(replay, recompute.Replay):
-            with replay.recording():
-                outputs, leaves = self.record(primals, is_plain)
-        else:
+        with replay.recording() if isinstance(replay, recompute.Replay) else nullcontext():
             outputs, leaves = self.record(primals, is_plain)
         if len(self.of) < len(outputs):
             outputs = [outputs[i] for i in self.of]

@@ -129,6 +129,14 @@ def changed_inside(name: str, x: Tensor, where: str) -> MutationError:
     )
 
 
+def changed_between(name: str, x: Tensor, where: str) -> MutationError:
+    return MutationError(
+        f"{name}: {where} ({describe(x)}) was changed in place since the forward, as an optimizer changes a "
+        "parameter. Change it after the backward, or pass a copy of it. "
+        'determinism_check="none" turns this check off.'
+    )
+
+
 # Questions to a tensor, as modes see them, whose answers do not depend on its values.
 _ABOUT_SHAPES = {"__get__", "size", "dim", "numel", "stride", "__len__", "is_contiguous", "is_inference"}
 _ABOUT_SHAPES |= {"ndimension", "nelement", "element_size", "is_floating_point", "is_complex", "get_device"}

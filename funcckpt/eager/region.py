@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from .._torch import autograd, functorch, wrappers
 from ..closures import Rebuilt, put_back, search
 from ..core import tensors
 from ..core.call import check_no_opacus
-from ..core.flat import flatten, unflatten
+from ..core.flat import Arguments
 from ..errors import CheckpointError, MutationError, describe
 from ..policies import Policy
 from ..remat import name_and_check, name_of
@@ -116,39 +116,32 @@ class Region:
             given[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks
         # The contexts of the forward, and those of a recomputation.
         self._contexts = [*zip(*filter(None, (given, self._logs)), strict=True)] or [(), ()]
-        leaves, self._structure = flatten(args, kwargs)
-        saved: dict[int, Any] = {}
-        for x in leaves:  # what is passed twice is one object to f
-            if id(x) not in saved:
-                is_saved = isinstance(x, Tensor) and not x.is_inference()  # the graph refuses these
-                saved[id(x)] = autograd.save(x) if is_saved else x
-        self._inputs = [*map(saved.get, map(id, leaves))]
-        self._is_flat = isinstance(self._structure, tuple)
-        # f alone, or with the leaves that may hold tensors; they are no tensors themselves.
-        root = f if self._is_flat else (f, [None if isinstance(x, Tensor) else x for x in leaves])
-        self._found = found = search(root)
+        self._arguments = arguments = Arguments(args, kwargs)
+        # The inputs; after the forward, the graph owns them.
+        self._given, arguments.tensors = arguments.tensors, []
+        self._inputs = [*map(autograd.save, self._given)]
+        self._found = found = search(f if arguments.are_atoms else (f, arguments.others))
         if found.tensors:
             tensors.drop_stale(found.tensors, ())
         if found.has_hooks_of_opacus:
             check_no_opacus(title(f), f, found)
         # Whether there are lazy modules, which get their tensors in the first call.
-        self.is_lazy = bool(found.tensors) and tensors.has_lazy(found.tensors.values())
+        self.is_lazy = tensors.has_lazy(found.tensors.values())
         if self.is_lazy:
             return
-        self._given = leaves
         # By id: tensors that the recomputation uses as they are; their versions; whether they require grad.
         # (Tuples of these would take the collector time.)
         self._constants, captured = found.tensors.copy(), [*found.tensors.values()]
         self._versions = dict(zip(found.tensors, tensors.versions_of(captured), strict=True))
         self._differentiated = dict(zip(found.tensors, map(wrappers.require_grad, captured), strict=True))
-        self._require_grad = [*map(getattr, leaves, repeat("requires_grad"), repeat(False))]
+        self._require_grad = [*map(wrappers.require_grad, self._given)]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
         # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies
         # and versions.
         self._buffers: list[tuple[Tensor, Tensor, int | None]] = []
         if found.updates_statistics:
-            reached = {id(x): x for x in leaves if isinstance(x, Tensor)} | found.tensors
+            reached = {id(x): x for x in self._given} | found.tensors
             buffers = {id(x): x for x in found.buffers_in_training()}
             others = [x for number, x in reached.items() if not (number in buffers or x.requires_grad)]
             buffers |= {id(x): x for x in tensors.buffers_among(others, [*buffers.values()])}
@@ -173,8 +166,7 @@ class Region:
         found = self._found
         gradients = []
         if found.calls_backward:
-            reached = [x for x in (*found.tensors.values(), *self._given) if isinstance(x, Tensor)]
-            gradients = tensors.gradients_behind(reached)
+            gradients = tensors.gradients_behind((*found.tensors.values(), *self._given))
         out = _call(f, args, kwargs, self._pack, self.unpack, self._contexts[0])
         self._complete = True
         # Streams that did not move are left alone: another thread may draw from them. But f may have put back
@@ -284,13 +276,10 @@ class Region:
             instead[id(x)] = x.detach().requires_grad_(not x.requires_grad)
             if self._check and x._version != self._versions[id(x)]:
                 written.append(instead[id(x)])
-        given: dict[int, Any] = {}
-        for kept, require_grad in zip(self._inputs, self._require_grad, strict=True):
-            if id(kept) not in given:
-                x = given[id(kept)] = _for_a_run(kept)
-                if isinstance(x, Tensor) and x.requires_grad != require_grad:
-                    given[id(kept)] = x.detach().requires_grad_(require_grad)
-        leaves: list[Any] = [*map(given.get, map(id, self._inputs))]
+        given = [*map(_for_a_run, self._inputs)]
+        for i, requires_grad in enumerate(self._require_grad):
+            if given[i].requires_grad != requires_grad:
+                given[i] = given[i].detach().requires_grad_(requires_grad)
         rebuilt = Rebuilt(found, instead, changed) if changed or instead else None
         # What differs from the world of the forward is put back.
         contexts: Any = [
@@ -310,10 +299,9 @@ class Region:
         with ExitStack() if any(contexts) else _NOTHING as stack:
             for context in filter(None, contexts):
                 stack.enter_context(context)
-            f = found.root if rebuilt is None else rebuilt.callable
-            if not self._is_flat:
-                f, others = f
-                leaves = [given if x is None else x for x, given in zip(others, leaves, strict=True)]
+            root, arguments = found.root if rebuilt is None else rebuilt.callable, self._arguments
+            f, others = (root, arguments.others) if arguments.are_atoms else root
+            args, kwargs = arguments.unflatten(given, others)
             count, is_over = 0, False
 
             def pack(x: Tensor) -> Tensor:
@@ -337,8 +325,7 @@ class Region:
 
             try:
                 functorch.set_grad_enabled(True)
-                args, kwargs = unflatten(leaves, self._structure)
-                del leaves, given, instead, rebuilt, contexts
+                del given, instead, rebuilt, root, contexts
                 _call(autograd.without_dynamo(f), args, kwargs, pack, lambda x: x, self._contexts[1])
             except (_Stop, Exception):
                 if not is_over:  # TorchScript, and code of f that catches everything, raise something else
@@ -353,16 +340,12 @@ class Region:
 
     @property
     def _name(self) -> str:
-        return title(self._found.root if self._is_flat else self._found.root[0])
+        return title(self._found.root if self._arguments.are_atoms else self._found.root[0])
 
     def _was_changed(self, x: Tensor) -> MutationError:
         if id(x) in self._written_by_f:
             return tensors.changed_inside(self._name, x, self._found.where(id(x)))
-        return MutationError(
-            f"{self._name}: {self._found.where(id(x))} ({describe(x)}) was changed in place since the "
-            "forward, as an optimizer changes a parameter. Run the backward first, or change a copy. "
-            'determinism_check="none" turns this check off.'
-        )
+        return tensors.changed_between(self._name, x, self._found.where(id(x)))
 
     def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function must do the same each time"

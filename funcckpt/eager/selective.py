@@ -137,13 +137,10 @@ class Forward(_Mode):
 
     def _name_given(self, x: Tensor, offloads: bool) -> None:
         """Keep a result that was computed earlier, and gets its name only now."""
-        for index, i in self._tape.made((x,)):
-            call = self._tape.calls[index]
-            meta = call.outputs.get(i)
-            if call.count is None and not call.values and meta is not None and meta.dtype == x.dtype:
-                with autograd.without_dispatch_modes():
-                    x = x.as_strided(meta.size, meta.strides, meta.offset)
-                self._keep(call, [x], offloads)
+        with autograd.without_dispatch_modes():
+            for call, _, result in self._tape.named(x):
+                if call.count is None and not call.values:
+                    self._keep(call, [result], offloads)
 
 
 class Recompute(_Mode):

@@ -174,7 +174,7 @@ def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, 
 def keeps_nothing(functions: Any, arguments: Any) -> bool:
     """Whether reverse mode differentiates nothing, so that a plain loop keeps nothing, too."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return not functorch.differentiates_in_inference_mode()  # if so, `remat` has to raise
+        return True
     if any([layer.kind == "grad" for layer in functorch.active_layers()]):
         return False
     tensors = tensors_in(arguments) + list(Found(functions).tensors.values())

@@ -108,14 +108,13 @@ class Record(Watch):
 
     def _name_given(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         decision = self._chooser.decides(func, args, kwargs, out)
-        for index, i in tape.made(args):
-            call = tape.calls[index]
-            meta = call.outputs.get(i)
-            if decision.forbid:
-                call.values.pop(i, None)
-            elif decision.keep and meta is not None and meta.dtype == out.dtype:
+        if decision.forbid:
+            for index, i in tape.made(args):
+                tape.calls[index].values.pop(i, None)
+        elif decision.keep:
+            for call, i, x in tape.named(out):
                 if i not in call.values:
-                    call.values[i] = autograd.alias(out.as_strided(meta.size, meta.strides, meta.offset))
+                    call.values[i] = autograd.alias(x)
                 call.offloads = decision.offload
 
     def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:

@@ -58,6 +58,13 @@ class Tape:
         storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
         return {self.makers[storage] for storage in storages if storage in self.makers}
 
+    def named(self, x: Tensor) -> Iterator[tuple[Call, int, Tensor]]:
+        """The results that get a name as `x`: call, output index and tensor."""
+        for index, i in self.made((x,)):
+            meta = self.calls[index].outputs.get(i)
+            if meta is not None and meta.dtype == x.dtype:
+                yield self.calls[index], i, x.as_strided(meta.size, meta.strides, meta.offset)
+
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
         """Run an operator, and record the call; None if it returns memory of its arguments."""
         kind = kind_of(func)
