@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import MutationError, remat
+from funcckpt import MutationError, policies, remat
 from funcckpt.nn import Remat
 
 
@@ -259,6 +259,13 @@ def test_functional_call_in_a_graph(mode):
 def test_a_graph_of_torch_jit():
     traced = torch.jit.trace(lambda x: remat(torch.sin)(x), X.clone().requires_grad_())
     assert_same(traced(X * 2), (X * 2).sin())
+
+
+@pytest.mark.parametrize("wrap", [Remat, lambda m: Remat(m, policy=policies.dots_saveable)])
+def test_a_graph_of_torch_fx(wrap):
+    net = nn.Sequential(wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), nn.Linear(3, 1)).double()
+    traced = torch.fx.Tracer().trace(net)
+    assert {node.target for node in traced.nodes} >= {"0.0", "0.1", "1"}
 
 
 def test_an_ensemble_of_stacked_modules():

@@ -136,6 +136,23 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors():
+    rows = [tensor(3, 4), tensor(5, 4)]
+
+    def gradient(wrap, layout):
+        leaves = [x.clone().requires_grad_() for x in rows]
+        x = torch.nested.as_nested_tensor(leaves, layout=layout)
+        return torch.autograd.grad(
+            total(wrap(lambda x: torch.nested.to_padded_tensor(x.sin(), 0))(x)), leaves
+        )
+
+    assert_same(gradient(remat, torch.jagged), gradient(plain, torch.jagged))
+    with pytest.raises(InputError) as caught:
+        gradient(remat, torch.strided)
+    assert_says(caught.value, "nested", "strided", "jagged", "checkpoint")
+
+
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("transform", ["backward", "vmap_grad"])
 @pytest.mark.parametrize("wrong", WRONG)

@@ -14,7 +14,7 @@ from support import Storages
 from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
-from funcckpt import remat
+from funcckpt import checkpoint, policies, remat
 
 
 @contextmanager
@@ -233,3 +233,61 @@ def test_attributes_of_a_weight_hold_no_calls_before(how, is_argument):
     del y, kept
     gc.collect()
     assert sum(ref() is not None for ref in made) == 1
+
+
+def refers_to_its_loss(wrap, holder):
+    """A step after which `holder` refers to a loss, and the function to `holder`."""
+    w = nn.Parameter(tensor(3))
+    holder.w = w
+
+    def f(x):
+        return torch.tanh(x * holder.w) if holder.__dict__.get("loss") is None else x
+
+    holder.loss = wrap(f)(tensor(3)).square().sum()
+    holder.loss.backward()
+
+
+def collects_activations(wrap, holder):
+    """A list in which a forward hook collects what an auxiliary loss needs."""
+    net, holder.found = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double(), []
+    net[0].register_forward_hook(lambda module, args, out: holder.found.append(out))
+    y = wrap(net)(tensor(3))
+    (y.square().sum() + holder.found[0].abs().sum()).backward()
+
+
+def of_a_class_of_its_own(wrap, holder):
+    class Block(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x * holder.w)
+
+    holder.w = nn.Parameter(tensor(3))
+    wrap(Block())(tensor(3)).sum().backward()
+
+
+BY_HOOKS = lambda f: lambda *args: checkpoint(f, *args)
+LEFT = {
+    "refers_to_its_loss-remat": (refers_to_its_loss, remat),
+    "refers_to_its_loss-policy": (refers_to_its_loss, lambda f: remat(f, policy=policies.dots_saveable)),
+    "refers_to_its_loss-hooks": (refers_to_its_loss, BY_HOOKS),
+    "collects_activations-hooks": (collects_activations, BY_HOOKS),
+    "of_a_class_of_its_own-remat": (of_a_class_of_its_own, remat),
+    "of_a_class_of_its_own-policy": (
+        of_a_class_of_its_own,
+        lambda f: remat(f, policy=policies.dots_saveable),
+    ),
+    "of_a_class_of_its_own-hooks": (of_a_class_of_its_own, BY_HOOKS),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_f_refers_to_is_freed_after_the_backward(name):
+    program, wrap = LEFT[name]
+
+    def ended():
+        holder = nn.Module()
+        program(wrap, holder)
+        return weakref.ref(holder)
+
+    ref = ended()
+    gc.collect()
+    assert ref() is None

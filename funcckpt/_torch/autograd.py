@@ -87,8 +87,11 @@ def _fields_of(kind: Any) -> list[str]:
 
 def saved_by(node: Any) -> list[Any]:
     """The `SavedTensor`s of a node of the graph, and other values that it has saved."""
+    # The classes of custom functions are not remembered: they may be the user's, and hold much.
+    is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     kind: Any = type(node)
-    fields = [getattr(node, name) for name in _fields_of(kind)]
+    names = ["_raw_saved_tensors"] if is_custom else _fields_of(kind)
+    fields = [getattr(node, name) for name in names]
     return [x for field in fields for x in (field if isinstance(field, (list, tuple)) else (field,))]
 
 

@@ -172,9 +172,8 @@ def has_torch_function(x: Tensor) -> bool:
 def with_memory_for_each(x: Tensor) -> Tensor:
     """`x`, or a copy, such that each element has its own memory.
 
-    A tangent is stored in the layout of its primal. A tangent that was computed separately, or is zero, may
-    have another layout. Then it cannot be written to if elements of the primal share memory, or have none
-    (torch's symbolic zeros).
+    `make_dual` stores a tangent in the layout of its primal. It cannot if elements of the primal share
+    memory, or have none (torch's symbolic zeros).
     """
     value = below_wrappers(x)
     if value.layout is not torch.strided or is_legacy_batchedtensor(value):

@@ -6,7 +6,7 @@ import dis
 import functools
 import sys
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 # Libraries whose globals and classes are not searched, since they hold no objects of the user. Closures and
 # instances are. All installed packages count as libraries, except for the function that is passed to remat.
@@ -28,30 +28,15 @@ def is_installed(module: Any) -> bool:
     return package not in _LIBRARIES and ("site-packages" in file or "dist-packages" in file)
 
 
-class About(NamedTuple):
-    """What is known of a class."""
-
-    is_own: bool  # the user's, not a library's
-    is_of_installed: bool  # whether it or a base belongs to an installed package
-    own_classes: tuple[type, ...]  # it and its bases, except those of libraries
-    names: frozenset[str]  # the names in the code that it inherits from libraries
-    own_names: frozenset[str]  # the same, where they count for its own instances alone
-
-
-@functools.lru_cache(maxsize=4096)
-def about(kind: Any) -> About:
-    """What is known of a class."""
-    is_of_installed = any([is_installed(base.__module__) for base in kind.__mro__])
-    own = tuple([base for base in kind.__mro__ if not is_library(base.__module__)])
-    return About(kind in own, is_of_installed, own, _names_in_bases(kind), _names_in_methods(kind))
-
-
 def code_of(f: Any) -> Any:
-    """The code of a function, method or partial, or the type of any other callable."""
+    """The code of a function, method, partial or other callable; its type if that is written in C."""
     while type(f) is functools.partial:
         f = f.func
     f = getattr(f, "__func__", f)
-    return getattr(f, "__code__", None) or type(f)
+    if (code := getattr(f, "__code__", None)) is None:
+        cls: Any = type(f)
+        code = getattr(getattr(cls, "forward", cls.__call__), "__code__", cls)
+    return code
 
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
@@ -82,7 +67,7 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
     return frozenset(looked_up), frozenset(of_globals), frozenset(imported)
 
 
-def _names_in_bases(kind: Any) -> frozenset[str]:
+def names_in_bases(kind: Any) -> frozenset[str]:
     """The names in the library code that runs when an instance is called, such as `eps` in nn.LayerNorm."""
     looked_up: set[str] = set()
     pending = {"forward", "__call__"}
@@ -110,7 +95,7 @@ def _names_in_member(x: Any) -> frozenset[str]:
 _SMALL = ("torch.distributions", "collections")
 
 
-def _names_in_methods(kind: Any) -> frozenset[str]:
+def names_in_methods(kind: Any) -> frozenset[str]:
     """The names in methods that an object inherits from small classes of libraries."""
     names: set[str] = set()
     for base in kind.__mro__:
@@ -119,7 +104,6 @@ def _names_in_methods(kind: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-@functools.lru_cache(maxsize=4096)
 def slots_of(kind: Any) -> tuple[str, ...]:
     """The names of the slots of a class."""
     members: dict[str, Any] = {}
@@ -128,7 +112,6 @@ def slots_of(kind: Any) -> tuple[str, ...]:
     return tuple([name for name, x in members.items() if isinstance(x, types.MemberDescriptorType)])
 
 
-@functools.lru_cache(maxsize=4096)
 def is_plain_python(kind: Any) -> bool:
     """Whether an instance is fully described by its `__dict__` and slots."""
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by an extension

@@ -29,8 +29,8 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 
 from . import kinds
-from .code import about, is_installed, is_library, names_in
-from .kinds import Hole, Node
+from .code import is_installed, is_library, names_in
+from .kinds import Hole, Node, about
 
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
 # Attributes that each module or function has. They need no search while they are empty.
@@ -121,7 +121,8 @@ class Found:
                     continue
                 met.add(number)
                 cls: Any = type(value)
-                kind = kinds.kind_of(cls)
+                of = about.get(id(cls)) or about(cls)
+                kind = of.kind
                 if kind is kinds.TENSOR:
                     tensors[number], self.places[number] = value, (parent, key)
                     continue
@@ -131,7 +132,9 @@ class Found:
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
-                of = about(value if isinstance(value, type) else cls)
+                mro: Any = cls.__mro__
+                if isinstance(value, type):
+                    of, mro = about(value), value.__mro__
                 is_own, draws = of.is_own, of.is_of_installed
                 if kind is kinds.FUNCTION or isinstance(value, types.ModuleType):
                     module = value.__globals__.get("__name__") if kind is kinds.FUNCTION else value.__name__
@@ -171,8 +174,8 @@ class Found:
                             empty.append(item)
                         else:
                             pending.append((item, number, name))
-                for base in of.own_classes:
-                    pending.append((base, number, _BESIDE))
+                for i in of.own_bases:
+                    pending.append((mro[i], number, _BESIDE))
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
                 if kind is kinds.FUNCTION:
@@ -200,8 +203,10 @@ class Found:
             for i, node in enumerate(named):
                 if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
                     node.names = None
-                elif more := about(node.value if isinstance(node.value, type) else node.cls).own_names:
-                    node.names = names | more
+                else:
+                    owner: Any = node.value if isinstance(node.value, type) else node.cls
+                    if more := (about.get(id(owner)) or about(owner)).own_names:
+                        node.names = names | more
                 count = -1 if node.names is None else len(node.names)
                 if known[i] == count:
                     continue
@@ -226,13 +231,13 @@ class Found:
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
 
     def codes(self) -> Iterator[Any]:
-        """The code of each function that was found, and the class of each other object.
+        """The code of each function that was found, and the name of the class of each other object.
 
         Also whole numbers in closures and defaults, as of a loop over layers: operators may depend on them.
         """
         for number in self._order:
             node = self.nodes[self.renamed.get(number, number)]
-            yield node.value.__code__ if node.kind is kinds.FUNCTION else node.cls
+            yield node.value.__code__ if node.kind is kinds.FUNCTION else node.cls.__qualname__
             if node.kind is kinds.CELL or node.kind is kinds.TUPLE:
                 yield from [x for x in node.content.values() if type(x) in (int, bool)]
 
@@ -243,9 +248,9 @@ class Found:
     # -- changes since the call -----------------------------------------------------------------------
 
     def changed(self) -> set[int]:
-        """The ids of the objects that refer to other things than at the call, or did when asked before.
+        """The ids of the objects that have changed since the call.
 
-        What f has assigned may get back its value of the call. It still needs a copy, since f assigns again.
+        An object stays changed, even if it gets its old content back: f will assign again, to a copy.
         """
         changed = self.noted
         for number, node in self.nodes.items():
@@ -282,8 +287,7 @@ class Found:
                         self._edges, self.led = [*self._edges, id(x), holder], (set(), set())
                         if id(x) not in self.nodes:
                             cls: Any = type(x)
-                            kind = kinds.kind_of(cls) or kinds.DICT
-                            self.nodes[id(x)] = Node(kind, cls, x, {}, holder, name)
+                            self.nodes[id(x)] = Node(about(cls).kind or kinds.DICT, cls, x, {}, holder, name)
                             changed.add(id(x))
         return changed
 
@@ -365,7 +369,7 @@ def _variables_in(function: types.FunctionType) -> Iterator[tuple[str, ContextVa
     for name in names_in(function.__code__)[1]:
         value = function.__globals__.get(name)
         cls: Any = type(value)
-        inside = value.__dict__.values() if kinds.kind_of(cls) is kinds.OBJECT else ()
+        inside = value.__dict__.values() if about(cls).kind is kinds.OBJECT else ()
         for x in (value, *inside):
             if type(x) is ContextVar:
                 yield name, x

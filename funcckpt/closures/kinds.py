@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .code import is_installed, is_library, is_plain_python, slots_of
+from .code import is_installed, is_library, is_plain_python, names_in_bases, names_in_methods, slots_of
 
 # Types whose values hold no tensor.
 ATOMS = frozenset(
@@ -98,9 +99,44 @@ class Hole(NamedTuple):
     ref: Any = None
 
 
-@functools.lru_cache(maxsize=4096)
-def kind_of(cls: Any) -> Kind | None:
-    """The kind of the instances of a class; None if they are not searched."""
+class About(NamedTuple):
+    """What is known of a class."""
+
+    kind: Kind | None  # of its instances; None if they are not searched
+    slots: tuple[str, ...]  # their names
+    is_own: bool  # the user's, not a library's
+    is_of_installed: bool  # whether it or a base belongs to an installed package
+    own_bases: tuple[int, ...]  # the places in its `__mro__` of classes that do not belong to libraries
+    names: frozenset[str]  # the names in the code that it inherits from libraries
+    own_names: frozenset[str]  # the same, where they count for its own instances alone
+
+
+class _Abouts(dict[int, About]):
+    """What is known of classes, by their ids. It does not keep them alive, as `lru_cache` would."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, Any] = {}
+
+    def __call__(self, cls: Any) -> About:
+        number = id(cls)
+        if number not in self:
+            own = [i for i, base in enumerate(cls.__mro__) if not is_library(base.__module__)]
+            of_installed = any([is_installed(base.__module__) for base in cls.__mro__])
+            names = names_in_bases(cls), names_in_methods(cls)
+            self[number] = About(_kind_of(cls), slots_of(cls), 0 in own, of_installed, (*own,), *names)
+
+            def forget(_: Any) -> None:
+                self.pop(number, None)
+                self._refs.pop(number, None)
+
+            self._refs[number] = weakref.ref(cls, forget)
+        return self[number]
+
+
+about = _Abouts()
+
+
+def _kind_of(cls: Any) -> Kind | None:
     if issubclass(cls, Tensor):
         return TENSOR
     if any([str(base.__module__).startswith("torch.distributed.") for base in cls.__mro__]):
@@ -152,7 +188,7 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     if kind in MAPPINGS or kind in SPACES or kind is SLOTTED:
         there = value if kind in MAPPINGS else getattr(value, "__dict__", {})
         if kind is SLOTTED:
-            slots = [name for name in slots_of(value.__class__) if hasattr(value, name)]
+            slots = [name for name in about(value.__class__).slots if hasattr(value, name)]
             there = {**there, **{name: getattr(value, name) for name in slots}}
         some = there if names is None else sorted(names & there.keys())
         return dict(zip(some, map(there.__getitem__, some), strict=True))
@@ -174,7 +210,6 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     return content
 
 
-@functools.lru_cache(maxsize=4096)
 def _computes_dict(cls: Any) -> bool:
     """Whether `__dict__` of an instance is a property, as in the package munch."""
     return any([isinstance(base.__dict__.get("__dict__"), property) for base in cls.__mro__])

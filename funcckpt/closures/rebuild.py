@@ -181,7 +181,7 @@ def put_back(found: Found) -> None:
             _put(node.kind, node.value, kinds.read(node.kind, node.value, node.names), node.content)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=64)
 def _without_finalizer(cls: Any) -> Any:
     """The class of a copy: its end must not run `__del__`, which would close what the original still uses."""
     if not hasattr(cls, "__del__"):
@@ -224,9 +224,10 @@ def _made_anew(node: Node) -> set[str]:
 def exchange_stored(
     found: Found, changed: Iterable[int], instead: dict[int, Any], alive: Callable[[Tensor], Tensor]
 ) -> set[int]:
-    """Exchange what f stored in `changed` objects: by `instead`, which has objects by id, or else by `alive`.
+    """Replace what f stored in `changed` objects, and in the containers and objects that it made and stored.
 
-    Also in the containers and objects that f has made and stored. Returns the ids of all that was looked at.
+    `instead` has replacements by id; other tensors are replaced by `alive(x)`. Returns the ids of all that
+    was looked at.
     """
     places: list[Any] = [*map(found.nodes.__getitem__, changed)]
     if not places:
@@ -246,7 +247,7 @@ def _exchanged(
 ) -> Any:
     """What takes the place of `x`. Adds to `places` what f has made and can be changed."""
     cls: Any = type(x)
-    kind: Any = None if cls in kinds.ATOMS else kinds.kind_of(cls)
+    kind: Any = None if cls in kinds.ATOMS else kinds.about(cls).kind
     if id(x) not in after:
         if kind is kinds.TENSOR:
             after[id(x)] = alive(x)

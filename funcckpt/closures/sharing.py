@@ -1,9 +1,9 @@
 """One search for the calls of a forward that refer to the same objects.
 
 A method or a lambda that names `self` leads to the whole model. If each call searched that anew, a step would
-cost the square of the number of blocks. So a call takes over the search of an earlier one of the same
-function that still waits for its backward, if nothing has changed since but what is made for each call: a
-partial, a bound method, the cells of a closure. The waiting call holds the search: none is kept for longer.
+cost the square of the number of blocks. So a call takes over the search of an earlier call of the same
+function whose backward is still to come. Since then, only what is made for a call may have changed: a
+partial, a bound method, the cells of a closure. That earlier call holds the search: none is kept for longer.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +46,8 @@ class Call(UserProgram):
 
     # What f returned, after its first run.
     _outputs: Outputs | None = None
-    # The ids of the objects to which f has assigned something in its first run; and tensors of levels that it
-    # has stored there. Inside of f these levels are others, so they are returned beside the outputs.
+    # The ids of the objects to which the first run has assigned, and the tensors of levels that it has stored
+    # there. These are returned beside the outputs, since the levels of a run end with it.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
     _beside = 0  # how many tensors are returned beside the outputs: these, and updated buffers
@@ -96,7 +96,7 @@ class Call(UserProgram):
         if found.tensors and not self._is_lazy:
             self._constants = [x for key, x in found.tensors.items() if key not in self._numbers]
             self._versions = tensors.versions_of(self._constants)
-        # Arguments that a level will wrap: autograd saves the wrapper, and sees no write to the argument.
+        # Arguments that no level has wrapped. Autograd saves a wrapper, whose version misses writes to them.
         self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
         if self.layers:
             for i, x in enumerate(inputs[: self.arity]):
@@ -107,7 +107,7 @@ class Call(UserProgram):
         self._buffers: tensors.GivenBuffers | None = None
         # By id: captured tensors with a history, on which no output depends, detached.
         self._unused: dict[int, Tensor] = {}
-        # The ids of leaves that f has made for a checkpoint inside of it, or that the search did not find.
+        # The ids of leaves that the search did not find: f has made them, or they are hidden.
         self._own_or_hidden: set[int] = set()
         # By id: the numbers of inputs that f has stored. The caller gets the tensors that it has given.
         self._given: dict[int, int] = {}
@@ -125,6 +125,10 @@ class Call(UserProgram):
             return True
         if functorch.is_tracing():
             return False  # make_fx records values, not the graph of plain autograd
+        if not self._arguments.is_flat and any(
+            map(isinstance, self._arguments.others, repeat(torch.fx.Proxy))
+        ):
+            return False  # so does torch.fx
         looks = tensors.requires_grad if self.layers else wrappers.require_grad
         return any(map(looks, (*self._inputs, *self.found.tensors.values())))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._torch import autograd, functorch, wrappers
-from ..errors import MutationError
+from ..errors import InputError, MutationError
 from ..tape import recompute
 from . import net
 from .program import (
@@ -68,7 +68,7 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     if isinstance(recording, Recording):
         active = recording.active
         unused.update(recording.unused)
-    # Unused at this level, or in plain autograd (there, tangents of inner levels may be further inputs).
+    # The inputs that no output uses. (Numbers beyond them are tangents of inner levels.)
     if unused := {i for i in unused if i < len(inputs)}:
         # Tangents are kept: torch would make zeros of missing ones, and f may write to them in place.
         kinds = [layer.kind for layer in functorch.active_layers()]
@@ -209,8 +209,31 @@ def attach(
     functorch.set_single_level_autograd_function_allowed(True)
     try:
         return (*_Node.apply(program, level, outputs, active, tangents, *inputs),)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if "NestedTensorImpl" not in str(error):
+            raise
+        raise InputError(
+            f"remat({program.source.name}): no torch.autograd.Function takes a nested tensor of strided "
+            'layout. Use layout=torch.jagged, or checkpoint(..., determinism_check="none").'
+        ) from error
     finally:
         functorch.set_single_level_autograd_function_allowed(False)
+
+
+class Owner(Tensor):
+    """An empty tensor that owns a program: the backward that frees what the graph has saved frees both.
+
+    f may refer to what was computed from its result, such as an object that stores its loss. If the node held
+    the program, that would be a cycle through the graph, where the collector of Python does not look.
+    """
+
+    program: Program
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(func)
 
 
 class _Node(functorch.SingleLevelFunction):
@@ -224,11 +247,17 @@ class _Node(functorch.SingleLevelFunction):
         ctx: Any, program: Program, level: int, outputs: Tensors, active: Any, tangents: Any, *inputs: Tensor
     ) -> Tensors:
         ctx.set_materialize_grads(False)
-        ctx.program, ctx.level, ctx.tangents = program, level, tangents
+        ctx.called, ctx.level, ctx.tangents = program.source.name, level, tangents
         ctx.call_level = program.call_level
         if level:
             ctx.call_level, ctx.thread = min(program.call_level, level - 1), threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
+        ctx.program = program
+        # Hooks would get the owner, and give back something else.
+        if not level and autograd.top_saved_tensors_hooks() is None:
+            owner: Any = Tensor._make_wrapper_subclass(Owner, (0,))  # by no operator, which a mode would see
+            owner.program, ctx.program = program, None
+            tensors = *tensors, owner
         ctx.save_for_backward(*inputs, *tensors)
         if not all(active):
             ctx.mark_non_differentiable(*compress(outputs, map(operator.not_, active)))
@@ -236,16 +265,17 @@ class _Node(functorch.SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        program, level, needed = ctx.program, ctx.level, ctx.needs_input_grad
+        level, needed = ctx.level, ctx.needs_input_grad
         try:
             arguments: Any = [*ctx.saved_tensors]
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise MutationError(
-                f"an input of remat({program.source.name}), or a tensor that it captured, was changed in "
+                f"an input of remat({ctx.called}), or a tensor that it captured, was changed in "
                 f"place between the forward and the backward. Pass a copy of it (x.clone()). {error}"
             ) from None
+        program = ctx.program or arguments.pop().program
         handing_out: Any = _NOTHING
         if ctx.kept is not None:
             kept = slice(-len(ctx.kept.places), None)
@@ -292,6 +322,12 @@ class _Node(functorch.SingleLevelFunction):
 
 
 _NOTHING = nullcontext()
+
+
+def program_of(node: Any) -> Program | None:
+    """The program of a graph node, if it has one, and no backward has freed it."""
+    kind: Any = _Node._backward_cls  # type: ignore[attr-defined]
+    return node.program or node._raw_saved_tensors[-1].data.program if isinstance(node, kind) else None
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from .tensors import Tensors, versions_of
 def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """Run a program after the first run of its function, and record nothing."""
     if autograd.top_saved_tensors_hooks() is not None:
-        # What autograd records inside is let go, so the hooks of the caller need not see it. They would take
-        # tensors out of their levels, and transforms inside of f refuse them.
+        # The hooks of the caller need not see what is dropped at the end. They would take tensors out of
+        # their levels, and transforms inside of f refuse them.
         with autograd.hooks_asleep():
             return run(program, inputs)
     if not torch.is_grad_enabled():

@@ -82,8 +82,8 @@ class UserProgram(Program):
     count = 1 << 30
     # For `inner_grad`: whether forward mode is right for all that f calls.
     fits_mixed_mode = True
-    # The captured tensors of plain autograd that f uses. After the call they are held here only if it was
-    # under a transform, where the graph nodes do not hold them.
+    # The captured tensors of plain autograd that f uses. Cleared after the call, except under a transform:
+    # there no graph node holds them.
     captured: Sequence[Tensor] = ()
     # The captured inputs that require grad in plain autograd, but on which no output depends.
     unused: Sequence[int] = ()
@@ -276,8 +276,8 @@ class Vjp(Derived):
     on which the outputs depend have a gradient: `connected` says which, once the program has run. So an
     unused input gets None, not zeros.
 
-    `at_level`: f was recorded at a functorch level. Then it is recorded again at one, and meets the same
-    kernels, errors and wrappers. Plain autograd supports more, and is faster.
+    `at_level`: f was recorded at a functorch level. So it is again, and meets the same kernels, errors and
+    wrappers. If not, it is recorded by plain autograd, which supports more and is faster.
 
     In a batched Vjp, only the cotangents are batched. The vmap applies to the pullback and not to the
     program, which therefore runs once for a whole Jacobian.

@@ -171,9 +171,10 @@ class Refusing(world.Mode):
 
 
 def buffers_among(candidates: Iterable[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """What may stand for buffers in `functional_call`. `own` are the buffers of modules in training.
+    """The tensors that `functional_call` may have been given as buffers.
 
-    Such a tensor looks like one of these, or like running statistics or a count of batches.
+    They look like one of `own`, the buffers of modules in training, or like running statistics (a vector) or
+    a count of batches (a whole number).
     """
     looks = {(x.shape, x.dtype) for x in own}
     return [
@@ -202,8 +203,8 @@ def updated(buffers: Sequence[tuple[Tensor, Tensor, int | None]]) -> dict[int, T
     `buffers` are candidates, with their values and versions before that run.
     """
     ids = {id(x) for x, _, version in buffers if version_of(x) != version}
-    # An update that no version tells may leave a value as it was, but hardly those of all statistics: if one
-    # is known, their values need no comparison.
+    # Batch normalization updates statistics without a new version. If the version of one is new, all count as
+    # updated, and their values need no comparison.
     rest = [(x, old) for x, old, _ in buffers if not (ids and (id(x) in ids or _is_like_statistics(x)))]
     ids |= {id(x) for x, old in rest if not is_same(x, old)}
     return {id(x): old for x, old, _ in buffers if id(x) in ids or (ids and _is_like_statistics(x))}
@@ -216,8 +217,8 @@ def _is_like_statistics(x: Tensor) -> bool:
 class GivenBuffers:
     """Inputs that may be buffers, as `functional_call` gets them.
 
-    f itself updates a buffer of no level. f runs below all levels, so a buffer of a level is updated through
-    one more output.
+    A buffer of no level is updated by f itself. f runs below all levels, so the new value of a buffer of a
+    level is one more output.
     """
 
     def __init__(self, inputs: Sequence[Tensor], own: Sequence[Tensor]) -> None:

@@ -302,23 +302,25 @@ class Region:
             root, arguments = found.root if rebuilt is None else rebuilt.callable, self._arguments
             f, others = (root, arguments.others) if arguments.are_atoms else root
             args, kwargs = arguments.unflatten(given, others)
-            count, is_over = 0, False
+            # What f stores of this run refers to `pack`, and must not keep the region alive.
+            count, is_over, me = 0, False, weakref.ref(self)
 
             def pack(x: Tensor) -> Tensor:
                 nonlocal count, is_over
-                i, count = count, count + 1
+                i, count, region = count, count + 1, me()
+                assert region is not None  # it waits for this run
                 # An alias: the graph of the recomputation would otherwise refer to itself.
                 kept = autograd.alias(x) if x.requires_grad else x
                 # None if its graph is gone. (f may also save more, for a gradient that it takes itself.)
-                slot = self._slots[i]() if i < len(self._slots) else None
+                slot = region._slots[i]() if i < len(region._slots) else None
                 if slot is not None:
-                    if self._check and (here := (x.shape, x.dtype, x.device)) != self._looks[i]:
-                        raise self._error(
+                    if region._check and (here := (x.shape, x.dtype, x.device)) != region._looks[i]:
+                        raise region._error(
                             "Recomputed values for the following tensors have different metadata than during "
-                            f"the forward pass: position {i}: {self._looks[i]} saved, {here} recomputed."
+                            f"the forward pass: position {i}: {region._looks[i]} saved, {here} recomputed."
                         )
                     slot[key] = kept, kept._version
-                if (self._early_stop or not self._complete) and count >= len(self._slots):
+                if (region._early_stop or not region._complete) and count >= len(region._slots):
                     is_over = True
                     raise _Stop
                 return kept

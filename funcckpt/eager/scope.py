@@ -77,8 +77,8 @@ def checkpoint_scope() -> Iterator[None]:
     if functorch.maybe_current_level() is not None:
         raise TransformError(_REFUSED)
     around, top = _current(), autograd.top_saved_tensors_hooks()
-    # A scope inside of another is part of it, unless other hooks lie between: those of a checkpoint, whose
-    # recomputation runs outside of the outer scope, must see the same tensors saved.
+    # A scope inside of another is part of it, unless a checkpoint lies between: its recomputation runs
+    # outside of the outer scope, and must save the same tensors.
     if not torch.is_grad_enabled() or (around is not None and top is not None and top[0] is around.pack):
         yield
         return

@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found
-from ..core.program import Program, is_differentiable
+from ..core.dispatch import Owner, program_of
+from ..core.program import is_differentiable
 from ..errors import InputError
 from ..meter import storages
 from ..policies.policies import current_name
@@ -295,16 +296,17 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
     if isinstance(item, Node):
         by = item.name()
         yield from [(node, "", False) for node, _ in item.next_functions]
-        if isinstance(program := getattr(item, "program", None), Program):
+        if (program := program_of(item)) is not None:
             by = f"remat({program.source.name})"
             yield from [(x, by, True) for x in program.source.held()]
+            yield program, by, False
         if isinstance(item, torch.autograd.function.BackwardCFunction):
             yield vars(item), by, False
         yield from [(saved, by, False) for saved in autograd.saved_by(item)]
     elif isinstance(item, autograd.SavedTensor):
         saved: Any = item  # to unpack it might recompute
         if saved.unpack_hook is None:
-            yield saved.data, by, True
+            yield from [] if isinstance(saved.data, Owner) else [(saved.data, by, True)]
         else:
             owner = getattr(saved.unpack_hook, "__self__", None)
             yield (saved.data, saved.unpack_hook), getattr(owner, "title", by), False

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 from .. import world
 from .._torch import functorch, wrappers
 from ..closures import Found, Rebuilt, kinds
-from ..closures.code import about
 from ..core import dispatch
 from ..core.call import Call, Options
 from ..core.program import Derived, Jvp, Tensors, Vjp, Vmap, is_differentiable
@@ -128,7 +127,7 @@ def inner_grad(
 
 
 def _scalar(name: str, loss: Callable[..., Any], given: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
-    """What the loss returns: a tensor that is none of those with the ids `given`."""
+    """The loss; a copy if it is one of the tensors with the ids `given`."""
     out = loss(*args, **kwargs)
     if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
         raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
@@ -158,7 +157,7 @@ _MODULES = {name for name, kind in vars(nn).items() if isinstance(kind, type)}
 
 def _fits(found: Found) -> tuple[bool, bool]:
     """Whether a loss names none of these, as far as its code was read; and whether that is sure."""
-    of_modules = [about(node.cls).names for node in found.nodes.values() if node.kind is kinds.MODULE]
+    of_modules = [kinds.about(node.cls).names for node in found.nodes.values() if node.kind is kinds.MODULE]
     # TorchScript does not tell.
     fits = not found.opaque and all(map(_UNFIT.isdisjoint, (found.names, *of_modules)))
     # Code of installed packages was not read, nor that of modules of torch which the loss makes itself.
@@ -179,9 +178,9 @@ class _Unfit(world.Mode):
 class _Gradient(Vjp):
     """(inputs) -> gradients of the only output of a program, a scalar, with respect to the inputs `wrt`.
 
-    Only the inputs on which the output depends have a gradient; `with_zeros`, all have. Its pullback is the
-    gradient of the tangent of that output, and its vmap the gradient of the sum over samples, which share
-    nothing.
+    Only the inputs on which the output depends have a gradient; `with_zeros`, all have. The pullback is the
+    gradient of the tangent of that output. vmap is the gradient of the sum of the outputs, with all inputs
+    batched, so that samples share nothing.
     """
 
     of: tuple[int, ...] = (0,)

@@ -54,7 +54,7 @@ _plans = Plans()
 
 
 class Record(Watch):
-    """Holds the values that the policy keeps: by a tape of the forward, or as an earlier run has shown."""
+    """The mode of a first run. It keeps what the policy asks for, or what an earlier run has learned."""
 
     # The number at the end of that earlier run.
     _last: int | None = None
@@ -62,7 +62,7 @@ class Record(Watch):
     def __init__(self, program: Any, chooser: Chooser) -> None:
         super().__init__(program.source, Tape())
         self._chooser, self._kept = chooser, Kept()
-        # The storages of values held without a tape: numbers do not show to which tensor an operator writes.
+        # The storages of values kept without a tape. A write to one shows that this run is another.
         self._storages: set[int] = set()
         self._key: Any = (chooser.known, program.source.codes, *steps_of(program))
 
