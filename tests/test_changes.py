@@ -348,6 +348,25 @@ def test_changes_that_a_shared_search_must_see(program, how, tmp_path, monkeypat
     assert_same(gradient(WRAPS[how]), gradient(lambda f: f))
 
 
+def test_another_base_of_a_class():
+    class A:
+        def scaled(self, x):
+            return x * self.w
+
+    class B(A):
+        pass
+
+    class C(B):
+        pass
+
+    c, x = C(), torch.ones(3, requires_grad=True)
+    c.w = torch.full((3,), 2.0)
+    for bases in ((B,), (A,)):
+        C.__bases__ = bases
+        (g,) = torch.autograd.grad(remat(lambda x: c.scaled(x).sin())(x).sum(), x)
+        assert_same(g, 2 * torch.full((3,), 2.0).cos())
+
+
 def test_shared_searches_do_not_grow():
     m = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     sizes = []

@@ -291,3 +291,9 @@ def test_what_f_refers_to_is_freed_after_the_backward(name):
     ref = ended()
     gc.collect()
     assert ref() is None
+
+
+def test_what_a_graph_saves_can_be_looked_at():
+    y = remat(torch.sin)(tensor(3, requires_grad=True))
+    assert sorted(x.clone().numel() for x in y.grad_fn.saved_tensors) == [0, 3]
+    y.sum().backward()

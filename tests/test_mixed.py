@@ -250,9 +250,31 @@ UNFIT = {
 }
 
 
+def stopped(y, stop=torch.no_grad):
+    with stop():
+        norm = y.norm()
+    return (y / norm).sin()
+
+
+norm_of = torch.no_grad()(lambda y: y.norm())
+another_name, off = torch.no_grad, torch.set_grad_enabled
+exec("import torch\ng = torch.no_grad()(lambda y: y.norm())", PACKAGE.__dict__)
+UNFIT |= {
+    "no_grad": stopped,
+    "no_grad_around_a_function": lambda y: (y / norm_of(y)).sin(),
+    "no_grad_by_another_name": lambda y: stopped(y, another_name),
+    "no_grad_as_an_object": lambda y, around=torch.no_grad(): stopped(y, lambda: around),
+    "set_grad_enabled": lambda y: stopped(y, lambda: off(False)),
+    "no_grad_in_a_package": lambda y: (y / PACKAGE.g(y)).sin(),
+}
+
+
 @pytest.mark.parametrize("op", UNFIT.values(), ids=UNFIT)
 def test_operators_of_which_torch_has_no_right_mixed_derivative(op):
-    """Reverse over forward mode is wrong for them in torch 2.11 to 2.15; reverse over reverse is not."""
+    """Reverse over forward mode is wrong for them in torch 2.11 to 2.15; reverse over reverse is not.
+
+    Forward mode goes through `no_grad`, which stops reverse mode.
+    """
 
     def run(gradient, w):
         inner = gradient(lambda w: op(torch.stack([X, X.cos(), X * 2]) @ w).tanh().pow(3).sum())(w)
@@ -295,8 +317,6 @@ def test_a_captured_leaf_that_is_not_used_is_no_input():
     ids=["backward", "grad", "jvp", "vmap", "vmap_grad"],
 )
 def test_a_hidden_tensor_is_right_or_named(transform, is_linear):
-    """The first run does not record the gradient, but the loss shows what it depends on."""
-
     def run(gradient, h):
         hidden = functools.cache(lambda: h * 2)
         hidden()
@@ -308,6 +328,42 @@ def test_a_hidden_tensor_is_right_or_named(transform, is_linear):
         assert "float64[" in str(error), error
     else:
         assert_same(found, transform(functools.partial(run, grad)))
+
+
+class Scale(torch.autograd.Function):
+    """A learned scale of the gradient, which only the backward uses."""
+
+    @staticmethod
+    def forward(x, scale):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[1][0]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.scale, None
+
+
+def test_what_the_backward_alone_uses():
+    def run(gradient):
+        w, c = X.clone().requires_grad_(), V[:, 0].clone().requires_grad_()
+        g = gradient(lambda w: F.layer_norm(Scale.apply(w, [c]).sin(), (4,)).exp().sum())(w)
+        return torch.autograd.grad((g**2).sum(), [w, c])
+
+    same(run)
+
+
+def test_what_no_gradient_depends_on_is_no_input():
+    def run(gradient):
+        w, v = X.clone().requires_grad_(), X.clone().requires_grad_()
+        c = v.sin()
+        c.sum().backward()  # frees the graph of c
+        gradient(lambda w: w.sin().sum() + (c**2).sum())(w).sum().backward()
+        return w.grad, v.grad
+
+    same(run)
 
 
 def test_a_transform_inside_of_inference_mode():

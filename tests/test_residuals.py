@@ -244,6 +244,15 @@ def test_random_programs(seed, wrap):
         assert not [r for r in residuals if r.source == "a captured tensor"]
 
 
+def test_a_part_whose_graph_is_freed():
+    def f(x):
+        y = remat(torch.exp)(x * 1).sum()
+        torch.autograd.grad(y, x)
+        return y * x.sum()
+
+    assert saved_residuals(f, torch.ones(3, requires_grad=True))
+
+
 def test_random_streams_and_gradients_are_left_alone():
     x = torch.ones(10, requires_grad=True)
     state = torch.get_rng_state()

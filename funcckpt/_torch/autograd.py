@@ -87,11 +87,13 @@ def _fields_of(kind: Any) -> list[str]:
 
 def saved_by(node: Any) -> list[Any]:
     """The `SavedTensor`s of a node of the graph, and other values that it has saved."""
-    # The classes of custom functions are not remembered: they may be the user's, and hold much.
-    is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        try:
+            return [*node._raw_saved_tensors]  # type: ignore[attr-defined]
+        except RuntimeError:  # a backward has freed them
+            return []
     kind: Any = type(node)
-    names = ["_raw_saved_tensors"] if is_custom else _fields_of(kind)
-    fields = [getattr(node, name) for name in names]
+    fields = [getattr(node, name) for name in _fields_of(kind)]
     return [x for field in fields for x in (field if isinstance(field, (list, tuple)) else (field,))]
 
 

@@ -132,9 +132,9 @@ class Found:
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
-                mro: Any = cls.__mro__
+                owner: Any = cls
                 if isinstance(value, type):
-                    of, mro = about(value), value.__mro__
+                    of, owner = about(value), value
                 is_own, draws = of.is_own, of.is_of_installed
                 if kind is kinds.FUNCTION or isinstance(value, types.ModuleType):
                     module = value.__globals__.get("__name__") if kind is kinds.FUNCTION else value.__name__
@@ -142,6 +142,7 @@ class Found:
                     draws = draws or is_installed(module) or module in _DRAWING
                 draws_elsewhere |= draws
                 if kind is kinds.CLASS and not is_own:
+                    names.add(value.__name__)  # which code may know by another name
                     continue  # it holds no objects of the user
                 is_named = is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS)
                 # (A key may be any object, and to compare it any code.)
@@ -174,8 +175,10 @@ class Found:
                             empty.append(item)
                         else:
                             pending.append((item, number, name))
-                for i in of.own_bases:
-                    pending.append((mro[i], number, _BESIDE))
+                if of.has_own:
+                    for base in owner.__mro__:
+                        if not is_library(base.__module__):
+                            pending.append((base, number, _BESIDE))
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
                 if kind is kinds.FUNCTION:
@@ -204,7 +207,7 @@ class Found:
                 if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
                     node.names = None
                 else:
-                    owner: Any = node.value if isinstance(node.value, type) else node.cls
+                    owner = node.value if isinstance(node.value, type) else node.cls
                     if more := (about.get(id(owner)) or about(owner)).own_names:
                         node.names = names | more
                 count = -1 if node.names is None else len(node.names)

@@ -106,7 +106,7 @@ class About(NamedTuple):
     slots: tuple[str, ...]  # their names
     is_own: bool  # the user's, not a library's
     is_of_installed: bool  # whether it or a base belongs to an installed package
-    own_bases: tuple[int, ...]  # the places in its `__mro__` of classes that do not belong to libraries
+    has_own: bool  # whether it or a base does not belong to a library
     names: frozenset[str]  # the names in the code that it inherits from libraries
     own_names: frozenset[str]  # the same, where they count for its own instances alone
 
@@ -120,10 +120,10 @@ class _Abouts(dict[int, About]):
     def __call__(self, cls: Any) -> About:
         number = id(cls)
         if number not in self:
-            own = [i for i, base in enumerate(cls.__mro__) if not is_library(base.__module__)]
+            own = [base for base in cls.__mro__ if not is_library(base.__module__)]
             of_installed = any([is_installed(base.__module__) for base in cls.__mro__])
             names = names_in_bases(cls), names_in_methods(cls)
-            self[number] = About(_kind_of(cls), slots_of(cls), 0 in own, of_installed, (*own,), *names)
+            self[number] = About(_kind_of(cls), slots_of(cls), cls in own, of_installed, bool(own), *names)
 
             def forget(_: Any) -> None:
                 self.pop(number, None)

@@ -9,7 +9,6 @@ A class or a context variable cannot be copied. Its old content is put back duri
 
 from __future__ import annotations
 
-import functools
 import operator
 import types
 import weakref
@@ -106,7 +105,7 @@ class Rebuilt:
                 new: Any = types.CellType()
             elif kind in kinds.OBJECTS:
                 base = types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object
-                new = base.__new__(_without_finalizer(cls))
+                new = base.__new__(_without_finalizer(cls) if hasattr(cls, "__del__") else cls)
             else:
                 new = {} if cls is dict else kinds.emptied(node.like if value is None else value)
             self._built[number] = new  # before its content is made, which may refer to it
@@ -181,11 +180,8 @@ def put_back(found: Found) -> None:
             _put(node.kind, node.value, kinds.read(node.kind, node.value, node.names), node.content)
 
 
-@functools.lru_cache(maxsize=64)
 def _without_finalizer(cls: Any) -> Any:
     """The class of a copy: its end must not run `__del__`, which would close what the original still uses."""
-    if not hasattr(cls, "__del__"):
-        return cls
     content = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls)(cls.__name__, (cls,), {**content, "__slots__": (), "__del__": lambda self: None})
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from .._torch import autograd, functorch, wrappers
-from ..errors import InputError, MutationError
+from ..errors import CheckpointError, InputError, MutationError
 from ..tape import recompute
 from . import net
 from .program import (
@@ -233,7 +234,9 @@ class Owner(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise AssertionError(func)
+        """For tools that look at what a graph saves: it is empty."""
+        args, kwargs = pytree.tree_map_only(Owner, lambda _: torch.empty(0), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Node(functorch.SingleLevelFunction):
@@ -275,7 +278,14 @@ class _Node(functorch.SingleLevelFunction):
                 f"an input of remat({ctx.called}), or a tensor that it captured, was changed in "
                 f"place between the forward and the backward. Pass a copy of it (x.clone()). {error}"
             ) from None
-        program = ctx.program or arguments.pop().program
+        if (program := ctx.program) is None:
+            owner = arguments.pop()
+            if not isinstance(owner, Owner):
+                raise CheckpointError(
+                    f"remat({ctx.called}): a hook on its node has exchanged the last saved tensor, which is "
+                    "empty. Register hooks on the others alone."
+                )
+            program = owner.program
         handing_out: Any = _NOTHING
         if ctx.kept is not None:
             kept = slice(-len(ctx.kept.places), None)
@@ -327,7 +337,9 @@ _NOTHING = nullcontext()
 def program_of(node: Any) -> Program | None:
     """The program of a graph node, if it has one, and no backward has freed it."""
     kind: Any = _Node._backward_cls  # type: ignore[attr-defined]
-    return node.program or node._raw_saved_tensors[-1].data.program if isinstance(node, kind) else None
+    if not isinstance(node, kind):
+        return None
+    return node.program or next((x.data.program for x in autograd.saved_by(node)[-1:]), None)
 
 
 @contextmanager

@@ -79,6 +79,8 @@ class Arguments:
             leaves[i] = tensors[number]
         if not self.is_flat:
             return pytree.tree_unflatten(leaves, self._structure)
+        if not self._structure:
+            return leaves, {}
         count = len(leaves) - len(self._structure)
         return leaves[:count], dict(zip(self._structure, leaves[count:], strict=True))
 

@@ -71,10 +71,9 @@ def run_first(
             record = recording.Record(program, source.chooser)
     shadows = functorch.shadows(layers) if layers else nullcontext(())
     with shadows as levels, record or nullcontext():
-        outputs, whole = program.run_first(*given)
+        outputs = program.run(*given)
         if layers:
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
-            whole = None if whole is None else _below_shadows(whole, layers, levels, source)
         elif record is not None:
             record.note_graph(outputs, first_node)
     if wrappers.has_dual_level():
@@ -83,14 +82,13 @@ def run_first(
                 raise not_given(source, "that is dual", f": an output ({describe(y)}) depends on it")
     if isinstance(program, Recording) and source.is_compiled:
         return outputs, program.active, ()
-    ends = outputs if whole is None else (whole,) * len(outputs)
-    active = [*map(wrappers.require_grad, ends)]
+    active = [*map(wrappers.require_grad, outputs)]
     captured: Sequence[Tensor] = ()
     reached: set[int] = set()
     if (layers or any(active)) and versions != versions_of(inputs):
         source.check_versions(versions, inputs)
     if any(active):
-        edges = autograd.entering(ends, {*own, *source.history()}, first_node)
+        edges = autograd.entering(outputs, {*own, *source.history()}, first_node)
         for edge in own.keys() & edges:
             reached.add(own[edge])
             del edges[edge]

@@ -46,10 +46,6 @@ class Program:
     def run(self, *inputs: Tensor) -> Tensors:
         raise NotImplementedError
 
-    def run_first(self, *inputs: Tensor) -> tuple[Tensors, Tensor | None]:
-        """The first run. If its outputs have no history, also a tensor with the history of all of them."""
-        return self.run(*inputs), None
-
     def pullback(
         self, call_level: int, arity: int, wrt: tuple[int, ...], of: tuple[int, ...], at_level: bool
     ) -> Vjp:

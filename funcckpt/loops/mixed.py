@@ -149,6 +149,9 @@ _UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", 
 _UNFIT |= {"det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve", "eig", "eigh", "cholesky_inverse"}
 _UNFIT |= {"cholesky", "cholesky_ex", "householder_product", "triangular_solve", "native_batch_norm_legit"}
 _UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce", "lstm_cell"}
+# What stops reverse mode alone: forward mode goes through it.
+_STOPS = torch.no_grad, torch.set_grad_enabled, torch.inference_mode
+_UNFIT |= {stop.__name__ for stop in _STOPS}
 # The names that function modes see, and those of operators in place and below.
 _UNFIT |= {f"linalg_{name}" for name in _UNFIT}
 _UNFIT |= {spelled for name in _UNFIT for spelled in (f"_{name}", f"{name}_")}
@@ -160,6 +163,7 @@ def _fits(found: Found) -> tuple[bool, bool]:
     of_modules = [kinds.about(node.cls).names for node in found.nodes.values() if node.kind is kinds.MODULE]
     # TorchScript does not tell.
     fits = not found.opaque and all(map(_UNFIT.isdisjoint, (found.names, *of_modules)))
+    fits = fits and not any([isinstance(node.value, _STOPS) for node in found.nodes.values()])
     # Code of installed packages was not read, nor that of modules of torch which the loss makes itself.
     return fits, not fits or (not found.draws_elsewhere and _MODULES.isdisjoint(found.names))
 
@@ -170,7 +174,8 @@ class _Unfit(world.Mode):
     found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= getattr(func, "__name__", "").partition(".")[0] in _UNFIT
+        stops = func is torch._C._set_grad_enabled and not args[0]
+        self.found |= stops or getattr(func, "__name__", "").partition(".")[0] in _UNFIT
         return func(*args, **(kwargs or {}))
 
 
@@ -209,18 +214,12 @@ class _Gradient(Vjp):
         return replace(self, inner=losses, call_level=call_level, of_one_sample=self), own
 
     def run(self, *inputs: Tensor) -> Tensors:
-        # In a first run, the net looks at what the outputs of a program made from this one depend on.
-        return self._run(inputs, torch.is_grad_enabled() or self.source.random is None)[0]
-
-    def run_first(self, *inputs: Tensor) -> tuple[Tensors, Tensor | None]:
-        return self._run(inputs, nested=False)
-
-    def _run(self, inputs: Tensors, nested: bool) -> tuple[Tensors, Tensor]:
-        """The gradients, with a history if this is `nested` in what is differentiated; and the loss."""
+        # The first run is always recorded, since the net looks at what its outputs depend on. (What the loss
+        # depends on may be more, such as a summand, or less: a custom backward may use other tensors.)
+        nested = torch.is_grad_enabled() or self.source.random is None
         # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
         plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         outputs, leaves = self.record([*inputs], plain and not nested)
-        loss = wrappers.alive(outputs[0])
         gradients = self.pull(outputs, leaves, nested, torch.ones_like(outputs[0]))
         if self.with_zeros:
             found, wrt = iter(gradients), zip(self.wrt, self.connected, strict=True)
@@ -230,7 +229,7 @@ class _Gradient(Vjp):
         while program is not None:
             program.connected, program.out_dims = self.connected, (0,) * len(gradients)
             program = program.of_one_sample
-        return gradients, loss
+        return gradients
 
 
 @dataclass(eq=False)

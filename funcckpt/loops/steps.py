@@ -149,7 +149,7 @@ def split(xs: Any, lengths: list[int], reverse: bool) -> list[Any]:
 
 def _pieces(xs: Any, count: int, cut: Callable[[Tensor], Any]) -> list[Any]:
     leaves, structure = pytree.tree_flatten(xs)
-    if not leaves:
+    if xs is None or not leaves:
         return [xs] * count
     pieces = [[x] * count if x is None else cut(x) for x in leaves]
     return [pytree.tree_unflatten(list(piece), structure) for piece in zip(*pieces, strict=True)]
