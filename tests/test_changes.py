@@ -348,6 +348,19 @@ def test_changes_that_a_shared_search_must_see(program, how, tmp_path, monkeypat
     assert_same(gradient(WRAPS[how]), gradient(lambda f: f))
 
 
+@pytest.mark.parametrize("how", ["remat", "checkpoint"])
+def test_buffers_of_calls_that_share_a_search(how):
+    net, x = (
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()),
+        torch.rand(4, 3, requires_grad=True),
+    )
+    pending = []
+    for count in range(1, 4):
+        pending.append(WRAPS[how](functools.partial(lambda n, x: net(x), 1))(x))
+        torch.autograd.grad(pending[-1].sum(), x, retain_graph=True)
+        assert net[1].num_batches_tracked == count
+
+
 def test_another_base_of_a_class():
     class A:
         def scaled(self, x):

@@ -152,6 +152,14 @@ def items_and_fields(w, x, wrap):
     return y
 
 
+@place
+def argument_that_is_an_object(w, x, wrap):
+    data = Data(w)
+    y = wrap(lambda x, data: (x @ data.w * data.k).sin())(x, data)
+    data.w, data.k = w * 0, 5.0
+    return y
+
+
 class Output(collections.OrderedDict):
     """As the outputs of transformers: each item is an attribute, too."""
 

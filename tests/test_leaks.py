@@ -264,6 +264,21 @@ def of_a_class_of_its_own(wrap, holder):
     wrap(Block())(tensor(3)).sum().backward()
 
 
+def of_a_function_of_its_own(wrap, holder):
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * holder.w.detach()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * holder.w.detach()
+
+    holder.w = nn.Parameter(tensor(3))
+    wrap(lambda x: Scale.apply(x).exp())(tensor(3, requires_grad=True)).sum().backward()
+
+
 BY_HOOKS = lambda f: lambda *args: checkpoint(f, *args)
 LEFT = {
     "refers_to_its_loss-remat": (refers_to_its_loss, remat),
@@ -273,6 +288,10 @@ LEFT = {
     "of_a_class_of_its_own-remat": (of_a_class_of_its_own, remat),
     "of_a_class_of_its_own-policy": (
         of_a_class_of_its_own,
+        lambda f: remat(f, policy=policies.dots_saveable),
+    ),
+    "of_a_function_of_its_own-policy": (
+        of_a_function_of_its_own,
         lambda f: remat(f, policy=policies.dots_saveable),
     ),
     "of_a_class_of_its_own-hooks": (of_a_class_of_its_own, BY_HOOKS),

@@ -204,6 +204,16 @@ def test_kept_values_belong_to_the_graph():
     assert kept() is None
 
 
+def test_a_name_given_to_a_view():
+    """The value is kept in the layout of the operator that made it."""
+    x = torch.rand(3, 3, requires_grad=True)
+    f = lambda x: ((h := x.exp()).sin() * checkpoint_name(h.t(), "h")).sum()
+    (want,) = torch.autograd.grad(f(x), x)
+    for _ in range(2):
+        (got,) = torch.autograd.grad(remat(f, policy=policies.save_only_these_names("h"))(x), x)
+        torch.testing.assert_close(got, want)
+
+
 def test_another_way_in_the_recomputation_finds_less_and_nothing_wrong():
     """What is kept is known by all that ran before it, not by its shape or position."""
     x, w = SAMPLES[0], weights(attention)

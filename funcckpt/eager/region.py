@@ -135,6 +135,11 @@ class Region:
         self._versions = dict(zip(found.tensors, tensors.versions_of(captured), strict=True))
         self._differentiated = dict(zip(found.tensors, map(wrappers.require_grad, captured), strict=True))
         self._require_grad = [*map(wrappers.require_grad, self._given)]
+        # By id: the numbers of arguments that f has also captured. To f they are one object in each run.
+        self._both: dict[int, int] = {}
+        numbers = dict(zip(map(id, self._given), range(len(self._given)), strict=True))
+        for key in numbers.keys() & found.tensors.keys():
+            self._both[key] = numbers[key]
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
         # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies
@@ -198,8 +203,9 @@ class Region:
         world.set_streams(self._states)
         put_back(self._found)
         for x, before, _ in self._buffers:
-            with torch.no_grad(), autograd.version_kept(x):
-                x.copy_(before)
+            if not x.is_inference():  # which f cannot update
+                with torch.no_grad(), autograd.version_kept(x):
+                    x.copy_(before)
             self._constants.pop(id(x), None)
         for x in self._changed():
             raise MutationError(
@@ -227,10 +233,10 @@ class Region:
                 self._differentiated[key] = True
         if computed := [*filter(operator.attrgetter("grad_fn"), self._found.tensors.values())]:
             nodes = {node for node, _ in edges}
-            if unused := [x for x in computed if x.grad_fn not in nodes]:
+            if unused := [x for x in computed if x.grad_fn not in nodes and id(x) not in self._both]:
                 self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
                 self._found.weaken(unused)
-        for number in self._instead:
+        for number in (*self._instead, *self._both):
             self._constants.pop(number, None)
 
     def _changed(self) -> list[Tensor]:
@@ -280,6 +286,9 @@ class Region:
         for i, requires_grad in enumerate(self._require_grad):
             if given[i].requires_grad != requires_grad:
                 given[i] = given[i].detach().requires_grad_(requires_grad)
+        for number, i in self._both.items():
+            if id(given[i]) != number:
+                instead[number] = given[i]
         rebuilt = Rebuilt(found, instead, changed) if changed or instead else None
         # What differs from the world of the forward is put back.
         contexts: Any = [

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support import assert_same
 from torch import nn
 
-from funcckpt import checkpoint, world
+from funcckpt import checkpoint, remat, world
 from funcckpt.errors import MutationError
 
 from .implementations import D, leaf
@@ -107,3 +107,37 @@ def test_a_region_that_draws_nothing_leaves_the_streams_alone(monkeypatch):
     assert not touched
     checkpoint(lambda x: F.dropout(x).exp(), x).sum().backward()
     assert len(touched) == 2
+
+
+@pytest.mark.parametrize("inner", [remat, lambda f: lambda x: checkpoint(f, x)])
+def test_an_argument_that_is_also_captured_is_one_object(inner):
+    """To a checkpoint inside of f, which else would save another number of tensors."""
+
+    def gradients(wrap):
+        x, w = [v.clone().requires_grad_() for v in values]
+        h = x.sin()
+
+        def f(a, q):
+            unused = inner(lambda a: a * h * q)(a.detach())
+            return inner(lambda a: a * w.sin() * h)(a) + a.sin() * unused.detach().numel()
+
+        return torch.autograd.grad(wrap(f)(h.cos(), h).sum(), [x, w])
+
+    def frozen(wrap):
+        x, w = [v.clone().requires_grad_() for v in values]
+        y = wrap(lambda x, q: inner(lambda a: a * w.sin() * q)(x) + x.sin() * x.cos())(x, w)
+        w.requires_grad_(False)
+        return torch.autograd.grad(y.sum(), x)
+
+    values, by_hooks = torch.rand(2, 3, dtype=D), lambda f: lambda *args: checkpoint(f, *args)
+    for program in (gradients, frozen):
+        assert_same(program(by_hooks), program(lambda f: f))
+
+
+def test_a_statistic_made_in_inference_mode():
+    """f is undone, since it calls a transform: nobody has updated such a tensor."""
+    norm, x = nn.BatchNorm1d(3, dtype=D), leaf(4, 3)
+    with torch.inference_mode():
+        table = torch.ones(3, dtype=D)
+    f = lambda x: norm(x) * torch.func.grad(lambda r: r.sin().sum())(x) + table
+    assert_same(checkpoint(f, x).detach(), f(x).detach())
