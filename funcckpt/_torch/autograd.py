@@ -85,6 +85,11 @@ def _fields_of(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
+def is_node_of(node: Any, function: Any) -> bool:
+    """Whether a node of the graph is that of a custom function."""
+    return isinstance(node, function._backward_cls)
+
+
 def saved_by(node: Any) -> list[Any]:
     """The `SavedTensor`s of a node of the graph, and other values that it has saved."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):

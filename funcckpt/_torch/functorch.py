@@ -139,9 +139,13 @@ def unbatched(tensors: Sequence[Tensor], level: int) -> tuple[tuple[Tensor, ...]
     return found, dims
 
 
+# Makes a tensor of a subclass that has a shape and no memory, by no operator, which a mode would see.
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
+
+
 def without_memory(cls: Any, size: Any, strides: Any, offset: int, dtype: Any, device: Any) -> Any:
-    """A tensor of a subclass that has a shape and no memory. To ask for its address is an error."""
-    x = Tensor._make_wrapper_subclass(cls, size, strides, offset, dtype=dtype, device=device)
+    """Such a tensor, of which to ask for its address is an error."""
+    x = make_wrapper(cls, size, strides, offset, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(x)
     return x
 

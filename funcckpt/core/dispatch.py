@@ -258,7 +258,7 @@ class _Node(functorch.SingleLevelFunction):
         ctx.program = program
         # Hooks would get the owner, and give back something else.
         if not level and autograd.top_saved_tensors_hooks() is None:
-            owner: Any = Tensor._make_wrapper_subclass(Owner, (0,))  # by no operator, which a mode would see
+            owner = functorch.make_wrapper(Owner, (0,))
             owner.program, ctx.program = program, None
             tensors = *tensors, owner
         ctx.save_for_backward(*inputs, *tensors)
@@ -336,8 +336,7 @@ _NOTHING = nullcontext()
 
 def program_of(node: Any) -> Program | None:
     """The program of a graph node, if it has one, and no backward has freed it."""
-    kind: Any = _Node._backward_cls  # type: ignore[attr-defined]
-    if not isinstance(node, kind):
+    if not autograd.is_node_of(node, _Node):
         return None
     return node.program or next((x.data.program for x in autograd.saved_by(node)[-1:]), None)
 
