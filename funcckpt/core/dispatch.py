@@ -256,7 +256,7 @@ class _Node(functorch.SingleLevelFunction):
             ctx.call_level, ctx.thread = min(program.call_level, level - 1), threading.get_ident()
         ctx.kept, tensors = recompute.kept_for(program)
         ctx.program = program
-        # Hooks would get the owner, and give back something else.
+        # At a level no backward frees anything. And hooks would get the owner, and give back something else.
         if not level and autograd.top_saved_tensors_hooks() is None:
             owner = functorch.make_wrapper(Owner, (0,))
             owner.program, ctx.program = program, None
