@@ -331,6 +331,52 @@ def test_a_hidden_tensor_is_right_or_named(transform, is_linear):
         assert_same(found, transform(functools.partial(run, grad)))
 
 
+def penalty(x):
+    (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+    return (g.square().sum() - 1) ** 2
+
+
+def looks_at_a_gradient(x):
+    y = x.sin()
+    y.register_hook(lambda g: None)
+    return (y**3).sum()
+
+
+def policy_gradient(x):
+    d = torch.distributions.Laplace(x, 1.0)
+    action = d.sample()
+    return (d.log_prob(action) * (action - 1) ** 2).sum() + (x * action).sum()
+
+
+POINTS = torch.tensor([-1.0, 0, 2], dtype=F64)
+MASK = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+SPECIAL = {
+    "power of a tensor": lambda x: (x ** torch.tensor([2.0, 2, 3])).sum(),
+    "power by name": lambda x: torch.pow(x, torch.arange(3)).square().sum(),
+    "clamp at a bound": lambda x: x.clamp(min=torch.zeros(3, dtype=F64)).pow(3).sum() * x.sum(),
+    "deviation of equal values": lambda x: (torch.stack([x, x]).std(0) * x).sum() + x.pow(3).sum(),
+    "angle": lambda x: (torch.atan2(x[1:2], x[:1]) * x[2]).sum().square(),
+    "product with zeros": lambda x: (x * x[1]).prod() + x.pow(3).sum(),
+    "attention to nothing": lambda x: F.scaled_dot_product_attention(
+        x[None, :, None], x[None, :, None], x[None, :, None], MASK
+    ).nan_to_num().pow(2).sum(),
+    "policy gradient": policy_gradient,
+    "variance below its bound": lambda x: F.gaussian_nll_loss(x[:1], x[1:2].detach(), x[2:] / 9, eps=1.0) * x.sum(),
+    "norm of all": lambda x: (x / nn.utils.get_total_norm([x])).pow(3).sum(),
+    "gradient penalty": penalty,
+    "hook that only looks": looks_at_a_gradient,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", SPECIAL.values(), ids=SPECIAL)
+def test_special_points_and_what_torch_runs_without_gradients(loss):
+    def run(gradient):
+        torch.manual_seed(0)
+        return grad(lambda x: gradient(loss)(x).square().sum())(POINTS)
+
+    same(run)
+
+
 class Scale(torch.autograd.Function):
     """A learned scale of the gradient, which only the backward uses."""
 

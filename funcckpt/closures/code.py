@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 import types
 from typing import Any
@@ -52,6 +53,10 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
     instructions = [*dis.get_instructions(code)]
     of_globals = {i.argval for i in instructions if i.opname in _OF_GLOBALS}
     imported = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
+    # A power whose exponent is no constant: its mixed derivatives need care.
+    for before, i in itertools.pairwise(instructions):
+        if ("POWER" in i.opname or i.argrepr in ("**", "**=")) and before.opname != "LOAD_CONST":
+            looked_up.add("**")
     pending = [*code.co_consts]
     while pending:
         constant = pending.pop()

@@ -193,7 +193,9 @@ class Call(UserProgram):
             # f may read the values of captured tensors on which no output depends.
             if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
                 with functorch.without_levels():  # which would wrap the results
-                    self._unused = {key: owned[key].detach() for key in unused}
+                    for key in unused:  # f may also differentiate with respect to what it computes from them
+                        x = owned[key]
+                        self._unused[key] = x.detach().requires_grad_(wrappers.require_grad(x))
             stay = [id(x) not in owned or id(x) in self._unused for x in self._constants]
             self._versions = [*compress(self._versions, stay)]
             self._constants = [self._unused.get(id(x), x) for x in compress(self._constants, stay)]

@@ -198,7 +198,7 @@ class _Block(TorchDispatchMode):
         self._below = below
         self._operations: list[_Operation] = []
         # By id and version: tensors that were read from outside.
-        self._kept: dict[tuple[int, int | None], tuple[Tensor, _Kept]] = {}
+        self._kept: dict[tuple[int, int | None], tuple[weakref.ref[Tensor], _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
         self._slots: set[weakref.ref[_Slot]] = set()
         self._lock = threading.RLock()
@@ -217,8 +217,9 @@ class _Block(TorchDispatchMode):
 
     def _keep(self, x: Tensor) -> _View:
         key = id(x), version_of(x)
-        if key not in self._kept:
-            self._kept[key] = x, _Kept(x, self._below)
+        if key not in self._kept or self._kept[key][0]() is not x:
+            # A weak reference: a remat inside counts the others to a leaf that its function makes.
+            self._kept[key] = weakref.ref(x), _Kept(x, self._below)
         return _View(self._kept[key][1])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,7 +240,8 @@ class _Block(TorchDispatchMode):
         }
         changed = {*map(id, written(func, args, kwargs))}
         streams = world.states_drawn_from(func, args, kwargs)
-        out = run_operator(func, args, kwargs)
+        with unwatched():  # a policy would hand out what an earlier run has made in a scope
+            out = run_operator(func, args, kwargs)
         makes = {}
         for position, y in enumerate(pytree.tree_leaves(out)):
             if isinstance(y, Tensor):

@@ -16,10 +16,11 @@ the Hessian", 1994), and its reverse sweep need not record itself.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -143,29 +144,56 @@ class _Loss(Call):
         return functools.partial(_scalar, self.name, f, given), args, kwargs
 
 
-# By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu), or no vmap
-# (lstm_cell).
+# By name. In reverse over forward mode torch has wrong derivatives of these, at least at special points, or
+# none (glu), or no vmap (lstm_cell).
 _UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
 _UNFIT |= {"det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve", "eig", "eigh", "cholesky_inverse"}
 _UNFIT |= {"cholesky", "cholesky_ex", "householder_product", "triangular_solve", "native_batch_norm_legit"}
-_UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce", "lstm_cell"}
-# What stops reverse mode alone: forward mode goes through it.
-_STOPS = torch.no_grad, torch.set_grad_enabled, torch.inference_mode
-_UNFIT |= {stop.__name__ for stop in _STOPS}
+_UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce", "lstm_cell", "select_scatter", "as_strided_scatter"}
+_UNFIT |= {"column_stack", "tensor_split", "max_unpool1d", "max_unpool2d", "max_unpool3d", "safe_softmax"}
+_UNFIT |= {"std", "std_mean", "dist", "atan2", "arctan2", "fmax", "fmin", "prod", "float_power", "vander"}
+_UNFIT |= {"batch_norm_with_update", "gaussian_nll_loss", "register_hook", "retain_grad"}
+# The same, if they are given a tensor: an exponent, a bound, a mask.
+_UNFIT_WITH = {
+    "pow": 1,
+    "__pow__": 1,
+    "pow_": 1,
+    "__ipow__": 1,
+    "clamp": 1,
+    "clip": 1,
+    "clamp_": 1,
+    "clip_": 1,
+}
+_UNFIT_WITH |= {"clamp_min": 1, "clamp_max": 1, "scaled_dot_product_attention": 3}
 # The names that function modes see, and those of operators in place and below.
 _UNFIT |= {f"linalg_{name}" for name in _UNFIT}
 _UNFIT |= {spelled for name in _UNFIT for spelled in (f"_{name}", f"{name}_")}
-_MODULES = {name for name, kind in vars(nn).items() if isinstance(kind, type)}
+# What stops reverse mode alone: forward mode goes through it.
+_STOPS = torch.no_grad, torch.set_grad_enabled, torch.inference_mode
+_UNFIT |= {stop.__name__ for stop in _STOPS}
+# Names of which only a run shows what is called: a power whose exponent is no constant, code of torch that
+# was not read, modules that the loss makes itself, and `torch.autograd.grad`.
+_UNSURE = {
+    *_UNFIT_WITH,
+    "**",
+    "distributions",
+    "utils",
+    "autograd",
+    *dir(nn.utils),
+    *dir(torch.distributions),
+}
+_UNSURE |= {name for name, kind in vars(nn).items() if isinstance(kind, type)}
 
 
 def _fits(found: Found) -> tuple[bool, bool]:
     """Whether a loss names none of these, as far as its code was read; and whether that is sure."""
-    of_modules = [kinds.about(node.cls).names for node in found.nodes.values() if node.kind is kinds.MODULE]
+    modules = [node.cls for node in found.nodes.values() if node.kind is kinds.MODULE]
+    of_modules = [kinds.about(cls).names | {*cls.__module__.split(".")} for cls in modules]
     # TorchScript does not tell.
     fits = not found.opaque and all(map(_UNFIT.isdisjoint, (found.names, *of_modules)))
     fits = fits and not any([isinstance(node.value, _STOPS) for node in found.nodes.values()])
-    # Code of installed packages was not read, nor that of modules of torch which the loss makes itself.
-    return fits, not fits or (not found.draws_elsewhere and _MODULES.isdisjoint(found.names))
+    is_sure = not found.draws_elsewhere and all(map(_UNSURE.isdisjoint, (found.names, *of_modules)))
+    return fits, not fits or is_sure
 
 
 class _Unfit(world.Mode):
@@ -174,9 +202,16 @@ class _Unfit(world.Mode):
     found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stops = func is torch._C._set_grad_enabled and not args[0]
-        self.found |= stops or getattr(func, "__name__", "").partition(".")[0] in _UNFIT
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").partition(".")[0]
+        if name in _UNFIT or func is torch.autograd.grad:
+            self.found = True
+        elif name in _UNFIT_WITH:
+            given = (*args[_UNFIT_WITH[name] :], *kwargs.values())
+            self.found |= any(map(isinstance, given, repeat(Tensor)))
+        elif name == "_set_grad_enabled" and not args[0]:  # by `no_grad`, and not by a checkpoint inside
+            self.found |= sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "funcckpt"
+        return func(*args, **kwargs)
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 Torch's checkpoint gives other gradients in these cases, without a word, where not said otherwise.
 """
 
+import contextlib
 import types
 import weakref
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from support import assert_same
 from torch import nn
 
-from funcckpt import checkpoint, remat, world
+from funcckpt import checkpoint, checkpoint_scope, remat, world
 from funcckpt.errors import MutationError
 
 from .implementations import D, leaf
@@ -141,3 +142,47 @@ def test_a_statistic_made_in_inference_mode():
         table = torch.ones(3, dtype=D)
     f = lambda x: norm(x) * torch.func.grad(lambda r: r.sin().sum())(x) + table
     assert_same(checkpoint(f, x).detach(), f(x).detach())
+
+
+def inside_of_a_scope(x, w, q):
+    """A remat that makes a leaf, in a checkpoint, in a scope."""
+    f = lambda a: remat(lambda b: b.detach().requires_grad_() * b)(a).exp()
+    h = x * 2
+    with checkpoint_scope():
+        return checkpoint(f, h)
+
+
+def scope_in_a_gradient(x, w, q):
+    h, wr = x.sin(), w.exp()
+
+    def f(a, q):
+        def g(a):
+            with checkpoint_scope():
+                k = h * q
+                return a * k
+
+        t = wr * 1.0
+        return torch.autograd.grad((checkpoint(g, t) * wr).sum(), t, create_graph=True)[0]
+
+    return remat(f, policy=[torch.ops.aten.mul.Tensor])(h, q)
+
+
+def derivative_of_a_captured_tensor(x, w, q):
+    h = x.sin()
+    return remat(lambda a: a * torch.autograd.grad((h * h.exp()).sum(), h)[0])(w) * q
+
+
+@pytest.mark.parametrize("program", [inside_of_a_scope, scope_in_a_gradient, derivative_of_a_captured_tensor])
+def test_scopes_and_gradients_inside(program, monkeypatch):
+    values = torch.rand(3, 3, dtype=D)
+
+    def gradients():
+        leaves = [v.clone().requires_grad_() for v in values]
+        y = program(*leaves)
+        return torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True, materialize_grads=True)
+
+    got = gradients()
+    monkeypatch.setitem(globals(), "checkpoint", lambda f, *args: f(*args))
+    monkeypatch.setitem(globals(), "remat", lambda f, policy=None: f)
+    monkeypatch.setitem(globals(), "checkpoint_scope", contextlib.nullcontext)
+    assert_same(got, gradients())
