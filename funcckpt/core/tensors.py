@@ -129,11 +129,10 @@ def changed_inside(name: str, x: Tensor, where: str) -> MutationError:
     )
 
 
-def changed_between(name: str, x: Tensor, where: str) -> MutationError:
+def changed_between(name: str, x: Tensor, where: str, hint: str = "") -> MutationError:
     return MutationError(
         f"{name}: {where} ({describe(x)}) was changed in place since the forward, as an optimizer changes a "
-        "parameter. Change it after the backward, or pass a copy of it. "
-        'determinism_check="none" turns this check off.'
+        f"parameter. Change it after the backward, or pass a copy of it. {hint}"
     )
 
 

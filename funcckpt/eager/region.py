@@ -356,7 +356,8 @@ class Region:
     def _was_changed(self, x: Tensor) -> MutationError:
         if id(x) in self._written_by_f:
             return tensors.changed_inside(self._name, x, self._found.where(id(x)))
-        return tensors.changed_between(self._name, x, self._found.where(id(x)))
+        hint = 'determinism_check="none" turns this check off.'
+        return tensors.changed_between(self._name, x, self._found.where(id(x)), hint)
 
     def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function must do the same each time"

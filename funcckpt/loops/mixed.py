@@ -144,44 +144,38 @@ class _Loss(Call):
         return functools.partial(_scalar, self.name, f, given), args, kwargs
 
 
-# By name. In reverse over forward mode torch has wrong derivatives of these, at least at special points, or
-# none (glu), or no vmap (lstm_cell).
+# By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu), or no vmap
+# (lstm_cell).
 _UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
 _UNFIT |= {"det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve", "eig", "eigh", "cholesky_inverse"}
 _UNFIT |= {"cholesky", "cholesky_ex", "householder_product", "triangular_solve", "native_batch_norm_legit"}
 _UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce", "lstm_cell", "select_scatter", "as_strided_scatter"}
-_UNFIT |= {"column_stack", "tensor_split", "max_unpool1d", "max_unpool2d", "max_unpool3d", "safe_softmax"}
-_UNFIT |= {"std", "std_mean", "dist", "atan2", "arctan2", "fmax", "fmin", "prod", "float_power", "vander"}
-_UNFIT |= {"batch_norm_with_update", "gaussian_nll_loss", "register_hook", "retain_grad"}
-# The same, if they are given a tensor: an exponent, a bound, a mask.
-_UNFIT_WITH = {
-    "pow": 1,
-    "__pow__": 1,
-    "pow_": 1,
-    "__ipow__": 1,
-    "clamp": 1,
-    "clip": 1,
-    "clamp_": 1,
-    "clip_": 1,
-}
-_UNFIT_WITH |= {"clamp_min": 1, "clamp_max": 1, "scaled_dot_product_attention": 3}
-# The names that function modes see, and those of operators in place and below.
-_UNFIT |= {f"linalg_{name}" for name in _UNFIT}
-_UNFIT |= {spelled for name in _UNFIT for spelled in (f"_{name}", f"{name}_")}
+_UNFIT |= {"column_stack", "tensor_split"}
 # What stops reverse mode alone: forward mode goes through it.
 _STOPS = torch.no_grad, torch.set_grad_enabled, torch.inference_mode
+# At special points (zeros, ties), or since a derivative is recorded. Attributes of the user have such names,
+# too: only a run of the loss shows what is called.
+_CALLED = {"std", "std_mean", "dist", "prod", "atan2", "arctan2", "fmax", "fmin", "float_power", "vander"}
+_CALLED |= {"max_unpool1d", "max_unpool2d", "max_unpool3d", "safe_softmax", "batch_norm_with_update"}
+_CALLED |= {"gaussian_nll_loss", "register_hook", "retain_grad"}
+# The same, if they are given a tensor as an exponent, a bound or a mask: from which argument on.
+_GIVEN = dict.fromkeys(("pow", "__pow__", "pow_", "__ipow__", "clamp", "clip", "clamp_", "clip_"), 1)
+_GIVEN |= {"clamp_min": 1, "clamp_max": 1, "scaled_dot_product_attention": 3}
+
+
+def _spelled(names: set[str]) -> set[str]:
+    """The names that function modes see, with those of operators in place and below."""
+    names = names | {f"linalg_{name}" for name in names}
+    return names | {spelled for name in names for spelled in (f"_{name}", f"{name}_")}
+
+
+_UNFIT = _spelled(_UNFIT)
+_SEEN = _UNFIT | _spelled(_CALLED)
 _UNFIT |= {stop.__name__ for stop in _STOPS}
-# Names of which only a run shows what is called: a power whose exponent is no constant, code of torch that
-# was not read, modules that the loss makes itself, and `torch.autograd.grad`.
-_UNSURE = {
-    *_UNFIT_WITH,
-    "**",
-    "distributions",
-    "utils",
-    "autograd",
-    *dir(nn.utils),
-    *dir(torch.distributions),
-}
+# Also a power whose exponent is no constant, code of torch that was not read, modules that the loss makes
+# itself, and `torch.autograd.grad`.
+_UNSURE = {*_CALLED, *_GIVEN, "**", "distributions", "utils", "autograd"}
+_UNSURE |= {name for module in (nn.utils, torch.distributions) for name in dir(module) if name[0] != "_"}
 _UNSURE |= {name for name, kind in vars(nn).items() if isinstance(kind, type)}
 
 
@@ -204,10 +198,10 @@ class _Unfit(world.Mode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _UNFIT or func is torch.autograd.grad:
+        if name in _SEEN or func is torch.autograd.grad:
             self.found = True
-        elif name in _UNFIT_WITH:
-            given = (*args[_UNFIT_WITH[name] :], *kwargs.values())
+        elif name in _GIVEN:
+            given = (*args[_GIVEN[name] :], *kwargs.values())
             self.found |= any(map(isinstance, given, repeat(Tensor)))
         elif name == "_set_grad_enabled" and not args[0]:  # by `no_grad`, and not by a checkpoint inside
             self.found |= sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "funcckpt"
