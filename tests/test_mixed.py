@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from funcckpt import ClosureError, InputError, TransformError, checkpoint, checkpoint_scope, inner_grad, remat
+from funcckpt.loops import mixed
 from funcckpt.meter import measure
 
 F64 = torch.float64
@@ -299,6 +300,20 @@ def test_tangents_that_require_grad():
     assert_same(run(remat), run(lambda f: f))
 
 
+def test_a_module_of_a_user_needs_no_look_at_each_operator(monkeypatch):
+    """Its search names all methods of operators, and `__pow__` with them."""
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return (x * self.scale).tanh()
+
+    net, looks = Net(), []
+    net.scale = X
+    monkeypatch.setattr(mixed._Unfit, "__enter__", lambda mode: looks.append(mode))
+    grad(lambda w: inner_grad(lambda w: (net(w) ** 2).sum())(w).sum())(X)
+    assert not looks
+
+
 def test_a_captured_leaf_that_is_not_used_is_no_input():
     w = X.clone().requires_grad_()
     loss = lambda x: (x**3).sum() + 0 * (w * 2).sum().detach()
@@ -359,6 +374,7 @@ POINTS = torch.tensor([-1.0, 0, 2], dtype=F64)
 MASK = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
 SPECIAL = {
     "power of a tensor": lambda x: (x ** torch.tensor([2.0, 2, 3])).sum(),
+    "power by its method": lambda x: x.__pow__(torch.tensor([2.0, 2, 3])).sum(),
     "power by name": lambda x: torch.pow(x, torch.arange(3)).square().sum(),
     "clamp at a bound": lambda x: x.clamp(min=torch.zeros(3, dtype=F64)).pow(3).sum() * x.sum(),
     "deviation of equal values": lambda x: (torch.stack([x, x]).std(0) * x).sum() + x.pow(3).sum(),

@@ -53,9 +53,11 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
     instructions = [*dis.get_instructions(code)]
     of_globals = {i.argval for i in instructions if i.opname in _OF_GLOBALS}
     imported = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
-    # A power whose exponent is no constant: its mixed derivatives need care.
+    # A power whose exponent is no constant: its mixed derivatives need care. (The name `__pow__` would tell
+    # nothing, since a search adds it for any object.)
     for before, i in itertools.pairwise(instructions):
-        if ("POWER" in i.opname or i.argrepr in ("**", "**=")) and before.opname != "LOAD_CONST":
+        is_power = "POWER" in i.opname or i.argrepr in ("**", "**=")
+        if (is_power and before.opname != "LOAD_CONST") or i.argval in ("__pow__", "__ipow__"):
             looked_up.add("**")
     pending = [*code.co_consts]
     while pending:

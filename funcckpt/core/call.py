@@ -125,9 +125,8 @@ class Call(UserProgram):
             return True
         if functorch.is_tracing():
             return False  # make_fx records values, not the graph of plain autograd
-        if not self._arguments.is_flat and any(
-            map(isinstance, self._arguments.others, repeat(torch.fx.Proxy))
-        ):
+        arguments = self._arguments
+        if not arguments.is_flat and any(map(isinstance, arguments.others, repeat(torch.fx.Proxy))):
             return False  # so does torch.fx
         looks = tensors.requires_grad if self.layers else wrappers.require_grad
         return any(map(looks, (*self._inputs, *self.found.tensors.values())))
@@ -193,9 +192,8 @@ class Call(UserProgram):
             # f may read the values of captured tensors on which no output depends.
             if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
                 with functorch.without_levels():  # which would wrap the results
-                    for key in unused:  # f may also differentiate with respect to what it computes from them
-                        x = owned[key]
-                        self._unused[key] = x.detach().requires_grad_(wrappers.require_grad(x))
+                    # f may also differentiate with respect to them.
+                    self._unused = {key: owned[key].detach().requires_grad_() for key in unused}
             stay = [id(x) not in owned or id(x) in self._unused for x in self._constants]
             self._versions = [*compress(self._versions, stay)]
             self._constants = [self._unused.get(id(x), x) for x in compress(self._constants, stay)]

@@ -174,7 +174,7 @@ _SEEN = _UNFIT | _spelled(_CALLED)
 _UNFIT |= {stop.__name__ for stop in _STOPS}
 # Also a power whose exponent is no constant, code of torch that was not read, modules that the loss makes
 # itself, and `torch.autograd.grad`.
-_UNSURE = {*_CALLED, *_GIVEN, "**", "distributions", "utils", "autograd"}
+_UNSURE = {*_CALLED, *_GIVEN, "**", "distributions", "utils", "autograd"} - {"__pow__", "__ipow__"}
 _UNSURE |= {name for module in (nn.utils, torch.distributions) for name in dir(module) if name[0] != "_"}
 _UNSURE |= {name for name, kind in vars(nn).items() if isinstance(kind, type)}
 
