@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from support import assert_same
+from test_op_db import load, samples
 from test_scan import LOOPS, tensor
 from torch import nn, special
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
@@ -19,8 +20,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from funcckpt import ClosureError, InputError, TransformError, checkpoint, checkpoint_scope, inner_grad, remat
-from funcckpt.loops import mixed
+from funcckpt import ClosureError, InputError, checkpoint, checkpoint_scope, inner_grad, remat
+from funcckpt.loops.mixed import _NAMES
 from funcckpt.meter import measure
 
 F64 = torch.float64
@@ -181,12 +182,11 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
         ),
         (lambda: inner_grad(lambda w, b: w.sum(), (0, 1))(X, 2.0), r"argument 1 is a float"),
         (lambda: inner_grad(X), "inner_grad takes a callable, not Tensor"),
-        (lambda: grad(lambda x: inner_grad(lambda x: special.zeta(X, x).sum())(x).sum())(X.exp()), "Write"),
         (lambda: inner_grad(lambda w: w.sum(), 1.0), r"argnums=1.0 is not an int or a tuple of ints"),
     ],
 )
 def test_wrong_input(call, says):
-    with pytest.raises(TransformError if says == "Write" else InputError, match=says):
+    with pytest.raises(InputError, match=says):
         call()
 
 
@@ -262,7 +262,65 @@ def stopped(y, stop=torch.no_grad):
 norm_of = torch.no_grad()(lambda y: y.norm())
 another_name, off = torch.no_grad, torch.set_grad_enabled
 exec("import torch\ng = torch.no_grad()(lambda y: y.norm())", PACKAGE.__dict__)
+
+
+class WithoutJvp(torch.autograd.Function):
+    """That `generate_vmap_rule` is there means nothing for forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Negated(WithoutJvp):
+    """Its `jvp` is right, but torch differentiates it wrongly in forward mode twice."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx, t):
+        return t * ctx.saved_tensors[0].cos()
+
+
+def caught(y):
+    try:
+        return y.exp().nanmean(0)
+    except Exception:
+        return y
+
+
+def looks_at_its_inputs(y):
+    return y.sin() if y.requires_grad else y
+
+
 UNFIT |= {
+    "function": WithoutJvp.apply,
+    "function_with_jvp": Negated.apply,
+    "no_forward_mode": lambda y: special.zeta(2.0, y.square() + 2),
+    "nanmean": caught,
+    "norm": lambda y: F.normalize(y) + y.norm(),
+    "complex": lambda y, c=tensor(3, 3, 1).to(torch.complex128): F.conv1d(y[None] * c[0], c).abs(),
+    "in_place": lambda y: F.silu(y * 1, inplace=True),
+    "scaled_by_counts": lambda y: F.embedding(torch.tensor([0, 1, 1]), y, scale_grad_by_freq=True).exp(),
+    "equal_values": lambda y: (y * (y.detach() > 9)).max() * y,
+    "position_in_a_tensor": lambda y: y.narrow(0, torch.tensor(1), 2).exp(),
+    "written_twice": lambda y: torch.zeros_like(y).index_put((torch.tensor([0, 0]),), y[:2].sin()),
+    "data": lambda y: y.data * y.sin(),
+    "requires_grad": looks_at_its_inputs,
+    "random_numbers_before": lambda y: F.dropout(y, 0.5).exp().cumsum(0).nansum(0) * torch.rand(3, dtype=F64),
     "no_grad": stopped,
     "no_grad_around_a_function": lambda y: (y / norm_of(y)).sin(),
     "no_grad_by_another_name": lambda y: stopped(y, another_name),
@@ -273,19 +331,71 @@ UNFIT |= {
 
 
 @pytest.mark.parametrize("op", UNFIT.values(), ids=UNFIT)
-def test_operators_of_which_torch_has_no_right_mixed_derivative(op):
-    """Reverse over forward mode is wrong for them in torch 2.11 to 2.15; reverse over reverse is not.
-
-    Forward mode goes through `no_grad`, which stops reverse mode.
-    """
+def test_other_operators_are_differentiated_in_reverse_mode(op):
+    """Of most of these torch has a wrong mixed derivative, or none. Forward mode goes through `no_grad`."""
 
     def run(gradient, w):
+        torch.manual_seed(0)
         inner = gradient(lambda w: op(torch.stack([X, X.cos(), X * 2]) @ w).tanh().pow(3).sum())(w)
         return (w - 0.1 * inner).pow(3).sum()
 
     same(lambda gradient: grad(functools.partial(run, gradient))(W))
     if op not in (UNFIT["cumprod"], UNFIT["scatter_reduce"]):  # of which torch has no vmap
-        same(lambda gradient: vmap(grad(functools.partial(run, gradient)))(torch.stack([W, W.cos()])))
+        one = lambda gradient: grad(functools.partial(run, gradient))
+        same(lambda gradient: vmap(one(gradient), randomness="same")(torch.stack([W, W.cos()])))
+
+
+def losses_of(op, limit):
+    """A loss of each sample of an operator, with the tensors to move: as they are, rounded, and zeros."""
+    for sample in samples(op, F64, limit):
+        flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.dtype == F64]
+
+        def loss(*xs, flat=flat, spec=spec, places=places):
+            moved = {i: x * 1 for i, x in zip(places, xs)}
+            first, args, kwargs = pytree.tree_unflatten([moved.get(i, x) for i, x in enumerate(flat)], spec)
+            out = pytree.tree_leaves(op.op(first, *args, **kwargs))
+            return sum((y * 1.3).sin().sum() for y in out if y.dtype == F64) + sum((x**3).sum() for x in xs)
+
+        for change in (lambda x: x, torch.round, torch.zeros_like):
+            yield loss, [change(flat[i].detach()) for i in places]
+
+
+# Their third derivatives, in reverse mode alone, are NaN in places, or differences of numbers of 1e12.
+IN_DOUBT = {"logcumsumexp", "nn.functional.triplet_margin_with_distance_loss"}
+
+
+@pytest.mark.parametrize(
+    ("op", "limit"),
+    [
+        *[pytest.param(op, 1, id=op.full_name) for op in load() if op.name.rpartition(".")[2] in _NAMES],
+        *[pytest.param(op, 12, id=f"{op.full_name}_all", marks=pytest.mark.exhaustive) for op in load()],
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_fits_is_right_in_mixed_mode(op, limit):
+    """Second derivatives, also at special points; and of all operators, whether they fit or not, third ones."""
+
+    def value(gradient, loss, xs):
+        return sum((g * g).sum() for g in gradient(loss, (*range(len(xs)),))(*xs))
+
+    def derivatives(gradient, loss, xs):
+        torch.manual_seed(0)
+        numbers = (*range(len(xs)),)
+        once = grad(lambda *xs: value(gradient, loss, xs), numbers)
+        found = [once(*xs), torch.rand(1)]
+        if op.name not in IN_DOUBT and limit > 1:
+            found.append(grad(lambda *xs: value(lambda *_: once, loss, xs), numbers)(*xs))
+        if limit > 1:
+            found.append(vmap(once, randomness="same")(*[torch.stack([x, x / 2]) for x in xs]))
+        return found
+
+    for loss, xs in losses_of(op, limit):
+        try:
+            expected = derivatives(grad, loss, xs)
+        except Exception:  # no second derivative, or no vmap
+            continue
+        torch.testing.assert_close(derivatives(inner_grad, loss, xs), expected, equal_nan=True)
 
 
 def test_tangents_that_require_grad():
@@ -298,20 +408,6 @@ def test_tangents_that_require_grad():
         return [y.detach() for y in found], torch.autograd.grad(found[1], [tx, ty], allow_unused=True)
 
     assert_same(run(remat), run(lambda f: f))
-
-
-def test_a_module_of_a_user_needs_no_look_at_each_operator(monkeypatch):
-    """Its search names all methods of operators, and `__pow__` with them."""
-
-    class Net(nn.Module):
-        def forward(self, x):
-            return (x * self.scale).tanh()
-
-    net, looks = Net(), []
-    net.scale = X
-    monkeypatch.setattr(mixed._Unfit, "__enter__", lambda mode: looks.append(mode))
-    grad(lambda w: inner_grad(lambda w: (net(w) ** 2).sum())(w).sum())(X)
-    assert not looks
 
 
 def test_a_captured_leaf_that_is_not_used_is_no_input():
@@ -373,6 +469,7 @@ def attention(x):
 POINTS = torch.tensor([-1.0, 0, 2], dtype=F64)
 MASK = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
 SPECIAL = {
+    "targets at zero and one": lambda x: F.binary_cross_entropy(torch.tensor([0.0, 1, 1]).double(), x.abs() / 2) * x[2],
     "power of a tensor": lambda x: (x ** torch.tensor([2.0, 2, 3])).sum(),
     "power by its method": lambda x: x.__pow__(torch.tensor([2.0, 2, 3])).sum(),
     "power by name": lambda x: torch.pow(x, torch.arange(3)).square().sum(),

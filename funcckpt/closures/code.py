@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import itertools
 import sys
 import types
 from typing import Any
@@ -53,12 +52,6 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
     instructions = [*dis.get_instructions(code)]
     of_globals = {i.argval for i in instructions if i.opname in _OF_GLOBALS}
     imported = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
-    # A power whose exponent is no constant: its mixed derivatives need care. (The name `__pow__` would tell
-    # nothing, since a search adds it for any object.)
-    for before, i in itertools.pairwise(instructions):
-        is_power = "POWER" in i.opname or i.argrepr in ("**", "**=")
-        if (is_power and before.opname != "LOAD_CONST") or i.argval in ("__pow__", "__ipow__"):
-            looked_up.add("**")
     pending = [*code.co_consts]
     while pending:
         constant = pending.pop()

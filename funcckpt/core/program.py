@@ -76,8 +76,6 @@ class UserProgram(Program):
     arity = 1 << 30
     # How many inputs there are, captured ones included.
     count = 1 << 30
-    # For `inner_grad`: whether forward mode is right for all that f calls.
-    fits_mixed_mode = True
     # The captured tensors of plain autograd that f uses. Cleared after the call, except under a transform:
     # there no graph node holds them.
     captured: Sequence[Tensor] = ()

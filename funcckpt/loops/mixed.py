@@ -24,18 +24,21 @@ from itertools import compress, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import functorch, wrappers
-from ..closures import Found, Rebuilt, kinds
+from ..closures import Rebuilt
 from ..core import dispatch
 from ..core.call import Call, Options
 from ..core.program import Derived, Jvp, Tensors, Vjp, Vmap, is_differentiable
-from ..errors import InputError, OptionError, TransformError
+from ..errors import InputError, OptionError
 from ..remat import name_and_check, remat
 from .steps import in_words
+
+_NOTHING = nullcontext()
 
 
 def inner_grad(
@@ -46,7 +49,8 @@ def inner_grad(
     The values and all derivatives are those of `torch.func.grad`, with respect to the arguments chosen by
     `argnums`, an int or a tuple of ints. But the derivative of the gradient is computed in mixed mode, from
     the arguments alone. That takes less memory than reverse over reverse, for about a fifth more operations.
-    It saves less if `remat` is already around the parts of the loss.
+    It saves less if `remat` is already around the parts of the loss. A loss that calls an operator of which
+    torch may have a wrong mixed derivative, or none, is differentiated in reverse mode, under a `remat`.
 
     `loss` returns a real scalar. The contract of `remat` applies to it: it runs again in the backward, with
     the same random numbers. With `has_aux` it returns a scalar and a pytree of tensors, and the result is the
@@ -80,16 +84,17 @@ def inner_grad(
     if has_aux:
         return torch.func.grad(remat(loss), argnums, has_aux=True)
 
-    scalar = functools.partial(_scalar, name, loss, ())
+    scalar = functools.update_wrapper(functools.partial(_scalar, name, loss, _NOTHING, ()), loss)
+    in_reverse_mode = torch.func.grad(scalar, argnums)
 
     @functools.wraps(loss)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise InputError(f"inner_grad({name}): argnums={argnums}, but there are {len(args)} arguments.")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return torch.func.grad(scalar, argnums)(*args, **kwargs)
+            return in_reverse_mode(*args, **kwargs)
         if not torch._C._is_fwd_grad_enabled():  # as in a transform inside of inference mode
-            return torch.func.grad(remat(scalar), argnums)(*args, **kwargs)
+            return remat(in_reverse_mode)(*args, **kwargs)
 
         chosen = {i % len(args): args[i] for i in numbers}
         leaves, structure = pytree.tree_flatten(chosen)
@@ -109,16 +114,19 @@ def inner_grad(
             args = (*[new.get(i, x) for i, x in enumerate(args)],)
             call = _Loss(loss, name, Options(), args, kwargs, lifts_all=True)
         if not call.is_looked_at():
-            return torch.func.grad(scalar, argnums)(*args, **kwargs)
+            return in_reverse_mode(*args, **kwargs)
+        # TorchScript does not tell what it calls. Convolutions of complex numbers have no mixed derivative.
+        if call.found.opaque or any(map(torch.is_complex, call._inputs)):
+            return remat(in_reverse_mode)(*args, **kwargs)
         inputs = call.take_inputs()
         places = {id(x): i for i, x in enumerate(inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
         program = _Gradient(call, call.call_level, len(inputs), wrt, with_zeros=True)
-        call.fits_mixed_mode, is_sure = _fits(call.found)
-        unfit = _Unfit()
-        with nullcontext() if is_sure else unfit:
+        try:
             outputs = dispatch.bind(program, inputs)
-        call.fits_mixed_mode &= not unfit.found
+        except _Unfit:
+            world.set_streams(call._states or [])
+            return remat(in_reverse_mode)(*args, **kwargs)
         call.seal()
         of = pytree.tree_unflatten([*outputs], structure)
         gradients = (*[of[i % len(args)] for i in numbers],)
@@ -127,9 +135,12 @@ def inner_grad(
     return gradient
 
 
-def _scalar(name: str, loss: Callable[..., Any], given: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
-    """The loss; a copy if it is one of the tensors with the ids `given`."""
-    out = loss(*args, **kwargs)
+def _scalar(
+    name: str, loss: Callable[..., Any], watch: Any, given: Sequence[int], *args: Any, **kwargs: Any
+) -> Tensor:
+    """The loss, under `watch`; a copy if it is one of the tensors with the ids `given`."""
+    with watch:
+        out = loss(*args, **kwargs)
     if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
         raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
     return out.clone() if id(out) in given else out
@@ -141,70 +152,71 @@ class _Loss(Call):
     def _callable(self, inputs: Tensors, rebuilt: Rebuilt | None) -> Any:
         f, args, kwargs = super()._callable(inputs, rebuilt)
         given = [*map(id, (*inputs, *self._constants))]
-        return functools.partial(_scalar, self.name, f, given), args, kwargs
+        watch = _Watch() if self._outputs is None else _NOTHING  # what runs again has been seen
+        return functools.partial(_scalar, self.name, f, watch, given), args, kwargs
 
 
-# By name. In reverse over forward mode torch has wrong derivatives of these, or none (glu), or no vmap
-# (lstm_cell).
-_UNFIT = {"layer_norm", "native_layer_norm", "batch_norm", "native_batch_norm", "instance_norm", "glu"}
-_UNFIT |= {"det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve", "eig", "eigh", "cholesky_inverse"}
-_UNFIT |= {"cholesky", "cholesky_ex", "householder_product", "triangular_solve", "native_batch_norm_legit"}
-_UNFIT |= {"cumprod", "logcumsumexp", "scatter_reduce", "lstm_cell", "select_scatter", "as_strided_scatter"}
-_UNFIT |= {"column_stack", "tensor_split"}
-# What stops reverse mode alone: forward mode goes through it.
-_STOPS = torch.no_grad, torch.set_grad_enabled, torch.inference_mode
-# At special points (zeros, ties), or since a derivative is recorded. Attributes of the user have such names,
-# too: only a run of the loss shows what is called.
-_CALLED = {"std", "std_mean", "dist", "prod", "atan2", "arctan2", "fmax", "fmin", "float_power", "vander"}
-_CALLED |= {"max_unpool1d", "max_unpool2d", "max_unpool3d", "safe_softmax", "batch_norm_with_update"}
-_CALLED |= {"gaussian_nll_loss", "register_hook", "retain_grad"}
-# The same, if they are given a tensor as an exponent, a bound or a mask: from which argument on.
-_GIVEN = dict.fromkeys(("pow", "__pow__", "pow_", "__ipow__", "clamp", "clip", "clamp_", "clip_"), 1)
-_GIVEN |= {"clamp_min": 1, "clamp_max": 1, "scaled_dot_product_attention": 3}
+# What has right derivatives in mixed mode, of any order, also at zeros and at equal values. Of many other
+# operators torch has a wrong mixed derivative, or none.
+_NAMES = """
+    add sub rsub mul multiply div divide true_divide neg negative square sqrt rsqrt reciprocal abs
+    absolute maximum minimum lerp addcmul addcdiv where masked_fill __rsub__ __rdiv__ __rtruediv__
+    __rmatmul__ exp exp2 expm1 log log1p log2 log10 logaddexp sin cos tan asin acos atan sinh cosh tanh
+    asinh acosh atanh erf erfc sigmoid sinc matmul mm bmm mv dot inner outer einsum tensordot addmm addmv
+    baddbmm linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    one_hot group_norm rms_norm reshape view view_as reshape_as flatten unflatten squeeze unsqueeze
+    transpose swapaxes t permute movedim expand expand_as broadcast_to repeat repeat_interleave tile cat
+    concat stack hstack vstack split split_with_sizes chunk unbind select index_select gather diagonal
+    diag diag_embed tril triu roll flip unfold pad __getitem__ clone contiguous detach to type_as float
+    double sum mean var logsumexp amax amin cumsum trace relu relu6 leaky_relu elu selu celu gelu silu
+    mish softplus softsign tanhshrink hardtanh hardswish hardsigmoid logsigmoid softmax log_softmax
+    softmin dropout avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d max_pool1d
+    max_pool2d mse_loss l1_loss smooth_l1_loss cross_entropy nll_loss binary_cross_entropy_with_logits
+    kl_div poisson_nll_loss tensor zeros ones full eye arange linspace zeros_like ones_like full_like
+    new_zeros new_ones new_tensor rand randn randint randperm rand_like randn_like size dim numel __len__
+    is_floating_point is_complex item __bool__ __float__ __int__ __format__ eq ne lt le gt ge __eq__
+    __ne__ __lt__ __le__ __gt__ __ge__ isnan isfinite argmax argmin logical_and logical_or logical_not
+    all any device
+""".split()
+_FITTING = {getattr(of, name) for of in (torch, Tensor, functional) for name in _NAMES if hasattr(of, name)}
+_FITTING |= {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "T", "mT")}
+_FITTING.add(functional.embedding)
+# With one of these options, they write in place, or have a wrong mixed derivative.
+_OPTIONS = ("inplace", "max_norm", "scale_grad_by_freq", "sparse")
+# These, too, if the exponent, the bounds or the place are numbers.
+_WITH_NUMBERS = {
+    torch.pow,
+    Tensor.pow,
+    Tensor.__pow__,
+    torch.clamp,
+    Tensor.clamp,
+    torch.narrow,
+    Tensor.narrow,
+}
+# What this package calls for a checkpoint inside of the loss.
+_OF_CHECKPOINTS = {"__get__", "requires_grad_", "is_inference", "data_ptr", "untyped_storage", "_is_view"}
 
 
-def _spelled(names: set[str]) -> set[str]:
-    """The names that function modes see, with those of operators in place and below."""
-    names = names | {f"linalg_{name}" for name in names}
-    return names | {spelled for name in names for spelled in (f"_{name}", f"{name}_")}
+class _Unfit(BaseException):
+    """A loss calls something else. (No exception, so that its own handlers let it pass.)"""
 
 
-_UNFIT = _spelled(_UNFIT)
-_SEEN = _UNFIT | _spelled(_CALLED)
-_UNFIT |= {stop.__name__ for stop in _STOPS}
-# Also a power whose exponent is no constant, code of torch that was not read, modules that the loss makes
-# itself, and `torch.autograd.grad`.
-_UNSURE = {*_CALLED, *_GIVEN, "**", "distributions", "utils", "autograd"} - {"__pow__", "__ipow__"}
-_UNSURE |= {name for module in (nn.utils, torch.distributions) for name in dir(module) if name[0] != "_"}
-_UNSURE |= {name for name, kind in vars(nn).items() if isinstance(kind, type)}
-
-
-def _fits(found: Found) -> tuple[bool, bool]:
-    """Whether a loss names none of these, as far as its code was read; and whether that is sure."""
-    modules = [node.cls for node in found.nodes.values() if node.kind is kinds.MODULE]
-    of_modules = [kinds.about(cls).names | {*cls.__module__.split(".")} for cls in modules]
-    # TorchScript does not tell.
-    fits = not found.opaque and all(map(_UNFIT.isdisjoint, (found.names, *of_modules)))
-    fits = fits and not any([isinstance(node.value, _STOPS) for node in found.nodes.values()])
-    is_sure = not found.draws_elsewhere and all(map(_UNSURE.isdisjoint, (found.names, *of_modules)))
-    return fits, not fits or is_sure
-
-
-class _Unfit(world.Mode):
-    """Notes whether a loss calls one of these, whose gradient is then differentiated in reverse mode."""
-
-    found = False
+class _Watch(world.Mode):
+    """Raises if a loss calls something else."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name in _SEEN or func is torch.autograd.grad:
-            self.found = True
-        elif name in _GIVEN:
-            given = (*args[_GIVEN[name] :], *kwargs.values())
-            self.found |= any(map(isinstance, given, repeat(Tensor)))
-        elif name == "_set_grad_enabled" and not args[0]:  # by `no_grad`, and not by a checkpoint inside
-            self.found |= sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "funcckpt"
+        if func in _FITTING:
+            fits = not any(map(kwargs.get, _OPTIONS))
+        elif func in _WITH_NUMBERS:
+            fits = not any(map(isinstance, (*args[1:], *kwargs.values()), repeat(Tensor)))
+        elif func is torch._C._set_grad_enabled:  # forward mode goes through `no_grad`
+            fits = args[0]
+        else:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            fits = func.__name__ in _OF_CHECKPOINTS and caller.startswith("funcckpt.")
+        if not fits:
+            raise _Unfit
         return func(*args, **kwargs)
 
 
@@ -225,8 +237,6 @@ class _Gradient(Vjp):
     def pullback(
         self, call_level: int, arity: int, wrt: tuple[int, ...], of: tuple[int, ...], at_level: bool
     ) -> Vjp:
-        if not self.source.fits_mixed_mode:
-            return super().pullback(call_level, arity, wrt, of, at_level)
         gradients_of = self.wrt if self.with_zeros else (*compress(self.wrt, self.connected),)
         along = tuple([gradients_of[i] for i in of])
         directional = _Directional(self.inner, call_level, arity, along)
@@ -235,8 +245,6 @@ class _Gradient(Vjp):
     def vmapped(
         self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
     ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
-        if not self.source.fits_mixed_mode:
-            return super().vmapped(call_level, in_dims, size, randomness, inputs)
         at = zip(inputs, in_dims, strict=True)
         own = [x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in at]
         losses = _Sum(self.inner, call_level, (0,) * self.arity, size, randomness)
@@ -273,16 +281,7 @@ class _Directional(Derived):
         arguments = list(inputs)
         for i in self.along:  # A shared input was expanded to all samples; now it gets tangents.
             arguments[i] = wrappers.with_memory_for_each(inputs[i])
-        try:
-            primals, tangents = jvp.split(jvp.run(*arguments))
-        except RuntimeError as error:
-            # An operator has no forward mode, or a wrong one, or a Function has no jvp.
-            if not isinstance(error, NotImplementedError) and "forward gradient" not in str(error):
-                raise
-            raise TransformError(
-                f"inner_grad({self.source.name}) cannot be differentiated in mixed mode: {error} Write "
-                "torch.func.grad(remat(loss)) in place of inner_grad(loss)."
-            ) from error
+        primals, tangents = jvp.split(jvp.run(*arguments))
         return (torch.zeros_like(primals[0]) if tangents[0] is None else tangents[0],)
 
 
