@@ -184,15 +184,8 @@ _FITTING.add(functional.embedding)
 # With one of these options, they write in place, or have a wrong mixed derivative.
 _OPTIONS = ("inplace", "max_norm", "scale_grad_by_freq", "sparse")
 # These, too, if the exponent, the bounds or the place are numbers.
-_WITH_NUMBERS = {
-    torch.pow,
-    Tensor.pow,
-    Tensor.__pow__,
-    torch.clamp,
-    Tensor.clamp,
-    torch.narrow,
-    Tensor.narrow,
-}
+_WITH_NUMBERS = {getattr(of, name) for of in (torch, Tensor) for name in ("pow", "clamp", "narrow")}
+_WITH_NUMBERS.add(Tensor.__pow__)
 # What this package calls for a checkpoint inside of the loss.
 _OF_CHECKPOINTS = {"__get__", "requires_grad_", "is_inference", "data_ptr", "untyped_storage", "_is_view"}
 
