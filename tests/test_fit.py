@@ -144,9 +144,11 @@ def test_the_plan_is_the_best_of_all(step, counts, choices):
 def test_the_model_and_the_batch_stay_as_they_are():
     model = apply_remat(a_model(), "wide.0", preserve_rng_state=False)
     state, buffers, parameters = copy.deepcopy(model.state_dict()), [*model.buffers()], [*model.parameters()]
-    x, rng = X.clone(), torch.get_rng_state()
+    x, rng, own = X.clone(), torch.get_rng_state(), torch.Generator()
+    of_own = own.get_state()
 
     def step(model, batch):
+        torch.rand(1, generator=own, device="cpu")
         batch["x"] += 1
         model.wide[0].note = "mine"
         adam(model, batch["x"] - 1)
@@ -154,7 +156,9 @@ def test_the_model_and_the_batch_stay_as_they_are():
     for device in ("meta", "cpu"):
         plan = fit(model, step, {"x": x}, bytes=700_000, measure_on=device)
     assert any(block.choice != "keep" for block in plan.blocks)
-    assert torch.equal(x, X) and torch.equal(rng, torch.get_rng_state())
+    assert (
+        torch.equal(x, X) and torch.equal(rng, torch.get_rng_state()) and torch.equal(own.get_state(), of_own)
+    )
     assert_same(dict(model.state_dict()), dict(state))
     for now, before in ((model.buffers(), buffers), (model.parameters(), parameters)):
         assert all(a is b for a, b in zip(now, before, strict=True))

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import pickle
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import checkpoint, checkpoint_name, create_selective_checkpoint_contexts, policies, remat
-from funcckpt.errors import FuncckptError, InputError, OptionError
+from funcckpt.errors import FuncckptError, InputError, MutationError, OptionError
 from funcckpt.meter import mark, measure
 from funcckpt.policies.policies import Chooser
 from funcckpt.tape import recording
@@ -286,6 +287,66 @@ def test_a_kept_value_to_which_the_recomputation_writes():
 
     for _ in range(2):
         assert_close(run(lambda f: remat(f, policy=policies.dots_saveable)), run(lambda f: f))
+
+
+def in_context(f):
+    contexts = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default])
+    return functools.partial(checkpoint, f, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["mm", "mm_and_another_version"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: remat(f, policy=policies.dots_saveable),
+        lambda f: functools.partial(checkpoint, f, policy=policies.dots_saveable),
+        in_context,
+    ],
+    ids=["remat", "checkpoint", "context_fn"],
+)
+def test_a_kept_output_to_which_the_caller_writes(wrap, batch):
+    """`matmul` of three dimensions gives the memory of its product a version counter of its own."""
+    block = wrap(lambda x, w: ((h := x @ w), torch.tanh(h)))
+
+    def loss(w, x):
+        h, y = block(x, w)
+        h += 1.0
+        return (h.sin() + y).sum()
+
+    w, x = tensor(3, 3, requires_grad=True), tensor(*batch, 3, 3, seed=1)
+    for _ in range(2):
+        with pytest.raises(MutationError, match=r"inplace|in place"):
+            loss(w, x).backward()
+    if wrap is not in_context:
+        with pytest.raises(MutationError, match="an output that its policy keeps"):
+            vmap(grad(loss), (None, 0))(w.detach(), torch.stack([x, x]))
+
+
+def looks(x, w):
+    h = x @ w
+    return (torch.tanh(h / 2 if h.abs().max() > 1e6 else h) @ w).sin().sum()
+
+
+def writes(x, w):
+    y = x.new_zeros(2 * len(x), w.shape[1])
+    y[: len(x)] = x @ w
+    return torch.tanh(y).sum()
+
+
+@pytest.mark.parametrize(
+    "policy", [*map(POLICIES.get, ("everything", "dots")), policies.budget(fraction=1.0)]
+)
+@pytest.mark.parametrize("f", [looks, writes])
+def test_what_operators_that_must_run_read_is_kept(f, policy):
+    run = lambda f: measure(grad(f, (0, 1)), tensor(8, 8), tensor(8, 8, seed=1))
+    wrapped = remat(f, policy=policy)
+    assert [run(wrapped).flops for _ in range(3)] == 3 * [run(f).flops]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), policies.offload_dot_with_no_batch_dims()])
+def test_a_pickled_policy_is_the_same(policy):
+    again = pickle.loads(pickle.dumps(policy))
+    assert Chooser(again, "").known == Chooser(policy, "").known is not None
 
 
 def test_inference_tensors_are_not_kept():

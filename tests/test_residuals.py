@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from support import no_remat, outcome, seeds
 from torch import nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
-from funcckpt import checkpoint, checkpoint_name, checkpoint_scope, remat
+from funcckpt import checkpoint, checkpoint_name, checkpoint_scope, explain, remat
 from funcckpt.eager.selective import create_selective_checkpoint_contexts
 from funcckpt.errors import InputError
 from funcckpt.inspect.residuals import print_saved_residuals, saved_residuals
@@ -254,10 +256,20 @@ def test_a_part_whose_graph_is_freed():
 
 
 def test_random_streams_and_gradients_are_left_alone():
-    x = torch.ones(10, requires_grad=True)
-    state = torch.get_rng_state()
-    assert saved_residuals(lambda x: F.dropout(x).sum(), x)
-    assert torch.equal(state, torch.get_rng_state()) and x.grad is None
+    x, own = torch.ones(10, requires_grad=True), torch.Generator()
+    states = lambda: [
+        *(torch.get_rng_state(), own.get_state()),
+        *(torch.tensor([random.getstate()[1]]), torch.tensor(np.random.get_state()[1].astype(int))),
+    ]
+
+    def step(x):
+        y = F.dropout(x) * torch.rand(10, generator=own) * random.random() * np.random.rand()
+        return remat(torch.sin)(y).sum()
+
+    before = states()
+    for run in (saved_residuals, explain):
+        assert run(step, x) and x.grad is None
+    assert all(map(torch.equal, before, states()))
 
 
 def test_printed(params, capsys):

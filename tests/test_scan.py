@@ -253,6 +253,19 @@ def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
     run(4, bytes=int(str(said.value).split()[-1].rstrip(".")))
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_the_fewest_bytes_of_a_long_loop(how):
+    """Each repetition inside of another one holds a cotangent, which takes as much as a carry."""
+    n, x = 97, torch.ones(1000, dtype=F64)
+    run = lambda **options: HOW[how](lambda x: LOOPS["scan"](torch.sin, x, n, **options).sum())(x)
+    with pytest.raises(OptionError, match="pass at least") as said:
+        run(bytes=x.nbytes)
+    least = int(str(said.value).split()[-1].rstrip("."))
+    for more in range(6):
+        bytes = least + more * x.nbytes
+        assert measure(run, bytes=bytes).peak_bytes <= bytes + 4 * x.nbytes
+
+
 WHILE = [{"checkpoint": None}, {"checkpoint": "sqrt"}, {"checkpoints": 2}, {"bytes": 10**9}]
 
 

@@ -92,7 +92,9 @@ def test_no_schedule_for_so_many_bytes_runs_fewer_steps(n, carry, step, peak, st
     def takes(schedule):
         if schedule.unit >= n:
             return (n - 1) * max(step, stays) + peak
-        return carry_out(schedule, n)[1] * carry + (schedule.unit - 1) * step + peak + schedule.unit * stays
+        cotangents = max(0, repetitions(-(-n // schedule.unit), schedule.number) - 2)
+        carries = carry_out(schedule, n)[1] + cotangents
+        return carries * carry + (schedule.unit - 1) * step + peak + schedule.unit * stays
 
     schedules = [Schedule("binomial", k, u) for u in range(1, n + 1) for k in range(1, -(-n // u) + 1)]
     for bytes in range(0, n * (carry + step) + peak + 20, 7):

@@ -275,8 +275,9 @@ class _Node(functorch.SingleLevelFunction):
             if "modified by an inplace operation" not in str(error):
                 raise
             raise MutationError(
-                f"an input of remat({ctx.called}), or a tensor that it captured, was changed in "
-                f"place between the forward and the backward. Pass a copy of it (x.clone()). {error}"
+                f"an input of remat({ctx.called}), a tensor that it captured, or an output that its policy "
+                "keeps was changed in place between the forward and the backward. Use a copy of it "
+                f"(x.clone()). {error}"
             ) from None
         if (program := ctx.program) is None:
             owner = arguments.pop()

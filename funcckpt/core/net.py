@@ -100,7 +100,7 @@ def run_first(
         source.unused = [i for i in differentiated if source.arity <= i < source.count and i not in reached]
     if record is not None:
         with torch.no_grad():
-            source.kept = record.finish()
+            source.kept = record.finish([*map(wrappers.below_wrappers, outputs)])
     return outputs, active, captured
 
 

@@ -63,13 +63,15 @@ class Slot(dict[Any, tuple[Tensor, int]]):
 
 
 class Versioned:
-    """A tensor that is kept as it is, with its version."""
+    """A tensor that is kept as it is, with its version, or that of another one with the same memory."""
 
-    def __init__(self, x: Tensor) -> None:
-        self._x, self._version = autograd.alias(x), tensors.version_of(x)
+    def __init__(self, x: Tensor, counts: Tensor | None = None) -> None:
+        self._x = autograd.alias(x)
+        self._counts = self._x if counts is None else autograd.alias(counts)
+        self._version = tensors.version_of(self._counts)
 
     def get(self, allow_mutation: bool = False) -> Tensor:
-        if tensors.version_of(self._x) != self._version and not allow_mutation:
+        if tensors.version_of(self._counts) != self._version and not allow_mutation:
             raise MutationError(
                 f"a tensor that is kept for the backward ({describe(self._x)}) has been modified by an "
                 "inplace operation. Change a copy (x.clone())."

@@ -121,6 +121,11 @@ class Forward(_Mode):
             return run_operator(func, args, kwargs)
         out, call = self._tape.run(func, args, kwargs)
         self._calls[func].append(call)
+        if func is torch.ops.aten._unsafe_view.default:
+            # The same memory has another version counter from here on, and the caller may write to it.
+            for other, i, x in self._tape.named(out):
+                if isinstance(other.values.get(i), Versioned):
+                    other.values[i] = Versioned(x, out)
         decision = self._chooser.decides(func, args, kwargs, out)
         if decision.keep:
             if call is not None and kind_of(func) != "writes":

@@ -170,7 +170,8 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
         saved.add(wrappers.storage_of(t))
         return t.detach()
 
-    streams = world.states(world.random_streams(()))
+    found = Found((*layers,))
+    streams = world.states(world.random_streams(found.streams, found.draws_elsewhere))
     with world.streams_at(streams), torch.enable_grad(), saved_tensors_hooks(see, lambda t: t):
         for i, layer in enumerate(layers):
             leaves = tensors_in(input)

@@ -128,7 +128,8 @@ class Subject(TorchDispatchMode):
         if not callable(f):
             raise InputError(f"pass a function and its arguments, not {type(f).__name__}: (f, *args).")
         self._f, self._args, self._kwargs = f, args, kwargs
-        self._streams = world.states(world.random_streams(()))
+        found = Found((f, args, kwargs))
+        self._streams = world.states(world.random_streams(found.streams, found.draws_elsewhere))
         self.residuals = self.run(with_backward=False)
         # Under a transform, the transform decides what is differentiated.
         if not self._kept and torch.is_grad_enabled() and functorch.peek_interpreter_stack() is None:

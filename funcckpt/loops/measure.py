@@ -17,7 +17,7 @@ from ..core.program import is_differentiable
 from ..errors import OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
-from .schedules import Schedule, fit
+from .schedules import Schedule, fewest, fit, held
 from .steps import Loop, record, step
 
 
@@ -55,9 +55,10 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
     saved, peak, stays = _measure_step(loop, first, init, xs)
     found = fit(steps, bytes, carry, saved, peak, stays)
     if found is None:
+        carries = min([held(steps, k) for k in range(1, fewest(steps, 2) + 1)])
         raise OptionError(
             f"{loop.name}: bytes={bytes} is too little. A carry takes {carry} bytes, and a step with its "
-            f"backward {peak + stays}: pass at least {carry + peak + stays}."
+            f"backward {peak + stays}: pass at least {carries * carry + peak + stays}."
         )
     return found
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import world
+from ..closures import Found
 from ..errors import FuncckptError, InputError, OptionError
 from ..inspect.explain import BYTES, in_units
 from ..meter import Meter
@@ -280,7 +281,7 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
         block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
         block.register_forward_hook(partial(leave, name))
     on_meta = device.type == "meta"
-    streams = world.states(world.random_streams((), of_the_process=True))
+    streams = world.states(world.random_streams(Found(step).streams, of_the_process=True))
     try:
         with ExitStack() as stack:
             if on_meta:

@@ -26,7 +26,7 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     bytes : int
         The bytes that each call may keep beside its inputs. Under `torch.func.vmap` the batched size counts.
     fraction : float
-        The same, as a fraction of all that the backward reads: 0 keeps nothing, 1 recomputes nothing.
+        The same, as a fraction of all that the backward reads: 0 keeps nothing, 1 all.
 
     Notes
     -----

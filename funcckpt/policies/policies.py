@@ -125,13 +125,10 @@ def _known(policy: Any) -> Any:
     """`Chooser.known` of a policy: a key for those of this module, None for all others."""
     if isinstance(policy, (frozenset, CheckpointPolicy)):
         return policy
-    if isinstance(policy, functools.partial) and policy.func is _is_listed:
-        return policy.args
-    if getattr(policy, "__module__", None) != __name__:
-        return None
-    parts = [cell.cell_contents for cell in policy.__closure__ or ()]
-    known = [_known(x) for part in parts for x in (part if isinstance(part, list) else [part])]
-    return None if None in known else (policy.__code__, *known)
+    if isinstance(policy, functools.partial):
+        known = [*map(_known, (policy.func, *policy.args))]
+        return None if policy.keywords or None in known else (*known,)
+    return policy if getattr(policy, "__module__", None) == __name__ else None
 
 
 Policy = Callable[..., CheckpointPolicy | bool] | Sequence[Any] | Chooser
@@ -243,7 +240,11 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.offload_dot_with_no_batch_dims())
     """
     _check_places(offload_src, offload_dst)
-    return lambda ctx, op, *args, **kwargs: _OFFLOAD if is_product(op) else _LEAVE
+    return _offload_products
+
+
+def _offload_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return _OFFLOAD if is_product(op) else _LEAVE
 
 
 def save_only_these_names(*names: str) -> _Made:
@@ -306,28 +307,36 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
     >>> policy = policies.save_from_both_policies(names, policies.dots_saveable)
     """
     both = [as_function(policy, "save_from_both_policies") for policy in (policy_1, policy_2)]
+    return functools.partial(_from_both, *both)
 
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        said = [p(ctx, op, *args, **kwargs) for p in both]
-        if any(answer in _KEEPS for answer in said):
-            return _KEEP
-        if any(answer in _OFFLOADS for answer in said):
-            return _OFFLOAD
-        return _FORBID if said == [_FORBID, _FORBID] else _LEAVE
 
-    return policy
+def _from_both(first: _Made, second: _Made, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    said = [policy(ctx, op, *args, **kwargs) for policy in (first, second)]
+    if any(answer in _KEEPS for answer in said):
+        return _KEEP
+    if any(answer in _OFFLOADS for answer in said):
+        return _OFFLOAD
+    return _FORBID if said == [_FORBID, _FORBID] else _LEAVE
 
 
 def _by_name(names: Sequence[str], listed: Any, others: Any, unnamed: Any = _LEAVE) -> _Made:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InputError(f"names must be a sequence of strings, not {names!r}.")
-    known = frozenset(names)
+    return functools.partial(_of_name, frozenset(names), listed, others, unnamed)
 
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = current_name() if op is aten.alias.default else None
-        return unnamed if name is None else listed if name in known else others
 
-    return policy
+def _of_name(
+    names: frozenset[str],
+    listed: Any,
+    others: Any,
+    unnamed: Any,
+    ctx: Any,
+    op: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    name = current_name() if op is aten.alias.default else None
+    return unnamed if name is None else listed if name in names else others
 
 
 def _check_places(source: str, destination: str) -> None:

@@ -127,7 +127,7 @@ class Record(Watch):
                     if isinstance(saved.data, Tensor):
                         self.tape.read |= self.tape.made(wrappers.everything_below(saved.data))
 
-    def finish(self) -> Kept | None:
+    def finish(self, outputs: Sequence[Tensor]) -> Kept | None:
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
         kept, key = self._kept, self._key
         if self.tape is None:
@@ -135,7 +135,8 @@ class Record(Watch):
                 _plans[key] = None
                 return None
         else:
-            calls, read = self.tape.calls, frozenset(self.tape.read)
+            calls = self.tape.calls
+            read = frozenset(self.tape.read.union(*[call.needs for call in calls if not call.may_skip]))
             self.tape = Tape()
             used, again = recomputed(calls, read, self._chooser.choose(calls, read))
             for index, call in enumerate(calls):
@@ -144,6 +145,13 @@ class Record(Watch):
                     kept.keep(call, values)
             if self._chooser.known is not None and key not in _plans:
                 _plans[key] = kept.calls, self.number
+        # The caller may write to an output.
         for away in filter(None, kept.places):
-            away.is_about_to_be_written()  # the caller may write to it, if it is an output
+            away.is_about_to_be_written()
+        # Its version counts that. (`matmul` may give the memory of a product another version counter.)
+        given = {y.untyped_storage()._cdata: y for y in outputs if y.layout is torch.strided}
+        for i, x in enumerate(kept.tensors):
+            y = given.get(x.untyped_storage()._cdata)
+            if y is not None and y.dtype == x.dtype:
+                kept.tensors[i] = autograd.alias(y.as_strided(x.size(), x.stride(), x.storage_offset()))
         return kept if kept.tensors else None

@@ -155,11 +155,14 @@ class Assigning(nn.Module):
 
 
 def test_planning_leaves_everything_as_it_was():
+    own = torch.Generator()
+    draws = lambda x: x * random.random() * torch.rand(4, generator=own)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Assigning(), nn.Dropout(0.5), nn.Linear(4, 4))
     before, buffers = list(net.buffers()), [b.clone() for b in net.buffers()]
-    state = torch.get_rng_state()
-    plan_segments(net, torch.randn(8, 4, generator=torch.Generator()))
-    assert torch.equal(torch.get_rng_state(), state)
+    state, of_python, of_own = torch.get_rng_state(), random.getstate(), own.get_state()
+    plan_segments([*net, draws], torch.randn(8, 4, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == of_python
+    assert torch.equal(own.get_state(), of_own)
     assert_same(list(net.buffers()), buffers)
     assert all(a is b for a, b in zip(before, net.buffers(), strict=True))
     assert all(p.grad is None for p in net.parameters())
