@@ -150,8 +150,9 @@ class Record(Watch):
             away.is_about_to_be_written()
         # Its version counts that. (`matmul` may give the memory of a product another version counter.)
         given = {y.untyped_storage()._cdata: y for y in outputs if y.layout is torch.strided}
-        for i, x in enumerate(kept.tensors):
-            y = given.get(x.untyped_storage()._cdata)
-            if y is not None and y.dtype == x.dtype:
-                kept.tensors[i] = autograd.alias(y.as_strided(x.size(), x.stride(), x.storage_offset()))
+        with autograd.without_dispatch_modes():
+            for i, x in enumerate(kept.tensors):
+                y = given.get(x.untyped_storage()._cdata)
+                if y is not None and y.dtype == x.dtype:
+                    kept.tensors[i] = autograd.alias(y.as_strided(x.size(), x.stride(), x.storage_offset()))
         return kept if kept.tensors else None
