@@ -255,6 +255,23 @@ def test_functional_call_in_a_graph(mode):
     assert_same(graph(REPLACED, X.sin()), step(plain)(REPLACED, X.sin()))
 
 
+def test_a_graph_of_a_backward_through_a_transform():
+    """As AOTAutograd traces it: plain autograd differentiates what a transform has made of remat."""
+
+    def step(wrap):
+        energy = wrap(lambda w, x: torch.tanh(x @ w).square().sum())
+        loss = lambda w: grad(energy, 1)(w, X).square().sum() + (w**2).sum()
+
+        def gradient(w):
+            w = w.detach().requires_grad_()
+            return torch.autograd.grad(loss(w), w)[0]
+
+        return gradient
+
+    w = torch.eye(X.shape[-1], dtype=X.dtype)
+    assert_same(make_fx(step(remat))(w)(w * 2), step(plain)(w * 2))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_graph_of_torch_jit():
     traced = torch.jit.trace(lambda x: remat(torch.sin)(x), X.clone().requires_grad_())

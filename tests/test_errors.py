@@ -1,5 +1,6 @@
 """Errors say what, where and how out; and after an error everything is as it was."""
 
+import functools
 import gc
 import itertools
 import re
@@ -148,6 +149,9 @@ def test_nested_tensors():
         )
 
     assert_same(gradient(remat, torch.jagged), gradient(plain, torch.jagged))
+    by_hooks = lambda f: functools.partial(checkpoint, f)
+    assert_same(gradient(by_hooks, torch.jagged), gradient(plain, torch.jagged))
+    assert_same(gradient(by_hooks, torch.strided), gradient(plain, torch.strided))
     with pytest.raises(InputError) as caught:
         gradient(remat, torch.strided)
     assert_says(caught.value, "nested", "strided", "jagged", "checkpoint")

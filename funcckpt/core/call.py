@@ -75,8 +75,8 @@ class Call(UserProgram):
         self.arity = arguments.arity
         # Captured tensors of functorch levels are inputs. The graph will show those of plain autograd.
         inputs = self._inputs = arguments.tensors
-        # What f can see of arguments beside their values: attributes, and whether they are parameters.
-        self._attributes = [(x.__dict__, nn.Parameter in type(x).__mro__) for x in inputs]
+        # What f can see of arguments beside their values.
+        self._marks = [*zip(map(tensors.attributes_of, inputs), map(type, inputs), strict=True)]
         # By id: the numbers of the inputs that f captured.
         self._numbers: dict[int, int] = {}
         if found.tensors and (lifts_all or self.layers or wrappers.has_dual_level()):
@@ -224,11 +224,9 @@ class Call(UserProgram):
     # -- the first run ------------------------------------------------------------------------------
 
     def run(self, *inputs: Tensor) -> Tensors:
-        for x, (attributes, is_parameter) in zip(inputs, self._attributes, strict=False):
-            if attributes:
-                x.__dict__.update(attributes | x.__dict__)
-            if is_parameter and not isinstance(x, nn.Parameter):
-                x._is_param = True  # type: ignore[attr-defined]
+        for x, (attributes, cls) in zip(inputs, self._marks, strict=False):
+            if attributes or cls is not Tensor:
+                tensors.put_marks(x, attributes, cls)
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
     def _run_first(self, inputs: Tensors) -> Tensors:

@@ -55,6 +55,9 @@ def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     inputs = [*map(functorch.CGradInterpreterPtr(interpreter).lift, inputs)]
+    if wrappers.in_dual_level() and (duals := split_duals(inputs))[2]:  # f runs in a level of forward mode
+        jvp = Jvp(program, program.call_level, len(inputs), duals[2])
+        return _make_duals(*jvp.split(_bind_grad(interpreter, jvp, [*duals[0], *duals[1]])))
     differentiated: Sequence[int] = ()
     if torch.is_grad_enabled():
         differentiated = (*compress(range(len(inputs)), map(wrappers.require_grad, inputs)),)
@@ -171,8 +174,6 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
         return _bind_legacy(program, inputs), ()
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    # make_fx does not record the graph of plain autograd: tensors that require grad are constants in it.
-    records = records and (source.is_compiled or not functorch.is_tracing())
     values = wrappers.without_forward_views(inputs, record=records)
     layers, source.layers = source.layers, None
     if layers is not None:

@@ -65,6 +65,16 @@ def requires_grad(x: Tensor) -> bool:
     )
 
 
+attributes_of = operator.attrgetter("__dict__")
+
+
+def put_marks(x: Tensor, attributes: dict[str, Any], cls: type) -> None:
+    """Give a tensor that stands for an argument what f can see of that: its attributes, and its class."""
+    x.__dict__.update(attributes | x.__dict__)
+    if nn.Parameter in cls.__mro__ and not isinstance(x, nn.Parameter):
+        x._is_param = True  # type: ignore[attr-defined]
+
+
 def version_of(x: Tensor) -> int | None:
     """How often `x` was changed in place; None for an inference tensor, which does not count."""
     return None if x.is_inference() else x._version
@@ -151,14 +161,14 @@ class Refusing(world.Mode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in _ABOUT_SHAPES:
             # Before it runs, since the last operator of a recomputation does not come back.
-            self._look_at((args, kwargs))
+            self.look_at((args, kwargs))
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
-            self._look_at((args, kwargs))
+            self.look_at((args, kwargs))
         return out
 
-    def _look_at(self, given: Any) -> None:
+    def look_at(self, given: Any) -> None:
         for x in pytree.tree_leaves(given):
             if id(x) in self._changed:
                 raise self._error(x)

@@ -101,6 +101,7 @@ class _Stop(BaseException):
 
 
 _NOTHING: Any = nullcontext()
+_TORCHSCRIPT = torch.jit.ScriptModule, torch.jit.ScriptFunction
 
 
 class Region:
@@ -121,7 +122,12 @@ class Region:
         self._arguments = arguments = Arguments(args, kwargs)
         # The inputs; after the forward, the graph owns them.
         self._given, arguments.tensors = arguments.tensors, []
+        for mode in functorch.function_modes() if functorch.has_function_modes() else ():
+            # An outer recomputation may stop before anything reads these.
+            if isinstance(mode, tensors.Refusing):
+                mode.look_at(self._given)
         self._inputs = [*map(autograd.save, self._given)]
+        self._marks = [*zip(map(tensors.attributes_of, self._given), map(type, self._given), strict=True)]
         self._found = found = search(f if arguments.are_atoms else (f, arguments.others))
         if found.tensors:
             tensors.drop_stale(found.tensors, ())
@@ -161,7 +167,7 @@ class Region:
         streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states = world.states(streams if options.preserve_rng_state else [])
         self._slots: list[weakref.ref[Slot]] = []
-        self._looks: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._looks: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         self._complete = False
         self._written_by_f: set[int] = set()
         self._lock = threading.RLock()
@@ -219,7 +225,7 @@ class Region:
         slot = Slot()
         self._slots.append(weakref.ref(slot))
         if self._check:
-            self._looks.append((x.shape, x.dtype, x.device))
+            self._looks.append((() if x.is_nested else x.shape, x.dtype, x.device))
         return slot
 
     def _look_at_graph(self, out: Any, first_node: int) -> None:
@@ -284,10 +290,15 @@ class Region:
             instead[id(x)] = x.detach().requires_grad_(not x.requires_grad)
             if self._check and x._version != self._versions[id(x)]:
                 written.append(instead[id(x)])
+        if written and any([isinstance(x, _TORCHSCRIPT) for x in found.opaque]):  # no mode sees what it reads
+            raise self._was_changed(written[0])
         given = [*map(_for_a_run, self._inputs)]
         for i, requires_grad in enumerate(self._require_grad):
             if given[i].requires_grad != requires_grad:
                 given[i] = given[i].detach().requires_grad_(requires_grad)
+            attributes, cls = self._marks[i]
+            if attributes or cls is not Tensor:
+                tensors.put_marks(given[i], attributes, cls)
         for number, i in self._both.items():
             if id(given[i]) != number:
                 instead[number] = given[i]
@@ -325,7 +336,10 @@ class Region:
                 # None if its graph is gone. (f may also save more, for a gradient that it takes itself.)
                 slot = region._slots[i]() if i < len(region._slots) else None
                 if slot is not None:
-                    if region._check and (here := (x.shape, x.dtype, x.device)) != region._looks[i]:
+                    if (
+                        region._check
+                        and (here := (() if x.is_nested else x.shape, x.dtype, x.device)) != region._looks[i]
+                    ):
                         raise region._error(
                             "Recomputed values for the following tensors have different metadata than during "
                             f"the forward pass: position {i}: {region._looks[i]} saved, {here} recomputed."

@@ -85,7 +85,7 @@ def checkpoint_scope() -> Iterator[None]:
     block, before = _Block(top), getattr(_here, "block", None)
     _here.block = block
     try:
-        with saved_tensors_hooks(block.pack, _unpack), block:
+        with world.own_autocast_cache(), saved_tensors_hooks(block.pack, _unpack), block:
             yield
     except RuntimeError as error:
         if autograd.REFUSES_HOOKS in str(error):
@@ -184,6 +184,12 @@ class _Operation(NamedTuple):
             values[made] = out[position]
 
 
+class _Graph:
+    """Lives as long as a graph of the block, which may have saved nothing that the block made."""
+
+    value = ()  # not to be replayed
+
+
 class _Block(TorchDispatchMode):
     """A block. It records operators while it is open, and replays them in a backward."""
 
@@ -200,9 +206,10 @@ class _Block(TorchDispatchMode):
         # By id and version: tensors that were read from outside.
         self._kept: dict[tuple[int, int | None], tuple[weakref.ref[Tensor], _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
-        self._slots: set[weakref.ref[_Slot]] = set()
+        self._slots: set[weakref.ref[Any]] = set()
         self._lock = threading.RLock()
         self._replayed = -1
+        self._world = world.World()
 
     def close(self) -> None:
         # Avoids a reference cycle: other hooks refer to what they keep, and that may refer to this block.
@@ -211,6 +218,10 @@ class _Block(TorchDispatchMode):
             x = ref()
             if type(x) is Tensor and (found := _find(x, self)) is not None:
                 found[1].version = version_of(x)
+                if x.grad_fn is not None:
+                    graph = _Graph()
+                    x.grad_fn.metadata[graph] = None  # type: ignore[index]
+                    self._slots.add(weakref.ref(graph, self._forget))
                 x.__class__ = ScopedTensor  # type: ignore[assignment]
         self._tensors.clear()
         self._kept.clear()
@@ -266,7 +277,7 @@ class _Block(TorchDispatchMode):
         self._slots.add(weakref.ref(slot, self._forget))
         return slot
 
-    def _forget(self, slot: weakref.ref[_Slot]) -> None:
+    def _forget(self, slot: weakref.ref[Any]) -> None:
         """A graph is gone. When all are, a tensor of the block must not keep alive what the block read."""
         self._slots.discard(slot)
         if not self._slots and self.pack is None:
@@ -279,7 +290,7 @@ class _Block(TorchDispatchMode):
                 task = autograd.graph_task()
                 # Outside of a backward, only the slot that is read is filled.
                 slots = [slot] if task in (-1, self._replayed) else [ref() for ref in [*self._slots]]
-                with unwatched():
+                with unwatched(), nullcontext() if self._world.is_here() else self._world.replayed():
                     self._replay([s for s in slots if s is not None and s.value is None])
                 self._replayed = task
             x, slot.value = slot.value, None

@@ -74,6 +74,12 @@ def vjp_vmap(fn, x, w):
     return vmap(pull)([rows(o) for o in out])
 
 
+def dual_inside(fn, x, w):
+    """Plain forward mode, inside of whatever there is."""
+    with forward_ad.dual_level():
+        return unpack(fn(forward_ad.make_dual(x, direction(x)), w))
+
+
 def linearize_x(fn, x, w):
     out, push = linearize(lambda x: split(fn(x, w))[0], x)
     return out, push(direction(x)), push(x)
@@ -113,6 +119,7 @@ INNER = {
     "jacfwd_same": lambda fn, x, w: jacfwd(real(fn), argnums=(0, 1), randomness="same")(x, w),
     "jacfwd_different": lambda fn, x, w: jacfwd(real(fn), randomness="different")(x, w),
     "linearize_x": linearize_x,
+    "dual_inside": dual_inside,
     # Batching
     "vmap_x": lambda fn, x, w: vmap(fn, (0, None))(rows(x), w),
     "vmap_w": lambda fn, x, w: vmap(fn, (None, 0))(x, rows(w)),

@@ -4,6 +4,7 @@ Torch's checkpoint gives other gradients in these cases, without a word, where n
 """
 
 import contextlib
+import functools
 import types
 import weakref
 
@@ -108,6 +109,45 @@ def test_a_region_that_draws_nothing_leaves_the_streams_alone(monkeypatch):
     assert not touched
     checkpoint(lambda x: F.dropout(x).exp(), x).sum().backward()
     assert len(touched) == 2
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_what_f_sees_of_an_argument_beside_its_value(hooks):
+    """Hooks give back another tensor."""
+    f = lambda p: (p * getattr(p, "scale", 1.0) * (2 if isinstance(p, nn.Parameter) else 1)).sin().exp()
+
+    def run(*around):
+        p = nn.Parameter(torch.tensor([0.3], dtype=D))
+        p.scale = 2.0
+        with hooks():
+            y = functools.reduce(lambda f, wrap: functools.partial(wrap, f), around, f)(p)
+        return torch.autograd.grad(y.sum(), p)
+
+    for around in ((checkpoint,), (checkpoint, checkpoint)):
+        assert_same(run(*around), run())
+
+
+def test_an_input_of_a_checkpoint_inside_of_another_was_changed():
+    """The outer recomputation stops before it reads that input."""
+    w, x = leaf(3, 3).detach(), leaf(3)
+    y = checkpoint(lambda x: checkpoint(lambda x, w: (x @ w).tanh(), x, w), x)
+    w.add_(1)
+    with pytest.raises(MutationError, match="closure variable 'w'"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [remat, lambda f: functools.partial(checkpoint, f)])
+def test_changed_parameters_of_torchscript(wrap):
+    """No mode sees what it reads."""
+    net = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double())
+    x = leaf(3)
+    y = wrap(lambda x: net(x).sin())(x)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(1)
+    with pytest.raises(MutationError):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("inner", [remat, lambda f: lambda x: checkpoint(f, x)])

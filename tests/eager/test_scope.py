@@ -206,6 +206,54 @@ def test_validation_and_detached_results_keep_no_blocks():
     assert_same(torch.autograd.grad((kept[0] * w).sum(), w)[0], kept[0].expand(3, 3))
 
 
+def test_a_logged_loss_keeps_no_block():
+    """Its graph has saved nothing that the block has made."""
+    a = leaf(3)
+    with checkpoint_scope():
+        loss = (a * 1).mean()
+    loss.backward()
+    logged = loss.detach()
+    del loss
+    assert recordings() == 0 and logged.numel() == 1
+
+
+@pytest.mark.parametrize("around", [lambda f, *args: f(*args), checkpoint])
+def test_the_default_dtype_is_that_of_the_block(around):
+    def noisy(a):
+        with checkpoint_scope():
+            return a * (torch.rand(3) + 1)
+
+    a = leaf(3)
+    try:
+        torch.set_default_dtype(torch.float32)
+        y = around(noisy, a)
+        y = y * y
+    finally:
+        torch.set_default_dtype(torch.float64)
+    try:
+        found = torch.autograd.grad(y.sum(), a)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(found, (2 * y / a).detach())
+
+
+def test_casts_of_autocast_are_those_of_a_block():
+    """Two blocks cast the same weight. In the recomputation of the second the first is not there."""
+    w, x = leaf(3, 3).detach().float().requires_grad_(), leaf(2, 3).detach().float().requires_grad_()
+
+    def run(around, scope):
+        def body(x):
+            with scope():
+                h = (x @ w).tanh()
+            return h * 2
+
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = around(body, x).sum() + around(body, x).sum()
+        return torch.autograd.grad(loss, [w, x])
+
+    assert_same(run(checkpoint, checkpoint_scope), run(lambda f, x: f(x), nullcontext))
+
+
 def test_changed_after_the_block():
     a, c = leaf(3), leaf(3)
     with checkpoint_scope():
