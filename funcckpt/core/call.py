@@ -25,7 +25,7 @@ from ..tape import drawing
 from ..tape.tape import unwatched, watch_of
 from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
-from .program import Tensors, UserProgram, here, is_differentiable
+from .program import Program, Tensors, UserProgram, here, is_differentiable
 from .tensors import PLAIN
 
 
@@ -131,8 +131,11 @@ class Call(UserProgram):
         looks = tensors.requires_grad if self.layers else wrappers.require_grad
         return any(map(looks, (*self._inputs, *self.found.tensors.values())))
 
-    def call(self) -> Any:
-        """Run f under whatever transforms are active, keeping only its inputs."""
+    def call(self, program: Program | None = None) -> Any:
+        """Run f under whatever transforms are active, keeping only its inputs.
+
+        Or run `program`, which is made from this one; then the result is its outputs.
+        """
         if self.found.opaque:
             self._check_not_sharded()
         inputs = self.take_inputs()
@@ -141,7 +144,7 @@ class Call(UserProgram):
             self._buffers = tensors.GivenBuffers(inputs, self.found.buffers_in_training())
             inputs = self._buffers.saved(inputs)
         try:
-            outputs = dispatch.bind(self, inputs)
+            outputs = dispatch.bind(program or self, inputs)
         finally:
             # From here on the graph owns the kept tensors.
             if self.kept is not None:
@@ -157,6 +160,8 @@ class Call(UserProgram):
             self._stored, self._given = (), {}
             exchange_stored(self.found, self._assigned, returned, wrappers.alive)
         self.seal()
+        if program is not None:
+            return outputs
         assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
 

@@ -12,8 +12,7 @@ between the two: keep a few carries, and run the steps between them again. Read 
 `steps`       Runs some steps, and checks that carries and ys have the same shapes and dtypes in each.
 `measure`     Measures the memory of a step, to find a schedule for a given number of bytes.
 `while_loop`  `while_loop`: the steps are counted first.
-`mixed`       `inner_grad`: the gradient of a step of meta-learning, whose own pullback needs no inner
-              backward, because a Hessian is symmetric (Pearlmutter 1994; Kemaev et al. 2025).
+`inner`       `inner_grad`: the gradient of a step of meta-learning, of which only the inputs are kept.
 ============= =====================================================================================
 
 Limits. Python runs the loops, one step after another. So the body may branch on values if no `vmap` is around
@@ -21,6 +20,6 @@ it, and a step takes the time to launch its operators. `torch.func.grad` keeps t
 until it returns.
 """
 
-from .mixed import inner_grad as inner_grad
+from .inner import inner_grad as inner_grad
 from .scan import fori_loop as fori_loop, scan as scan
 from .while_loop import while_loop as while_loop
