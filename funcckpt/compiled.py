@@ -159,7 +159,8 @@ class _Graph(UserProgram):
     def _changed(self, candidates: Sequence[Tensor]) -> MutationError:
         return MutationError(
             f"remat({self.name}) writes in place to an argument or a captured tensor: "
-            f"{' or '.join(map(describe, candidates))}. Work on a copy (x.clone()) inside the function."
+            f"{' or '.join(map(describe, candidates))}. Work on a copy (x.clone()) inside the function, and "
+            "call eval() of modules that update buffers."
         )
 
 

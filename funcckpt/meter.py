@@ -10,7 +10,8 @@ tensors in reference cycles live until Python's collector runs. Views add nothin
 before (an argument, a parameter) counts only by what it grows. Not counted are memory that no op allocates
 (workspace inside of an op, ``torch.from_numpy``, tensors in opaque (MKL-DNN) and compressed sparse layouts),
 threads that f starts, and FLOPs other than those of products, convolutions and attention. Under a dispatch
-mode, such as this one, torch runs compiled functions eagerly and refuses higher-order ops (``torch.cond``).
+mode, such as this one, torch runs compiled functions eagerly (and refuses those with ``fullgraph=True``), and
+refuses higher-order ops (``torch.cond``).
 """
 
 from __future__ import annotations

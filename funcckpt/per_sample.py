@@ -331,7 +331,8 @@ class _Chunks:
                 least = taken + (meter.live_bytes if start < count else before)
                 if size == 1 and least > self.bytes:
                     raise OptionError(
-                        f"{self.name}: bytes={self.bytes} is too few for one sample. Pass at least {least}."
+                        f"{self.name}: bytes={self.bytes} is too few for one sample, which has taken {least} "
+                        "so far. Pass more."
                     )
 
 

@@ -112,7 +112,7 @@ def remat(
     OutputError
         f returned tensors inside of an object that is not a pytree node.
     EscapeError
-        f stored a tensor outside of itself, under a transform.
+        f stored a differentiated tensor outside of itself.
     CheckpointError
         A recomputation differs from the forward, or is not possible.
 
@@ -211,8 +211,9 @@ def _positions_and_names(
 def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
     """The name of f in messages. Raises if f is not callable."""
     if not callable(f):
+        right = "checkpoint(f, x)" if taker == "checkpoint" else f"{taker}(f)(x)"
         raise InputError(
-            f"{taker} takes a callable, not {type(f).__name__}. Write {taker}(f)(x), not {taker}(f(x))."
+            f"{taker} takes a callable, not {type(f).__name__}. Write {right}, not {taker}(f(x))."
         )
     return name_of(f)
 
@@ -233,7 +234,11 @@ class _Checkpointed:
         return call(*self._made_of, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        if instance is None:
+            return self
+        if torch.compiler.is_dynamo_compiling():  # it takes only methods of functions
+            return functools.partial(self, instance)
+        return types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         return f"remat({self._made_of[1]})"

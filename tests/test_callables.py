@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import MutationError, policies, remat
+from funcckpt import MutationError, checkpoint, policies, remat
 from funcckpt.nn import Remat
 
 
@@ -274,8 +274,9 @@ def test_a_graph_of_a_backward_through_a_transform():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_graph_of_torch_jit():
-    traced = torch.jit.trace(lambda x: remat(torch.sin)(x), X.clone().requires_grad_())
-    assert_same(traced(X * 2), (X * 2).sin())
+    for f in (remat(torch.sin), functools.partial(checkpoint, torch.sin)):
+        traced = torch.jit.trace(lambda x, f=f: f(x), X.clone().requires_grad_())
+        assert_same(traced(X * 2), (X * 2).sin())
 
 
 @pytest.mark.parametrize("wrap", [Remat, lambda m: Remat(m, policy=policies.dots_saveable)])

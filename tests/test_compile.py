@@ -246,6 +246,30 @@ def test_modules():
     assert [counts[TANH] for counts in all_counts] == [2 * DEPTH, 2 * DEPTH]
 
 
+def test_decorated_methods():
+    def net(wrap):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(tensor(3, 3))
+
+            @wrap
+            def block(self, x):
+                return torch.tanh(x @ self.weight).sin()
+
+            def forward(self, x):
+                return self.block(self.block(x)).sum()
+
+        return Net()
+
+    ours, plain = net(remat), net(none)
+    compiled, counts = counted(ours)
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(X), ours.weight), torch.autograd.grad(plain(X), plain.weight)
+    )
+    assert counts[TANH] == 4
+
+
 def masks(x):
     # Random operators that write, and whose results are written to.
     y = torch.rand_like(x).mul_(2) * torch.empty_like(x).bernoulli_(0.5).sub_(0.25)

@@ -92,7 +92,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("samples", [1, 20])
 def test_bytes(way, samples):
-    """As much as fits is used, and no more. The least is named, but for norms and vectors that come later."""
+    """As much as fits is used, and no more. What one sample takes is named."""
     torch.manual_seed(0)
     w, x = torch.randn(30, 30, dtype=F64) / 9, torch.randn(200, 30, dtype=F64)
 
@@ -104,7 +104,7 @@ def test_bytes(way, samples):
     assert 0.8 * given < found.peak_bytes <= given
     with pytest.raises(funcckpt.OptionError, match="too few for one sample") as error:
         run(bytes=4000)
-    run(bytes=int(1.2 * int(re.findall(r"at least (\d+)", str(error.value))[0])))
+    run(bytes=int(1.2 * int(re.findall(r"has taken (\d+)", str(error.value))[0])))
 
 
 def test_an_empty_batch():

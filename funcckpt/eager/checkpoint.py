@@ -55,7 +55,8 @@ def checkpoint(
     """Call a function, keep its inputs, and recompute the rest when the backward needs it.
 
     The signature is that of `torch.utils.checkpoint.checkpoint`. It works in plain eager code and under every
-    `torch.func` transform. It returns what `function` returns, and raises what :func:`remat` raises.
+    `torch.func` transform. It returns what `function` returns, and raises what :func:`remat` raises; but in
+    plain eager code `function` may return anything, and store tensors.
 
     Parameters
     ----------
@@ -167,7 +168,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if theirs is not None:
         how = dict(zip(Options._fields[:3], options[:3], strict=True))
         return theirs(functools.partial(f, **kwargs) if kwargs else f, *args, use_reentrant=False, **how)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return f(*args, **kwargs)
     at_level = functorch.maybe_current_level() is not None
     if at_level and autograd.graph_task() != -1:

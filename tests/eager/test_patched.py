@@ -143,6 +143,20 @@ def test_recomputation_under_transforms_after_the_block():
     assert_same(g, grad(lambda x: x.exp().sin().exp().sum())(x))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_patched_inside_of_compiled_code():
+    """Torch's checkpoint, and each compiled step, would call itself from then on."""
+    x = torch.ones(3, dtype=D, requires_grad=True)
+
+    def inside(x):
+        with funcckpt.patched():
+            return checkpoint_sin(x)
+
+    f = torch.compile(inside, backend="eager")
+    for run in (checkpoint_sin, f, f, checkpoint_sin):
+        assert_same(torch.autograd.grad(run(x).sum(), x)[0], x.detach().cos())
+
+
 def test_traced():
     x = torch.ones(3, requires_grad=True)
     f = torch.compile(lambda x: checkpoint_sin(x) * 2, backend="aot_eager", fullgraph=True)
