@@ -327,7 +327,7 @@ def original_checkpoint(*args: Any, **kwargs: Any) -> Any:
     return (_checkpoint_before or _CHECKPOINT)(*args, **kwargs)
 
 
-@torch._disable_dynamo  # which imports Dynamo only when it is called
+@torch._disable_dynamo  # type: ignore[attr-defined]  # imports Dynamo only when it is called
 def redirect_checkpoint(target: Callable[..., Any]) -> None:
     """Let `torch.utils.checkpoint.checkpoint` call `target`, from now on."""
     global _checkpoint_before
