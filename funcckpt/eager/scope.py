@@ -187,8 +187,6 @@ class _Operation(NamedTuple):
 class _Graph:
     """Lives as long as a graph of the block, which may have saved nothing that the block made."""
 
-    value = ()  # not to be replayed
-
 
 class _Block(TorchDispatchMode):
     """A block. It records operators while it is open, and replays them in a backward."""
@@ -206,7 +204,8 @@ class _Block(TorchDispatchMode):
         # By id and version: tensors that were read from outside.
         self._kept: dict[tuple[int, int | None], tuple[weakref.ref[Tensor], _Kept]] = {}
         self._tensors: list[weakref.ref[Tensor]] = []
-        self._slots: set[weakref.ref[Any]] = set()
+        self._slots: set[weakref.ref[_Slot]] = set()
+        self._graphs: set[weakref.ref[_Graph]] = set()
         self._lock = threading.RLock()
         self._replayed = -1
         self._world = world.World()
@@ -221,7 +220,7 @@ class _Block(TorchDispatchMode):
                 if x.grad_fn is not None:
                     graph = _Graph()
                     x.grad_fn.metadata[graph] = None  # type: ignore[index]
-                    self._slots.add(weakref.ref(graph, self._forget))
+                    self._graphs.add(weakref.ref(graph, self._forget))
                 x.__class__ = ScopedTensor  # type: ignore[assignment]
         self._tensors.clear()
         self._kept.clear()
@@ -277,10 +276,14 @@ class _Block(TorchDispatchMode):
         self._slots.add(weakref.ref(slot, self._forget))
         return slot
 
-    def _forget(self, slot: weakref.ref[Any]) -> None:
-        """A graph is gone. When all are, a tensor of the block must not keep alive what the block read."""
-        self._slots.discard(slot)
-        if not self._slots and self.pack is None:
+    def _forget(self, gone: weakref.ref[Any]) -> None:
+        """What a graph has saved is gone, or a graph that has saved nothing. When all are, a tensor of the
+        block must not keep alive what the block read.
+        """
+        is_slot = gone in self._slots
+        self._slots.discard(gone)
+        self._graphs.discard(gone)
+        if self.pack is None and not self._slots and (is_slot or not self._graphs):
             self.is_over = True
             self._operations.clear()
 

@@ -206,13 +206,14 @@ def test_validation_and_detached_results_keep_no_blocks():
     assert_same(torch.autograd.grad((kept[0] * w).sum(), w)[0], kept[0].expand(3, 3))
 
 
-def test_a_logged_loss_keeps_no_block():
-    """Its graph has saved nothing that the block has made."""
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_logged_loss_keeps_no_block(detached):
+    """A graph that has saved nothing of a block is not freed by its backward."""
     a = leaf(3)
     with checkpoint_scope():
-        loss = (a * 1).mean()
+        loss = (a * 1).mean() if detached else a.exp().mean()
     loss.backward()
-    logged = loss.detach()
+    logged = loss.detach() if detached else loss
     del loss
     assert recordings() == 0 and logged.numel() == 1
 
