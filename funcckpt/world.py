@@ -203,6 +203,9 @@ def streams_at(recorded: States) -> Iterator[None]:
         try:
             set_streams(recorded)
             yield
+        except GeneratorExit:  # an interrupt has left the block: the collector closes it at any time
+            now = []
+            raise
         finally:
             set_streams(now)
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gc
 import inspect
+import tracemalloc
 import weakref
 from contextlib import contextmanager
 
@@ -201,6 +202,21 @@ def test_calls_leave_nothing_and_no_reference_cycles(function, call):
     assert functions.keys() <= {"tree_flatten.<locals>.helper"}, functions
     tensors, objects = growth(lambda: CALLS[call](FUNCTIONS[function](remat)))
     assert tensors <= 0 and objects < 20
+
+
+def test_calls_share_what_they_have_found():
+    """Of a long list each search has a copy."""
+    history = [*map(float, range(10_000))]
+    f = remat(lambda x: x.sin() + len(history))
+    held = []
+    for calls in (1, 20):
+        x = torch.ones(2, requires_grad=True)
+        tracemalloc.start()
+        for _ in range(calls):
+            x = f(x)
+        held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert held[1] < 3 * held[0]
 
 
 def test_no_reference_cycle_after_an_error():

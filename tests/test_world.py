@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from funcckpt import CheckpointError, remat
+from funcckpt.world import streams_at
 
 
 def in_stack(names, make, wrap, dtype=F64):
@@ -142,6 +143,17 @@ def test_recomputation_does_not_move_the_stream(f, wrap):
         return x.grad, first, torch.rand(2)
 
     assert_same(run(WRAPS[wrap]), run(plain))
+
+
+def test_streams_stay_where_they_are_after_an_interrupt():
+    """The collector closes what an interrupt has left, at any time later."""
+    before = torch.get_rng_state()
+    left = streams_at([(torch.default_generator, before)]).gen
+    next(left)
+    torch.rand(1)
+    here = torch.get_rng_state()
+    left.close()
+    assert torch.equal(torch.get_rng_state(), here)
 
 
 def test_preserve_rng_state_off():

@@ -317,7 +317,7 @@ class _Block(TorchDispatchMode):
                     values[source] = source.unpack()  # other hooks may recompute it
             # Autocast is off: casts were recorded as operators.
             with torch.no_grad(), autograd.plain(), autograd.without_autocast():
-                for slot in slots:
+                for slot in slots if operation.writes else ():
                     if slot.before <= i and slot.value is None and slot.view.source in operation.writes:
                         slot.value = slot.view.on(values).clone()
                 operation.run(values)

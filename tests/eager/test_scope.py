@@ -255,6 +255,27 @@ def test_casts_of_autocast_are_those_of_a_block():
     assert_same(run(checkpoint, checkpoint_scope), run(lambda f, x: f(x), nullcontext))
 
 
+def test_the_looks_of_a_replay_at_slots_are_linear(monkeypatch):
+    class Slots(list):
+        looks = 0
+
+        def __iter__(self):
+            Slots.looks += len(self)
+            return super().__iter__()
+
+    replay = scope_module._Block._replay
+    monkeypatch.setattr(scope_module._Block, "_replay", lambda self, slots: replay(self, Slots(slots)))
+    counts = []
+    for operators in (10, 40):
+        x, Slots.looks = leaf(3), 0
+        with checkpoint_scope():
+            for _ in range(operators):
+                x = x.sin()
+        x.sum().backward()
+        counts.append(Slots.looks)
+    assert 0 < counts[1] < 5 * counts[0]
+
+
 def test_changed_after_the_block():
     a, c = leaf(3), leaf(3)
     with checkpoint_scope():
