@@ -13,7 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from support import assert_same
 from test_scan import LOOPS, tensor
 from torch import nn, special
-from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
+from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -274,6 +274,27 @@ def test_operators(op):
 def test_a_loss_that_branches():
     loss = lambda x, n: (x[:n] ** 3).sum() if x.sum() > 0 else x.sum().item() * x.prod()
     same(lambda gradient: [jacrev(gradient(loss))(x, torch.tensor(2)) for x in (X, -X.abs())])
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_buffers_of_a_module_in_training(calls):
+    """They are updated once. An argument is none of them, even if it looks like one."""
+
+    def run(gradient):
+        norm, x = nn.BatchNorm1d(4, dtype=F64).requires_grad_(False), tensor(5, 4, seed=7)
+        p = {name: t.detach() * W.sum() for name, t in norm.named_parameters()}
+        buffers = {name: t.clone() for name, t in norm.named_buffers()}
+
+        def loss(p, buffers):
+            y = functional_call(norm, (p, buffers), (x,)) if calls else p["bias"] * norm.weight
+            return (y + p["weight"]).pow(3).sum()
+
+        first = gradient(loss)(p, buffers)
+        copies = {name: t.clone() for name, t in buffers.items()}
+        second = grad(lambda p, b: gradient(loss)(p, b)["weight"].pow(2).sum())(p, copies)
+        return first, second, buffers
+
+    same(run)
 
 
 @pytest.mark.parametrize("batched", [False, True])

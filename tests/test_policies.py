@@ -322,6 +322,19 @@ def test_a_kept_output_to_which_the_caller_writes(wrap, batch):
             vmap(grad(loss), (None, 0))(w.detach(), torch.stack([x, x]))
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda y: y.mH, lambda y: y.conj().imag])
+def test_a_kept_output_that_is_conjugated(view):
+    block = lambda x: (view(y := x * x), y.sin())
+
+    def run(wrap):
+        x = torch.complex(tensor(3, 3), tensor(3, 3, seed=1)).requires_grad_()
+        total = sum(y.resolve_conj().abs().square().sum() for y in wrap(block)(x))
+        return torch.autograd.grad(total, x)
+
+    for _ in range(2):
+        assert_close(run(lambda f: remat(f, policy=policies.everything_saveable)), run(lambda f: f))
+
+
 def looks(x, w):
     h = x @ w
     return (torch.tanh(h / 2 if h.abs().max() > 1e6 else h) @ w).sin().sum()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 import sys
 import threading
 import types
@@ -30,7 +29,6 @@ _VALUES = kinds.ATOMS - {types.CodeType}  # which decide nothing that a search f
 _SMALL = 4  # Objects that are searched anew as fast as they are compared.
 _MOST = 100  # Objects made for a call, beyond which the comparison stops: it may be a chain.
 _LONG = 100  # Items of one object, from which even a small search is shared: each search has a copy of them.
-_content_of = operator.attrgetter("content")
 # The last larger search of a function or an object by a thread, as long as some call holds it.
 _held: weakref.WeakValueDictionary[Any, Found] = weakref.WeakValueDictionary()
 
@@ -47,8 +45,7 @@ def search(root: Any) -> Found:
     key = of, threading.get_ident()  # another thread may let tensors go meanwhile
     before = _held.get(key)
     found = (before is not None and _continued(before, root)) or Found(root)
-    longest = max(map(len, map(_content_of, found.nodes.values())), default=0)
-    if len(found.nodes) > _SMALL or longest > _LONG:
+    if len(found.nodes) > _SMALL or any([len(node.content) > _LONG for node in found.nodes.values()]):
         _held[key] = found
     return found
 

@@ -254,7 +254,12 @@ class GivenBuffers:
         given = [*inputs]
         with unwatched():
             for i, x in self._originals.items():
-                given[i] = inputs[i].clone() if x is None or i in self._at_levels else x
+                y = inputs[i]
+                if x is None or i in self._at_levels or requires_grad(y):
+                    given[i] = y.clone()
+                else:  # at the level at which a pullback records
+                    is_at_level = wrappers.is_functorch_wrapped_tensor(y)
+                    given[i] = wrappers._wrap_for_grad(x, wrappers.maybe_get_level(y)) if is_at_level else x
         return (*given,)
 
     def updated(self, inputs: Tensors, before: Tensors) -> list[Tensor]:

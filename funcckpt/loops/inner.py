@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._torch import functorch, wrappers
+from .._torch import autograd, functorch, wrappers
 from ..closures import Rebuilt
 from ..core.call import Call, Options
 from ..core.program import Program, Tensors, Vjp, Vmap, is_differentiable
@@ -80,7 +80,8 @@ def inner_grad(
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise InputError(f"inner_grad({name}): argnums={argnums}, but there are {len(args)} arguments.")
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        is_plain = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        if is_plain or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
 
         chosen = {i % len(args): args[i] for i in numbers}
@@ -104,7 +105,8 @@ def inner_grad(
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
         places = {id(x): i for i, x in enumerate(call._inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
-        outputs = call.call(_Gradient(call, call.call_level, len(places), wrt))
+        run = autograd.without_dynamo(call.call)  # as in `remat`
+        outputs = run(_Gradient(call, call.call_level, len(places), wrt))
         of = pytree.tree_unflatten([*outputs], structure)
         gradients = (*[of[i % len(args)] for i in numbers],)
         return gradients if isinstance(argnums, tuple) else gradients[0]

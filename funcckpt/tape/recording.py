@@ -154,5 +154,8 @@ class Record(Watch):
             for i, x in enumerate(kept.tensors):
                 y = given.get(x.untyped_storage()._cdata)
                 if y is not None and y.dtype == x.dtype:
-                    kept.tensors[i] = autograd.alias(y.as_strided(x.size(), x.stride(), x.storage_offset()))
+                    y = y.as_strided(x.size(), x.stride(), x.storage_offset())
+                    y = y.conj() if y.is_conj() != x.is_conj() else y
+                    y = torch._neg_view(y) if y.is_neg() != x.is_neg() else y
+                    kept.tensors[i] = autograd.alias(y)
         return kept if kept.tensors else None
