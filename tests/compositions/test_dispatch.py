@@ -54,6 +54,19 @@ def gradients_through_outputs_that_are_not_batched(wrap, x, w):
 
 
 @case
+def plain_forward_mode_inside_of_a_reverse_transform(wrap, x, w):
+    net = wrap(lambda w, x: torch.tanh(w @ x))
+
+    def loss(w, x):
+        with forward_ad.dual_level():
+            y = forward_ad.unpack_dual(net(w, forward_ad.make_dual(x, x.cos())))
+            return y.primal.sum() + y.tangent.square().sum()
+
+    twice = grad(lambda w: grad(loss, 1)(w, x).square().sum())
+    return grad(loss)(w, x), vmap(grad(loss, 1), (None, 0))(w, pair(x)), jacrev(loss)(w, x), twice(w)
+
+
+@case
 def a_vmap_over_cotangents_draws_no_random_numbers(wrap, x, w):
     """It was not there when f was called: all cotangents meet the numbers of the forward."""
     f = wrap(lambda x: F.dropout(torch.tanh(w @ x), 0.5) * x * torch.rand(3))
