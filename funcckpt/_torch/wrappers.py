@@ -20,6 +20,7 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     is_batchedtensor,
     is_dead_tensor_wrapper,
     is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
     is_legacy_batchedtensor,
     maybe_get_bdim,
     maybe_get_level,

@@ -258,8 +258,8 @@ class GivenBuffers:
                 if x is None or i in self._at_levels or requires_grad(y):
                     given[i] = y.clone()
                 else:  # at the level at which a pullback records
-                    is_at_level = wrappers.is_functorch_wrapped_tensor(y)
-                    given[i] = wrappers._wrap_for_grad(x, wrappers.maybe_get_level(y)) if is_at_level else x
+                    level = wrappers.maybe_get_level(y) if wrappers.is_gradtrackingtensor(y) else None
+                    given[i] = x if level is None else wrappers._wrap_for_grad(x, level)
         return (*given,)
 
     def updated(self, inputs: Tensors, before: Tensors) -> list[Tensor]:
