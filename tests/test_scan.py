@@ -238,7 +238,7 @@ def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
     run = lambda n=n, **options: HOW[how](lambda x: LOOPS[loop](deep_step, x, n, **options).sum())(x)
     besides = 4 * x.nbytes  # the first carry and the last, and their gradients
     counts = []
-    for carries in (60, 70, 100, 250, 1600):
+    for carries in (60, 70, 100, 250, 1700):
         found = measure(run, bytes=carries * x.nbytes)
         assert found.peak_bytes <= carries * x.nbytes + besides
         counts.append(found.ops["aten.cos.default"])
@@ -251,6 +251,14 @@ def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
     ) as said:
         run(bytes=x.nbytes)
     run(4, bytes=int(str(said.value).split()[-1].rstrip(".")))
+
+
+@pytest.mark.parametrize(("n", "carries"), [(30, 50), (30, 70), (100, 70), (100, 120)])
+def test_what_grad_keeps_of_light_steps(n, carries):
+    """It holds the last unit, with the inputs of its steps, until it returns."""
+    x = torch.ones(1000, dtype=F64)
+    run = lambda x: LOOPS["scan"](torch.sin, x, n, bytes=carries * x.nbytes).sum()
+    assert measure(grad(run), x).peak_bytes <= (carries + 4) * x.nbytes
 
 
 @pytest.mark.parametrize("how", HOW)

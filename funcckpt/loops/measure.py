@@ -65,7 +65,7 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
 
 def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int, int]:
     """In bytes: what the first step saves when it is recorded, the peak of its forward and backward, and what
-    `torch.func.grad` still keeps after them.
+    `torch.func.grad` still keeps after them, with its input, which is the output of the step before.
     """
     x = pytree.tree_map(lambda x: None if x is None else x[-1 if loop.reverse else 0], xs)
     leaves, structure = pytree.tree_flatten(init)
@@ -95,4 +95,4 @@ def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int,
         return saved, meter.peak_bytes, 0
     with leaving_nothing(loop.f), Meter() as whole:
         torch.func.grad(total, tuple(range(len(given))))(*given)
-    return saved, meter.peak_bytes, whole.peak_bytes
+    return saved, meter.peak_bytes, whole.peak_bytes + sum([x.nbytes for x in given])
