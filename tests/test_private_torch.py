@@ -1,6 +1,7 @@
 """The private names of torch that funcckpt stands on: a release that moves one fails here, loudly."""
 
 import inspect
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -11,7 +12,7 @@ from torch.utils import checkpoint as module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
-from funcckpt._torch import autograd, functorch, wrappers
+from funcckpt._torch import autograd, dynamo, functorch, wrappers
 
 leaf = lambda: torch.ones(3, requires_grad=True)
 
@@ -189,6 +190,46 @@ def test_a_tensor_is_saved_as_by_an_operator():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
         autograd.save(x)
     assert len(seen) == 1
+
+
+def test_each_write_to_a_dict_gives_it_another_version():
+    """Without versions, the content of all modules is compared: right, but slow."""
+    if sys.version_info[:3] == (3, 13, 0):  # python/cpython#125608, mended in 3.13.1
+        assert dynamo.dict_version is None
+        return
+
+    class Plain:
+        pass
+
+    def store(x, value):  # Python has bytecode of its own for a place that always stores in the same way
+        x.a = value
+
+    def set_item(x, value):
+        x.__dict__["a"] = value
+
+    seen = []
+    for x in (Plain(), torch.nn.Module()):
+        there = x.__dict__
+        for write in (store, set_item):
+            for i in range(100):
+                seen.append(dynamo.dict_version(there))
+                write(x, i)
+                assert dynamo.dict_version(there) != seen[-1]
+        for write in (
+            lambda d: d.update(b=1),
+            lambda d: d.setdefault("c", 2),
+            lambda d: d.pop("b"),
+            lambda d: d.__delitem__("c"),
+            lambda d: d.__ior__({"b": 3}),
+            lambda d: d.popitem(),
+            lambda d: d.clear(),
+        ):
+            before = dynamo.dict_version(there)
+            write(there)
+            assert dynamo.dict_version(there) != before
+        before = dynamo.dict_version(there)
+        there.get("a"), [*there], there.copy(), there | {"a": 1}
+        assert dynamo.dict_version(there) == before
 
 
 def test_every_private_name_is_still_there():

@@ -21,13 +21,14 @@ import weakref
 from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any
 
 import torch
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 
+from .._torch.dynamo import dict_version
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
@@ -102,6 +103,17 @@ class Found:
         draws_elsewhere = self.calls_backward = has_objects = False
         self.gone: set[int] = set()
         self.led = set[int](), set[int]()  # the last ids given to `leading_to`, and what it gave
+        # The ids of objects that are or have a dict; these dicts; and their versions. A dict that has its
+        # version of the call needs no look inside.
+        self._numbers = numbers = list[int]()
+        self._dicts = dicts = list[Any]()
+        self._versions = versions = list[int]()
+        # Those of the objects that have a dict; their classes; and these dicts.
+        self._owners = owners = list[Any]()
+        self._classes = classes = list[Any]()
+        self._spaces = spaces = list[Any]()
+        self.rest = rest = list[int]()  # the ids of all other objects that can change
+        self._some_edges: tuple[list[int], list[int]] | None = None
         nodes, tensors, names = self.nodes, self.tensors, set[str]()
         empty = self.empty
         met: set[int] = set()
@@ -150,6 +162,17 @@ class Found:
                     is_named = nodes[parent].kind is kinds.RECORD and about(nodes[parent].cls).is_own
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
+                there: Any = value if kind is kinds.DICT else value.__dict__ if kind in kinds.OWNERS else None
+                if type(there) is dict and dict_version is not None:
+                    versions.append(dict_version(there))
+                    numbers.append(number)
+                    dicts.append(there)
+                    if there is not value:
+                        owners.append(value)
+                        classes.append(cls)
+                        spaces.append(there)
+                elif kind not in kinds.CONSTANT:
+                    rest.append(number)
                 content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
                     content = dict(value) if kind is kinds.DICT else value.__dict__.copy()
@@ -188,6 +211,7 @@ class Found:
                         named.append(nodes.setdefault(id(space), node))
                         known.append(0)
                         met.add(id(space))
+                        rest.append(id(space))
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
@@ -255,8 +279,14 @@ class Found:
 
         An object stays changed, even if it gets its old content back: f will assign again, to a copy.
         """
-        changed = self.noted
-        for number, node in self.nodes.items():
+        changed, look_at = self.noted, self.rest
+        if dict_version is not None and (versions := [*map(dict_version, self._dicts)]) != self._versions:
+            look_at = [*look_at, *compress(self._numbers, map(operator.ne, versions, self._versions))]
+        if not all(map(operator.is_, map(_attributes_of, self._owners), self._spaces)):
+            replaced = map(operator.is_not, map(_attributes_of, self._owners), self._spaces)
+            look_at = [*look_at, *compress(map(id, self._owners), replaced)]
+        for number in look_at:
+            node = self.nodes[number]
             value, content, kind, names = node.value, node.content, node.kind, node.names
             if value is None or kind in kinds.CONSTANT:
                 continue
@@ -288,6 +318,7 @@ class Found:
                 for name, item in node.content.items():
                     if (x := filled.get(id(item))) is not None:
                         self._edges, self.led = [*self._edges, id(x), holder], (set(), set())
+                        self._some_edges = None
                         if id(x) not in self.nodes:
                             cls: Any = type(x)
                             self.nodes[id(x)] = Node(about(cls).kind or kinds.DICT, cls, x, {}, holder, name)
@@ -300,6 +331,20 @@ class Found:
         if self.renamed:
             edges = [*map(self.renamed.get, edges, edges)]
         return edges[-2::-2], edges[::-2]
+
+    def has_other_classes(self) -> bool:
+        """Whether an object has got another class since the call."""
+        rest = map(self.nodes.__getitem__, self.rest)
+        return [*map(type, self._owners)] != self._classes or any([type(x.value) is not x.cls for x in rest])
+
+    def edges_of(self, of: Collection[kinds.Kind]) -> tuple[list[int], list[int]]:
+        """The edges to objects of some kinds, by the ids of the search that this one continues."""
+        if self._some_edges is None:
+            edges, nodes, old = self._edges, self.nodes, self.renamed
+            some = {n for n, node in nodes.items() if node.kind in of} | {*old}
+            chosen = [*map(some.__contains__, edges[::2])]
+            self._some_edges = [*compress(edges[::2], chosen)], [*compress(edges[1::2], chosen)]
+        return self._some_edges
 
     def leading_to(self, reached: set[int]) -> set[int]:
         """`reached`, a set of ids, with those of all objects that refer to one of them and can be rebuilt."""
@@ -337,12 +382,19 @@ class Found:
         # Modules and globals are shared: they keep their content alive anyway.
         own = [n for n in self.gone if self.nodes[n].kind not in (kinds.MODULE, kinds.GLOBALS)]
         self.weaken(tensors, own)
+        gone = {*own}
         for node in map(self.nodes.__getitem__, own):
             if node.kind in (kinds.DICT, kinds.RECORD, kinds.LIST):
                 node.like = kinds.emptied(node.value)
             elif node.kind in kinds.OBJECTS and node.cls.__weakrefoffset__:
                 node.like = weakref.ref(node.value)
             node.value = None
+        stay = [*map(operator.not_, map(gone.__contains__, self._numbers))]
+        of_dicts = self._numbers, self._dicts, self._versions
+        self._numbers, self._dicts, self._versions = map(list, map(compress, of_dicts, repeat(stay)))
+        stay = [*map(operator.not_, map(gone.__contains__, map(id, self._owners)))]
+        of_owners = self._owners, self._classes, self._spaces
+        self._owners, self._classes, self._spaces = map(list, map(compress, of_owners, repeat(stay)))
 
     # -- names for messages ---------------------------------------------------------------------------
 
@@ -365,6 +417,9 @@ class Found:
                 words.append(node.kind.label.format(key))
             number, key = node.parent, node.key
         return " of ".join(words) or "a captured tensor"
+
+
+_attributes_of = operator.attrgetter("__dict__")
 
 
 def _variables_in(function: types.FunctionType) -> Iterator[tuple[str, ContextVar[Any]]]:

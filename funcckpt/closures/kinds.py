@@ -63,6 +63,7 @@ LOCAL = Kind(label="attribute {!r}")  # a threading.local, as this thread sees i
 TENSOR = Kind()
 
 OBJECTS = frozenset({MODULE, OBJECT, SLOTTED, LOCAL})
+OWNERS = frozenset({MODULE, OBJECT})  # of a `__dict__` that is a dict of their own
 MAPPINGS = frozenset({DICT, GLOBALS, NAMESPACE})
 # Kinds that refer to others only by their `__dict__`.
 SPACES = frozenset({MODULE, OBJECT, CLASS, LOCAL})

@@ -60,26 +60,28 @@ def _continued(before: Found, root: Any) -> Found | None:
     empty: list[Any] = []
     if before.gone or before.marks or before.noted or not _is_alike(before, before.root, root, pairs, empty):
         return None
-    if not pairs.keys() >= before.changed() or any(before.empty):
+    if not pairs.keys() >= before.changed() or before.has_other_classes():
         return None
-    # An object may get another class, and what f imports may be there by now, or be something else.
-    if any([type(node.value) is not node.cls for node in before.nodes.values()]):
-        return None
+    # What f imports may be there by now, or be something else.
     if any([sys.modules.get(name) is not module for name, module in before.imported]):
         return None
     renamed = {id(node.value): id(value) for node, value, _ in pairs.values() if node.value is not value}
+    # By the ids that the first of these searches has found.
+    firsts = {new: old for old, new in before.renamed.items()}
+    replaced = {firsts.get(old, old): new for old, new in renamed.items()}
     # Something else may refer to what is replaced, or to what takes its place.
-    numbers, holders = before.edges()
-    elsewhere = {*compress(holders, map(renamed.__contains__, numbers))} - pairs.keys() - {0}
-    if elsewhere or not before.nodes.keys().isdisjoint(renamed.values()):
+    numbers, holders = before.edges_of(_MADE_FOR_A_CALL)
+    elsewhere = {*compress(holders, map(replaced.__contains__, numbers))}
+    if not {0, *pairs}.issuperset(map(before.renamed.get, elsewhere, elsewhere)):
+        return None
+    if not before.nodes.keys().isdisjoint(renamed.values()):
         return None
     found = copy.copy(before)
     found.root, found.marks, found.gone, found.noted = root, {}, set(), set()
     found.led = set(), set()
+    found.rest = [*map(renamed.get, before.rest, before.rest)]
     found.tensors, found.nodes = before.tensors.copy(), before.nodes.copy()
-    # By the ids that the first of these searches has found.
-    firsts = {new: old for old, new in before.renamed.items()}
-    found.renamed = before.renamed | {firsts.get(old, old): new for old, new in renamed.items()}
+    found.renamed = before.renamed | replaced
     for number in renamed:
         del found.nodes[number]
     for node, value, content in pairs.values():
