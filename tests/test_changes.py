@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import operator
+import random
 import sys
 import types
 
@@ -318,7 +319,71 @@ def history_that_one_call_lets_go(wrap, x):
     waiting.clear()
 
 
+def empty_at_the_call(wrap, x):
+    cache, o, m = {}, Options(), Scaled()
+    ys = wrap(lambda x: m(x * cache.get("k", 2.0)).sin())(x)
+    ys = ys + wrap(lambda x: m(x * getattr(o, "k", 2.0)).sin())(x)
+    yield ys
+    cache.update({"k": 5.0})
+    vars(o).update(k=5.0)
+
+
+def one_in_place_of_two(wrap, x):
+    m = nn.Sequential(Scaled(), Scaled())
+    f = lambda p, q, x: (m(x) * p[0][0] * q[0][0]).sin()
+    inner = [2.0]
+    outer = [inner]
+    waiting = [wrap(functools.partial(f, [[2.0]], [[3.0]]))(x)]
+    waiting.append(wrap(functools.partial(f, outer, [inner]))(x))
+    yield wrap(functools.partial(f, outer, [[2.5]]))(x)
+    inner[0] = 7.0
+    waiting.clear()
+
+
+def one_in_place_of_two_twice(wrap, x):
+    m, o = nn.Sequential(Scaled(), Scaled()), Options(k=2.0)
+    f = lambda p, q, x: (m(x) * p[0].k * q[0].k).sin()
+    waiting = [wrap(functools.partial(f, [o], [o]))(x)]
+    for _ in range(2):
+        both = [o]
+        waiting.append(wrap(functools.partial(f, both, both))(x))
+    yield waiting[-1]
+    o.k = 5.0
+
+
+def empty_of_what_an_earlier_call_has_made(wrap, x):
+    m = nn.Sequential(Scaled(), Scaled())
+    f = lambda g, x: (m(x) * getattr(g, "scale", 1.0)).sin()
+    make = lambda: lambda: 0
+    waiting, g = [wrap(functools.partial(f, make()))(x)], make()
+    waiting += [wrap(functools.partial(f, g))(x), wrap(functools.partial(f, g))(x)]
+    yield waiting[-1]
+    g.scale = 5.0
+
+
+def functions_whose_ids_come_back(wrap, x):
+    m, chance = nn.Sequential(Scaled(), Scaled()), random.Random(3)
+    f = lambda g, h, x: (m(x) * getattr(g, "scale", 1.0) * getattr(h, "scale", 1.0)).sin()
+    make = lambda: lambda: 0
+    total, waiting = 0, []
+    for _ in range(200):
+        g, h = make(), make()
+        waiting.append((wrap(functools.partial(f, g, h))(x), g, h))
+        del g, h
+        while len(waiting) > 2:
+            y, g, h = waiting.pop(chance.randrange(2))
+            (g if chance.random() < 0.5 else h).scale = 3.0
+            total = total + torch.autograd.grad(y.sum(), x)[0]
+            del y, g, h
+    yield x * total
+
+
 OTHERS = [
+    empty_at_the_call,
+    one_in_place_of_two,
+    one_in_place_of_two_twice,
+    empty_of_what_an_earlier_call_has_made,
+    functions_whose_ids_come_back,
     history_that_one_call_lets_go,
     other_code,
     renamed_attribute,

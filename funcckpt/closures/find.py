@@ -96,8 +96,10 @@ class Found:
         self.imported: list[tuple[str, Any]] = []
         # The ids of objects in an earlier search that this one continues, and of those in their place.
         self.renamed: dict[int, int] = {}
+        self.made: set[int] = set()  # the latter
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
+        self._added: list[int] = []  # the same, since the call
         self.streams: list[Any] = []
         self.opaque: list[Any] = []
         draws_elsewhere = self.calls_backward = has_objects = False
@@ -163,7 +165,8 @@ class Found:
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
                 there: Any = value if kind is kinds.DICT else value.__dict__ if kind in kinds.OWNERS else None
-                if type(there) is dict and dict_version is not None:
+                # (Python 3.12 does not tell that an empty dict becomes a copy of another one.)
+                if type(there) is dict and there and dict_version is not None:
                     versions.append(dict_version(there))
                     numbers.append(number)
                     dicts.append(there)
@@ -317,8 +320,7 @@ class Found:
             for holder, node in [*self.nodes.items()]:
                 for name, item in node.content.items():
                     if (x := filled.get(id(item))) is not None:
-                        self._edges, self.led = [*self._edges, id(x), holder], (set(), set())
-                        self._some_edges = None
+                        self._added, self.led = [*self._added, id(x), holder], (set(), set())
                         if id(x) not in self.nodes:
                             cls: Any = type(x)
                             self.nodes[id(x)] = Node(about(cls).kind or kinds.DICT, cls, x, {}, holder, name)
@@ -327,9 +329,9 @@ class Found:
 
     def edges(self) -> tuple[list[int], list[int]]:
         """The ids of objects, and of what refers to each; the last that were found first."""
-        edges = self._edges
-        if self.renamed:
-            edges = [*map(self.renamed.get, edges, edges)]
+        edges = [*map(self.renamed.get, self._edges, self._edges)] if self.renamed else self._edges
+        if self._added:
+            edges = edges + self._added
         return edges[-2::-2], edges[::-2]
 
     def has_other_classes(self) -> bool:

@@ -66,6 +66,8 @@ def _continued(before: Found, root: Any) -> Found | None:
     if any([sys.modules.get(name) is not module for name, module in before.imported]):
         return None
     renamed = {id(node.value): id(value) for node, value, _ in pairs.values() if node.value is not value}
+    if len({*renamed.values()}) < len(renamed):  # one takes the place of two
+        return None
     # By the ids that the first of these searches has found.
     firsts = {new: old for old, new in before.renamed.items()}
     replaced = {firsts.get(old, old): new for old, new in renamed.items()}
@@ -82,6 +84,7 @@ def _continued(before: Found, root: Any) -> Found | None:
     found.rest = [*map(renamed.get, before.rest, before.rest)]
     found.tensors, found.nodes = before.tensors.copy(), before.nodes.copy()
     found.renamed = before.renamed | replaced
+    found.made = {*found.renamed.values()}
     for number in renamed:
         del found.nodes[number]
     for node, value, content in pairs.values():
@@ -104,7 +107,8 @@ def _is_alike(before: Found, old: Any, new: Any, pairs: dict[int, _Pair], empty:
         return old is new or (type(old) in _VALUES and cls in _VALUES)
     if id(old) in pairs:
         return pairs[id(old)][1] is new
-    if old is new and node.kind is not kinds.CELL and old is not before.root:
+    # (What is empty of something made for an earlier call is asked for anew.)
+    if old is new and node.kind is not kinds.CELL and old is not before.root and id(old) not in before.made:
         return True
     content = kinds.read(node.kind, new)
     pairs[id(old)] = node, new, content
