@@ -29,6 +29,7 @@ from .program import (
     Jvp,
     Program,
     Recording,
+    Vjp,
     WithCaptured,
     is_differentiable,
     recorded,
@@ -308,7 +309,7 @@ class _Node(functorch.SingleLevelFunction):
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
-        vjp = program.pullback(ctx.call_level, arity, wrt, of, level > 0)
+        vjp = Vjp(program, ctx.call_level, arity, wrt, of, level > 0)
         arguments += compress(cotangents, given)
         del cotangents
         run = autograd.without_dynamo(bind)  # as in `remat`

@@ -46,12 +46,6 @@ class Program:
     def run(self, *inputs: Tensor) -> Tensors:
         raise NotImplementedError
 
-    def pullback(
-        self, call_level: int, arity: int, wrt: tuple[int, ...], of: tuple[int, ...], at_level: bool
-    ) -> Vjp:
-        """(inputs, cotangents of the outputs `of`) -> gradients for the inputs `wrt`; see `Vjp`."""
-        return Vjp(self, call_level, arity, wrt, of, at_level)
-
     def vmapped(
         self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
     ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
