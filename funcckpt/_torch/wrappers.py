@@ -256,10 +256,6 @@ def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:
     return found
 
 
-def storage_of(x: Tensor) -> int | None:
-    return storages_of((x,))[0]
-
-
 def physical(x: Tensor) -> tuple[Tensor, int]:
     """`x` below all wrappers, with its batch dimensions in front, and their number."""
     batched = 0

@@ -23,11 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from .. import world
-from .._torch import wrappers
 from ..closures import Found, Rebuilt
 from ..core.program import is_differentiable
 from ..errors import InputError, OptionError
-from ..meter import Meter
+from ..meter import Meter, storages
 from ..tape.operators import tensors_in
 from .checkpoint import checkpoint
 
@@ -167,7 +166,7 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
     owner, unsaved = -1, 0
 
     def see(t: Tensor) -> Tensor:
-        saved.add(wrappers.storage_of(t))
+        saved.update([storage._cdata for storage in storages(t)])
         return t.detach()
 
     found = Found((*layers,))
@@ -176,7 +175,7 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
         for i, layer in enumerate(layers):
             leaves = tensors_in(input)
             x = pytree.tree_map_only(Tensor, torch.clone, input)  # the layer may write to it
-            given = {wrappers.storage_of(t) for t in tensors_in(x)}
+            given = {storage._cdata for storage in storages(x)}
             saved.clear()
             module = layer if isinstance(layer, nn.Module) else nn.Module()
             parameters = [p for p in module.parameters() if p.requires_grad]
@@ -193,7 +192,7 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             if not saved.isdisjoint(given) and owner >= 0:
                 costs[owner] = costs[owner]._replace(kept=costs[owner].kept + unsaved)
                 unsaved = 0
-            sizes = {wrappers.storage_of(t): t.untyped_storage().nbytes() for t in tensors_in(y)}
+            sizes = {storage._cdata: storage.nbytes() for storage in storages(y)}
             made = sizes.keys() - given
             rest = sum([sizes[key] for key in made - saved])
             gradients = sum([p.nbytes for p in parameters])
