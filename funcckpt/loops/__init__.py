@@ -7,11 +7,10 @@ between the two: keep a few carries, and run the steps between them again. Read 
 ============= =====================================================================================
 `schedules`   Which carries are kept. Binomial checkpointing with k carries runs each of n ≤ C(k + r, k)
               steps at most r + 1 times, and no schedule runs fewer.
-`scan`        `scan` and `fori_loop`, for loops whose length is known. Each part of a schedule is a
-              `remat` of the loop over its steps, so that every transform of a loop is one of `remat`.
+`scan`        `scan`, `fori_loop`, `while_loop`. Each part of a schedule is a `remat` of the loop over its
+              steps, so that every transform of a loop is one of `remat`.
 `steps`       Runs some steps, and checks that carries and ys have the same shapes and dtypes in each.
 `measure`     Measures the memory of a step, to find a schedule for a given number of bytes.
-`while_loop`  `while_loop`: the steps are counted first.
 `inner`       `inner_grad`: the gradient of a step of meta-learning, of which only the inputs are kept.
 ============= =====================================================================================
 
@@ -21,5 +20,4 @@ until it returns.
 """
 
 from .inner import inner_grad as inner_grad
-from .scan import fori_loop as fori_loop, scan as scan
-from .while_loop import while_loop as while_loop
+from .scan import fori_loop as fori_loop, scan as scan, while_loop as while_loop

@@ -1,30 +1,31 @@
-"""`scan` and `fori_loop`: loops of known length, whose backward needs bounded memory.
+"""`scan`, `fori_loop` and `while_loop`: loops whose backward needs bounded memory.
 
 A schedule (`schedules`) cuts a loop into parts. Each part is a `remat` of the loop over its steps, which the
 same schedule cuts again. That is all: reverse mode, forward mode, batching, random numbers and captured
 tensors are those of `remat`. With the cuts of Griewank and Walther, nested `remat` keeps the carries and runs
-the steps of their algorithm `revolve`.
+the steps of their algorithm `revolve`. The steps of a `while_loop` are counted first; then it is a `scan`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .. import world
 from .._torch import functorch, wrappers
 from ..closures import Found
-from ..errors import InputError, OptionError, describe
+from ..errors import InputError, MutationError, OptionError, describe
 from ..policies.budget import Budget
 from ..policies.policies import Policy, chooser_of
 from ..tape.operators import tensors_in
-from .measure import as_many_as_fit, no_ys
+from .measure import as_many_as_fit, leaving_nothing, no_ys
 from .schedules import PLAIN, choose, evaluations
-from .steps import Asked, C, Loop, Offload, Rule, X, Y, as_tensor, bars_of
+from .steps import Asked, C, Loop, Offload, Rule, X, Y, as_tensor, bars_of, in_words, record
 
 
 def scan(
@@ -116,9 +117,9 @@ def scan(
     >>> scan(lambda s, x: (s + x, s + x), torch.tensor(0), torch.arange(5))
     (tensor(10), tensor([ 0,  1,  3,  6, 10]))
     """
-    loop = loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, progress, reverse)
+    loop = _loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, progress, reverse)
     xs = pytree.tree_map_with_path(lambda path, x: as_tensor(x, f"xs{pytree.keystr(path)}", loop.name), xs)
-    return start(loop, 0, _steps(xs, length, loop.name), init, xs)
+    return _start(loop, 0, _steps(xs, length, loop.name), init, xs)
 
 
 def fori_loop(
@@ -148,20 +149,83 @@ def fori_loop(
     >>> torch.func.grad(lambda x: fori_loop(1, 4, lambda i, y: y * x / i, x))(torch.tensor(2.0))
     tensor(5.3333)
     """
-    loop = loop_of("fori_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress, False)
+    loop = _loop_of("fori_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress)
     lower, upper = _whole(lower, "lower", loop.name), _whole(upper, "upper", loop.name)
-    return start(loop, lower, max(0, upper - lower), init_val, None)[0]
+    return _start(loop, lower, max(0, upper - lower), init_val, None)[0]
+
+
+def while_loop(
+    cond_fun: Callable[[C], Any],
+    body_fun: Callable[[C], C],
+    init_val: C,
+    *,
+    checkpoint: Rule | int | None = "binomial",
+    checkpoints: int | None = None,
+    bytes: int | None = None,
+    policy: Policy | None = None,
+    offload: Offload | None = None,
+    max_steps: int | None = None,
+    progress: bool = False,
+) -> C:
+    """Repeat ``carry = body_fun(carry)`` while ``cond_fun(carry)`` is true, and return the last carry.
+
+    `cond_fun` returns a truth value or a tensor of one element. The length of the loop is not known before it
+    has run. So the loop runs once to count its steps, keeping nothing, and then again as a `scan` of this
+    length. With checkpoint=None, or if reverse mode differentiates nothing, it runs only once.
+
+    `init_val` is the first carry. The options `checkpoint`, `checkpoints`, `bytes`, `policy`, `offload` and
+    `progress`, the errors and the memory are those of :func:`scan`. `max_steps` is the most steps that the
+    loop takes.
+
+    Raises
+    ------
+    InputError
+        `cond_fun` draws random numbers, or depends on a tensor that a `vmap` has batched: then the samples
+        would need loops of different lengths.
+    MutationError
+        `cond_fun` or `body_fun` assigns something outside of itself.
+
+    Examples
+    --------
+    Newton's method, run until it converges:
+
+    >>> import torch
+    >>> from funcckpt import while_loop
+    >>> def sqrt(a):
+    ...     return while_loop(lambda x: (x * x - a).abs() > 1e-6, lambda x: (x + a / x) / 2, a)
+    >>> torch.func.grad(sqrt)(torch.tensor(4.0))
+    tensor(0.2500)
+    """
+    loop = _loop_of("while_loop", body_fun, (checkpoint, checkpoints, bytes), policy, offload, progress)
+    if not callable(cond_fun):
+        raise InputError(f"{loop.name}: cond_fun must be a function, not {type(cond_fun).__name__}.")
+    choose(*loop.asked, 1, loop.name)
+    if max_steps is not None:
+        max_steps = _number_of_steps(max_steps, "max_steps", loop.name)
+    if checkpoint is None or _keeps_nothing((cond_fun, body_fun), init_val):
+        bars = bars_of(loop.name, None) if progress else None
+        return _sweep(cond_fun, loop._replace(bars=bars), init_val, max_steps, ())[0]
+    # Only values are computed here: no transform looks at them.
+    with leaving_nothing((cond_fun, body_fun)) as (streams, has_assigned):
+        with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
+            steps = _sweep(cond_fun, loop, init_val, max_steps, streams)[1]  # and no carry
+        if has_assigned():
+            raise MutationError(
+                f"{loop.name}: cond_fun or body_fun assigns something outside of itself, but the steps run "
+                "twice. Put what changes into the carry."
+            )
+    return _start(loop, 0, steps, init_val, None)[0]
 
 
 # -- the loop ---------------------------------------------------------------------------------------
 
 
-def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, Any]:
+def _start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, Any]:
     """A whole loop, by the schedule that the options ask for, or by none if there is nothing to save."""
     schedule, (*_, bytes) = choose(*loop.asked, steps, loop.name), loop.asked
     if steps == 0:
         return init, no_ys(loop, init, xs) if loop.kind == "scan" else None
-    if keeps_nothing(loop.f, (init, xs)):
+    if _keeps_nothing(loop.f, (init, xs)):
         schedule = PLAIN
     elif bytes is not None:
         schedule = as_many_as_fit(loop, bytes, first, steps, init, xs)
@@ -171,7 +235,7 @@ def start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any, 
     return loop(init, xs)
 
 
-def keeps_nothing(functions: Any, arguments: Any) -> bool:
+def _keeps_nothing(functions: Any, arguments: Any) -> bool:
     """Whether reverse mode differentiates nothing, so that a plain loop keeps nothing, too."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
@@ -181,17 +245,52 @@ def keeps_nothing(functions: Any, arguments: Any) -> bool:
     return not any([wrappers.below_wrappers(x).requires_grad for x in tensors])
 
 
+def _sweep(
+    cond: Callable[..., Any], loop: Loop, carry: Any, max_steps: int | None, streams: Sequence[world.Stream]
+) -> tuple[Any, int]:
+    """Run the plain loop: its last carry and number of steps. `cond` must not draw from `streams`."""
+    steps = 0
+    while steps != max_steps:
+        before = world.states(streams)
+        holds = _holds(cond, carry, loop.name, steps)
+        if world.moved(before):
+            raise InputError(
+                f"{loop.name}: cond_fun draws random numbers. Draw them in body_fun, and put them into the "
+                "carry for cond_fun."
+            )
+        if not holds:
+            break
+        carry, _ = record(loop, steps, 1, carry, None)
+        steps += 1
+    return carry, steps
+
+
+def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
+    holds = cond(carry)
+    if isinstance(holds, Tensor):
+        if holds.numel() != 1:
+            raise InputError(f"{name}: cond_fun returned {describe(holds)} at step {step}, not one value.")
+        if wrappers.physical(holds)[1]:
+            raise InputError(
+                f"{name}: cond_fun depends on a tensor that vmap has batched, so the samples need loops of "
+                "different lengths. Loop over the whole batch without vmap, until the last sample is done."
+            )
+    elif holds is None or not hasattr(holds, "__bool__"):
+        raise InputError(f"{name}: cond_fun returned {in_words(holds)} at step {step}, not a truth value.")
+    return bool(holds)
+
+
 # -- options ----------------------------------------------------------------------------------------
 
 
-def loop_of(
+def _loop_of(
     kind: str,
     f: Callable[..., Any],
     asked: Asked,
     policy: Policy | None,
     offload: str | None,
     progress: bool,
-    reverse: bool,
+    reverse: bool = False,
 ) -> Loop:
     """A loop with checked options; its length is not known yet."""
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"
@@ -222,7 +321,7 @@ def _whole(x: Any, option: str, name: str) -> int:
         raise InputError(f"{name}: {option}={what} is not a whole number.{advice}") from error
 
 
-def number_of_steps(x: Any, option: str, name: str) -> int:
+def _number_of_steps(x: Any, option: str, name: str) -> int:
     if isinstance(x, bool) or (number := _whole(x, option, name)) < 0:
         raise InputError(f"{name}: {option}={x!r} is not a number of steps.")
     return number
@@ -230,7 +329,7 @@ def number_of_steps(x: Any, option: str, name: str) -> int:
 
 def _steps(xs: Any, length: int | None, name: str) -> int:
     """The number of steps, on which `length` and all of xs have to agree."""
-    found = None if length is None else ("length", number_of_steps(length, "length", name))
+    found = None if length is None else ("length", _number_of_steps(length, "length", name))
     for path, x in pytree.tree_flatten_with_path(xs)[0]:
         if x is None:
             continue
