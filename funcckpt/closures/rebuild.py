@@ -226,8 +226,6 @@ def exchange_stored(
     was looked at.
     """
     places: list[Any] = [*map(found.nodes.__getitem__, changed)]
-    if not places:
-        return set()
     # By id: what is there after this, also of what is not exchanged. What was there at the call stays.
     after: dict[int, Any] = {number: node.value for number, node in found.nodes.items()} | instead
     for node in places:
