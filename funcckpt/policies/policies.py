@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .._torch import autograd, functorch
 from ..errors import FuncckptError, InputError, OptionError, describe
@@ -97,8 +97,6 @@ class Chooser:
 
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision:
         """What to do with the results of an operator; for an `aten.alias` with a name, the named value."""
-        if func in SAC_IGNORED_OPS:
-            return Decision(False)
         # Some versions of torch pass the result to the context, and some do not.
         ctx: Any = SelectiveCheckpointContext.__new__(SelectiveCheckpointContext)
         ctx.is_recompute, ctx.op_output, ctx.name = False, out, current_name()
