@@ -126,13 +126,10 @@ def table(report: dict[str, Any]) -> str:
     for name, key, words, unit in ROWS:
         a, b = report["plain"][key] / unit, report["remat"][key] / unit
         lines.append(f"{name:16}{words.format(a):>14}{words.format(b):>14}{b / a:>9.2f}")
-    theirs = report["torch"]
-    if not isinstance(theirs, str):  # in a release that takes hooks
-        theirs = f"peak {theirs['peak_bytes'] / 2**20:.1f} MiB"
     lines += [
         f"\nof the peak, the gradients take {report['gradient_bytes'] / 2**20:.1f} MiB; "
         f"largest difference: {report['difference']:.1e}",
-        f"torch.utils.checkpoint on the same job:\n    {theirs}",
+        f"torch.utils.checkpoint on the same job:\n    {report['torch']}",
     ]
     return "\n".join(lines)
 
