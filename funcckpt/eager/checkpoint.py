@@ -209,5 +209,5 @@ def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options)
             )
         policy = forward.policy
     how = RematOptions(*options[:2], chooser_of(policy, title))
-    f = patched.always(f) if patched.is_active() else f
+    f = functools.partial(patched.run, f) if patched.is_active() else f
     return call_remat(f, name, how, args, kwargs)

@@ -86,14 +86,10 @@ def active(value: bool) -> Iterator[None]:
         _here.reset(token)
 
 
-def always(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, with torch's checkpoints inside of it redirected to ours whenever it runs."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with active(True):
-            return f(*args, **kwargs)
-
-    return run
+def run(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of f in which torch's checkpoints are redirected to ours."""
+    with active(True):
+        return f(*args, **kwargs)
 
 
 def _call(*args: Any, **kwargs: Any) -> Any:
