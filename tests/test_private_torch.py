@@ -1,6 +1,7 @@
 """The private names of torch that funcckpt stands on: a release that moves one fails here, loudly."""
 
 import inspect
+import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from torch.utils import checkpoint as module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
-from funcckpt._torch import autograd, dynamo, functorch, wrappers
+from funcckpt._torch import autograd, functorch, versions, wrappers
 
 leaf = lambda: torch.ones(3, requires_grad=True)
 
@@ -195,7 +196,7 @@ def test_a_tensor_is_saved_as_by_an_operator():
 def test_each_write_to_a_dict_gives_it_another_version():
     """Without versions, the content of all modules is compared: right, but slow."""
     if sys.version_info[:3] == (3, 13, 0):  # python/cpython#125608, mended in 3.13.1
-        assert dynamo.dict_version is None
+        assert versions.dict_version is None
         return
 
     class Plain:
@@ -212,9 +213,9 @@ def test_each_write_to_a_dict_gives_it_another_version():
         there = x.__dict__
         for write in (store, set_item):
             for i in range(100):
-                seen.append(dynamo.dict_version(there))
+                seen.append(versions.dict_version(there))
                 write(x, i)
-                assert dynamo.dict_version(there) != seen[-1]
+                assert versions.dict_version(there) != seen[-1]
         for write in (
             lambda d: d.update(b=1),
             lambda d: d.setdefault("c", 2),
@@ -224,12 +225,12 @@ def test_each_write_to_a_dict_gives_it_another_version():
             lambda d: d.popitem(),
             lambda d: d.clear(),
         ):
-            before = dynamo.dict_version(there)
+            before = versions.dict_version(there)
             write(there)
-            assert dynamo.dict_version(there) != before
-        before = dynamo.dict_version(there)
+            assert versions.dict_version(there) != before
+        before = versions.dict_version(there)
         there.get("a"), [*there], there.copy(), there | {"a": 1}
-        assert dynamo.dict_version(there) == before
+        assert versions.dict_version(there) == before
 
 
 def test_every_private_name_is_still_there():
@@ -244,3 +245,26 @@ def test_every_private_name_is_still_there():
         assert callable(getattr(torch._C, name))
     for name in ("_add_batch_dim", "_remove_batch_dim"):
         assert callable(getattr(torch, name))
+
+
+MISSING = """
+import warnings
+
+import torch
+
+del torch.nn.modules.module._has_any_global_hook
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import funcckpt
+
+assert ["Until then only remat is there" in str(w.message) for w in said] == [True], said
+assert funcckpt.__all__ == ["remat"]
+scale, x = torch.tensor(2.0), torch.arange(3.0)
+f = lambda x: (x * scale).sin()
+got = torch.func.vmap(torch.func.grad(funcckpt.remat(f)))(x)
+torch.testing.assert_close(got, scale * (x * scale).cos())
+"""
+
+
+def test_a_missing_name_leaves_the_plain_function():
+    subprocess.run([sys.executable, "-c", MISSING], check=True)

@@ -1,13 +1,9 @@
-"""Graphs that torch.compile traces, and the versions by which it knows whether a dict has changed.
-
-The compiler takes seconds to import, so it is imported when needed.
-"""
+"""Graphs that torch.compile traces. The compiler takes seconds to import, so it is imported when needed."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,15 +11,6 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor
 
 from .functorch import T, current_level, dispatch_modes, get_proxy_mode
-
-# Gives the version of a dict, a number that each write changes: the guards of compiled code compare it. To
-# look at the content of all modules of a model takes ten times longer. That is done where the function is
-# missing; where threads run at once, for which its table is not made; and in Python 3.13.0, where it misses
-# attributes (python/cpython#125608).
-dict_version: Callable[[Any], int] | None = None
-if sys.version_info[:3] != (3, 13, 0) and getattr(sys, "_is_gil_enabled", lambda: True)():
-    with suppress(ImportError):
-        from torch._C._dynamo.guards import dict_version
 
 
 def known_to_dynamo(f: T) -> T:

@@ -28,7 +28,7 @@ import torch
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 
-from .._torch.dynamo import dict_version
+from .._torch.versions import dict_version
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about

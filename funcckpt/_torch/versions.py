@@ -1,0 +1,17 @@
+"""The versions of dicts. Without them, all is right, but slower."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+# Gives the version of a dict, a number that each write changes: the guards of compiled code compare it. To
+# look at the content of all modules of a model takes ten times longer. That is done where the function is
+# missing; where threads run at once, for which its table is not made; and in Python 3.13.0, where it misses
+# attributes (python/cpython#125608).
+dict_version: Callable[[Any], int] | None = None
+if sys.version_info[:3] != (3, 13, 0) and getattr(sys, "_is_gil_enabled", lambda: True)():
+    with suppress(ImportError):
+        from torch._C._dynamo.guards import dict_version
