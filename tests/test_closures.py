@@ -17,10 +17,10 @@ import pytest
 import torch
 from compositions.functions import Pair
 from oracles import CAPTURES, F64, compare, tensor
-from support import WRAPS, registered
+from support import WRAPS, assert_same, registered
 from torch import nn
 
-from funcckpt import ClosureError, EscapeError, MutationError, remat
+from funcckpt import ClosureError, EscapeError, MutationError, checkpoint, remat
 from funcckpt.closures import Found
 
 GLOBAL = None
@@ -330,6 +330,21 @@ def test_hidden_is_right_or_named(kind, transform, wrap):
         text = str(error)
         assert "3" in text and "float64" in text, text  # shape and dtype of the tensor
         assert "lambda" in text or ".f" in text or " f" in text, text  # the function
+
+
+def test_a_pullback_behind_which_something_is_differentiated():
+    def inside(wrap, x):
+        _, pull = torch.func.vjp(torch.sin, x)
+        return wrap(lambda u: u * pull(u)[0])(x).sum()
+
+    with pytest.raises(ClosureError, match=r"call torch\.func\.vjp inside of the function"):
+        torch.func.grad(functools.partial(inside, remat))(tensor(3))
+    x = tensor(3, requires_grad=True)
+    with pytest.raises(ClosureError, match=r"call torch\.func\.vjp inside of the function"):
+        inside(remat, x * 2)
+    assert_same(torch.autograd.grad(inside(remat, x), x), torch.autograd.grad(inside(lambda f: f, x), x))
+    hooks = lambda f: lambda u: checkpoint(f, u)
+    assert_same(torch.autograd.grad(inside(hooks, x), x), torch.autograd.grad(inside(lambda f: f, x), x))
 
 
 def test_a_leaf_that_somebody_else_holds():

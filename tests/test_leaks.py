@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
 from funcckpt import checkpoint, policies, remat
+from funcckpt.meter import Meter
 
 
 @contextmanager
@@ -232,6 +233,22 @@ def test_no_reference_cycle_after_an_error():
 
     tensors = lambda f: sum(issubclass(type(o), torch.Tensor) for o in cyclic_garbage(lambda: run(f)))
     assert tensors(remat(fails)) <= tensors(fails)
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
+def test_a_logged_statistic_keeps_nothing_that_a_policy_kept(policy):
+    layer, log, live = nn.Linear(64, 64), [], []
+
+    def f(x):
+        y = layer(x)
+        log.append(y.detach().norm())
+        return y.exp().sin()
+
+    with Meter() as meter:
+        for _ in range(4):
+            remat(f, policy=policy)(torch.ones(100, 64)).sum().backward()
+            live.append(meter.live_bytes)
+    assert live[-1] - live[0] < 1000, live
 
 
 @pytest.mark.parametrize("is_argument", [False, True])

@@ -9,7 +9,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import aot_function, nop
 from oracles import tensor
+from support import assert_same
 from torch.func import grad, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -488,3 +490,14 @@ def test_numbers_that_are_drawn_after_kept_ones():
 
     keeps = [torch.ops.aten.rand_like.default, torch.ops.aten.mul.Tensor]
     assert_close(gradient(functools.partial(remat, policy=keeps)), gradient(lambda f: f))
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
+def test_aot_autograd(policy):
+    """It traces on tensors that no mode but its own takes."""
+    loss = lambda w, x: torch.tanh(x @ w).sin().sum()
+    samples = lambda f: lambda w, x: vmap(grad(f), (None, 0))(w, x).square().sum()
+    w, x = tensor(3, 3, seed=1).requires_grad_(), tensor(4, 2, 3, seed=2)
+    for of in (lambda f: f, samples):
+        got = aot_function(of(remat(loss, policy=policy)), nop)(w, x)
+        assert_same(torch.autograd.grad(got, w), torch.autograd.grad(of(loss)(w, x), w))

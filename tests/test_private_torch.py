@@ -13,7 +13,7 @@ from torch.utils import checkpoint as module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
-from funcckpt._torch import autograd, functorch, versions, wrappers
+from funcckpt._torch import autograd, functorch, objects, wrappers
 
 leaf = lambda: torch.ones(3, requires_grad=True)
 
@@ -196,7 +196,7 @@ def test_a_tensor_is_saved_as_by_an_operator():
 def test_each_write_to_a_dict_gives_it_another_version():
     """Without versions, the content of all modules is compared: right, but slow."""
     if sys.version_info[:3] == (3, 13, 0):  # python/cpython#125608, mended in 3.13.1
-        assert versions.dict_version is None
+        assert objects.dict_version is None
         return
 
     class Plain:
@@ -213,9 +213,9 @@ def test_each_write_to_a_dict_gives_it_another_version():
         there = x.__dict__
         for write in (store, set_item):
             for i in range(100):
-                seen.append(versions.dict_version(there))
+                seen.append(objects.dict_version(there))
                 write(x, i)
-                assert versions.dict_version(there) != seen[-1]
+                assert objects.dict_version(there) != seen[-1]
         for write in (
             lambda d: d.update(b=1),
             lambda d: d.setdefault("c", 2),
@@ -225,12 +225,18 @@ def test_each_write_to_a_dict_gives_it_another_version():
             lambda d: d.popitem(),
             lambda d: d.clear(),
         ):
-            before = versions.dict_version(there)
+            before = objects.dict_version(there)
             write(there)
-            assert versions.dict_version(there) != before
-        before = versions.dict_version(there)
+            assert objects.dict_version(there) != before
+        before = objects.dict_version(there)
         there.get("a"), [*there], there.copy(), there | {"a": 1}
-        assert versions.dict_version(there) == before
+        assert objects.dict_version(there) == before
+
+
+def test_a_pullback_is_recognised():
+    """Without it, the gradient of what f computes by a captured one is zero."""
+    assert objects.is_pullback(torch.func.vjp(torch.sin, torch.ones(2))[1])
+    assert objects.is_pullback(torch.func.vjp(lambda x: (x, x), torch.ones(2), has_aux=True)[1])
 
 
 def test_every_private_name_is_still_there():

@@ -10,7 +10,14 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
 
-from .functorch import T, current_level, dispatch_modes, get_proxy_mode
+from .functorch import (
+    T,
+    current_level,
+    dispatch_modes,
+    get_proxy_mode,
+    is_tracing,
+    number_of_dispatch_modes,
+)
 
 
 def known_to_dynamo(f: T) -> T:
@@ -36,6 +43,11 @@ def torch_checkpoint_of_graph(graph: torch.fx.GraphModule, args: Sequence[Any]) 
 def is_traced_by_aot_autograd() -> bool:
     """Whether AOTAutograd traces now, below Dynamo. (The eager backend has no AOTAutograd.)"""
     return any([type(mode).__name__ == "FunctionalTensorMode" for mode in dispatch_modes()])
+
+
+def is_traced() -> bool:
+    """Whether make_fx or AOTAutograd traces now: their tensors are for their own modes alone."""
+    return is_tracing() or (number_of_dispatch_modes() > 0 and is_traced_by_aot_autograd())
 
 
 def traced_value(x: Any) -> Any:

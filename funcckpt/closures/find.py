@@ -28,7 +28,7 @@ import torch
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 
-from .._torch.versions import dict_version
+from .._torch.objects import dict_version, is_pullback
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
@@ -146,6 +146,8 @@ class Found:
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
+                if kind is kinds.FUNCTION and not everything and is_pullback(value):
+                    continue  # its tensors belong together, and the net finds what is differentiated
                 owner: Any = cls
                 if isinstance(value, type):
                     of, owner = about(value), value

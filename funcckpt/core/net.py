@@ -18,7 +18,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute, recording
 from .program import Program, Recording, UserProgram
@@ -66,7 +66,7 @@ def run_first(
         own[(id(x), autograd.LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
     first_node = functorch.next_sequence_number()
     record: recording.Record | None = None
-    if source.chooser is not None and not functorch.is_tracing():
+    if source.chooser is not None and not dynamo.is_traced():
         if records or "grad" in [layer.kind for layer in layers]:
             record = recording.Record(program, source.chooser)
     shadows = functorch.shadows(layers) if layers else nullcontext(())
@@ -126,5 +126,6 @@ def _below_shadows(
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     return ClosureError(
         f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
-        f"captured tensors did not find{then}. Pass it as an argument."
+        f"captured tensors did not find{then}. Pass it as an argument. (If it is behind a pullback, call "
+        "torch.func.vjp inside of the function.)"
     )

@@ -284,9 +284,9 @@ class Vjp(Derived):
     out_dims: functorch.Dims = ()
 
     def __post_init__(self) -> None:
-        # A pullback records by itself, so no Recording is needed. But f may look at a graph that only an
-        # inner level differentiates: then it stays.
-        if isinstance(self.inner, Recording) and set(self.inner.differentiated) <= set(self.wrt):
+        # A pullback records by itself, so no Recording of the same is needed. But f may look at what requires
+        # grad at an inner level.
+        if isinstance(self.inner, Recording) and set(self.inner.differentiated) == set(self.wrt):
             self.inner = self.inner.inner
         self.source = self.inner.source
 

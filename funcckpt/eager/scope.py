@@ -214,14 +214,15 @@ class _Block(TorchDispatchMode):
         # Avoids a reference cycle: other hooks refer to what they keep, and that may refer to this block.
         self.pack = self._below = None
         for ref in self._tensors:
-            x = ref()
-            if type(x) is Tensor and (found := _find(x, self)) is not None:
+            x: Any = ref()
+            # (What was computed from a tensor of an earlier block is a ScopedTensor already.)
+            if type(x) in (Tensor, ScopedTensor) and (found := _find(x, self)) is not None:
                 found[1].version = version_of(x)
                 if x.grad_fn is not None:
                     graph = _Graph()
-                    x.grad_fn.metadata[graph] = None  # type: ignore[index]
+                    x.grad_fn.metadata[graph] = None
                     self._graphs.add(weakref.ref(graph, self._forget))
-                x.__class__ = ScopedTensor  # type: ignore[assignment]
+                x.__class__ = ScopedTensor
         self._tensors.clear()
         self._kept.clear()
 
@@ -249,6 +250,10 @@ class _Block(TorchDispatchMode):
             if (found := _find(x, self)) is not None
         }
         changed = {*map(id, written(func, args, kwargs))}
+        copied = [i for i, x in tensors.items() if id(x) in changed and i not in views]
+        # Beside what they make, some operators write to buffers, and no version tells (observers of ranges).
+        makes_new = copied and any([x.alias_info is None for x in func._schema.returns])
+        before = {i: tensors[i].clone() for i in copied} if makes_new else {}
         streams = world.states_drawn_from(func, args, kwargs)
         with unwatched():  # a policy would hand out what an earlier run has made in a scope
             out = run_operator(func, args, kwargs)
@@ -264,8 +269,7 @@ class _Block(TorchDispatchMode):
         writes = {views[i].source for i, x in tensors.items() if id(x) in changed and i in views}
         if makes or writes:
             for i, x in tensors.items():
-                leaves[i] = views[i] if i in views else self._keep(x)
-            copied = [i for i, x in tensors.items() if id(x) in changed and i not in views]
+                leaves[i] = views[i] if i in views else self._keep(before.get(i, x))
             self._operations.append(_Operation(func, leaves, structure, copied, makes, writes, streams))
         return out
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import world
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import CheckpointError
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of, written_storages
@@ -212,6 +212,8 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         if not replay.met or (isinstance(raised, Redo) and raised.replay is not replay):
             raise
         error = raised.with_traceback(None)  # its frames would keep tensors alive
+    finally:
+        replay.coming = ()  # f may store a result that was skipped, which refers to the replay
     if replay.key is not None:
         _plans[replay.key] = {}
     outputs = program.run(*inputs)
@@ -223,7 +225,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     """The mode for a recomputation, if there is anything to hand out, to skip or to learn."""
     # A compiler removes unused operators from a traced graph.
-    if not program.is_pullback or program.source.is_compiled or functorch.is_tracing():
+    if not program.is_pullback or program.source.is_compiled or dynamo.is_traced():
         return None
     source, kept, tensors = _given.get()
     if kept is not None and source is program.source:

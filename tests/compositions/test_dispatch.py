@@ -178,3 +178,38 @@ def operators_that_choose_a_kernel_by_what_requires_grad(wrap, x, w):
         vmap(pullback)(pair(w), pair(w.t())),
         jvp(pullback, (w, w.t()), (w, w)),
     )
+
+
+@case
+def what_depends_on_an_outer_level_alone(wrap, x, w):
+    """To f, at the inner level, it does not require grad; nor does it in a recomputation."""
+
+    def meta(s):
+        def f(u):
+            c = s + 1.0
+            return (c * 2 if c.requires_grad else c) * u.sin()
+
+        return grad(lambda z: wrap(f)(z * s).sin().sum())(x).sum()
+
+    return grad(meta)(x[0] + 0.5), grad(grad(meta))(x[0])
+
+
+@case
+def pullbacks_that_f_captures(wrap, x, w):
+    """Of torch.func.vjp, before or around the checkpoint; the graph behind them cannot be rebuilt."""
+    _, pull = vjp(lambda u: torch.tanh(w @ u), x.detach())
+    loss = lambda u: pull(u)[0].square().sum()
+
+    def inside(z):
+        _, pull = vjp(lambda u: torch.tanh(w @ u), z)
+        return wrap(lambda u: u * pull(u)[0])(z.sin())
+
+    return (
+        grad(wrap(loss))(x),
+        grad(wrap(lambda pull, u: pull(u)[0].square().sum()), 1)(pull, x),
+        jacrev(jacrev(wrap(loss)))(x),
+        jvp(wrap(loss), (x,), (x.cos(),)),
+        vmap(grad(wrap(loss)))(pair(x)),
+        vmap(inside)(pair(x)),
+        jvp(inside, (x,), (x.cos(),)),
+    )

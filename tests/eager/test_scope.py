@@ -290,6 +290,39 @@ def test_changed_after_the_block():
     assert_same(torch.autograd.grad(before.sum(), c)[0], a.sin().detach())
 
 
+@pytest.mark.parametrize("change", ["add", "tanh"])
+def test_a_result_of_a_second_block_is_changed(change):
+    v, w, x = leaf(4, 4), leaf(4, 4), torch.ones(3, 4, dtype=D)
+
+    def run(scope):
+        with scope():
+            y = x @ w
+        with scope():
+            z = y @ v
+        z = z.add_(y) if change == "add" else z.tanh_()
+        return torch.autograd.grad(z.square().mean(), (v, w))
+
+    assert_same(run(checkpoint_scope), run(nullcontext))
+
+
+def test_observers_of_quantization():
+    w, on = leaf(8, 8), torch.ones(1, dtype=torch.long)
+
+    def run(scope):
+        lo, hi = torch.zeros(1), torch.zeros(1)
+        scale, zero, gradients = torch.ones(1), torch.zeros(1, dtype=torch.int), []
+        for k in (1, 5):
+            x = torch.linspace(-k, k, 40).view(5, 8)
+            with scope():
+                y = torch.fused_moving_avg_obs_fake_quant(
+                    x @ w.float(), on, on, lo, hi, scale, zero, 0.1, 0, 255, -1
+                )
+            gradients += torch.autograd.grad(y.square().sum(), w)
+        return gradients, lo, hi, scale
+
+    assert_same(run(checkpoint_scope), run(nullcontext))
+
+
 @pytest.mark.parametrize("changed", ["input", "kept"])
 def test_what_was_changed_is_noticed(changed):
     """An input of the recomputation; or what is kept, which has its version checked."""

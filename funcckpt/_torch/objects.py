@@ -1,4 +1,7 @@
-"""The versions of dicts. Without them, all is right, but slower."""
+"""What the search for what f refers to knows of objects: the versions of dicts, and pullbacks of torch.func.
+
+`core.primitive` needs this module, which therefore imports no other.
+"""
 
 from __future__ import annotations
 
@@ -15,3 +18,9 @@ dict_version: Callable[[Any], int] | None = None
 if sys.version_info[:3] != (3, 13, 0) and getattr(sys, "_is_gil_enabled", lambda: True)():
     with suppress(ImportError):
         from torch._C._dynamo.guards import dict_version
+
+
+def is_pullback(function: Any) -> bool:
+    """Whether a function is what `torch.func.vjp` returns. The graph behind its tensors cannot be rebuilt."""
+    name: str = function.__qualname__
+    return name == "_vjp_with_argnums.<locals>.wrapper"
