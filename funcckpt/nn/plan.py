@@ -3,9 +3,8 @@
 Each plan is measured: the whole step runs under a meter. Few runs are enough, since blocks are alike: what a
 choice saves and recomputes is measured for all blocks of a kind at once. The first and the last block are
 kinds of their own, since the peak is next to one of them. Assuming that savings add up, these numbers give
-the plans that may be best. Bisection finds the cheapest of them that fits. Then single blocks get cheaper
-choices as long as the plan fits. Of equal plans two are tried, with early or with late blocks recomputed:
-what early blocks keep is alive for longer.
+the plans that may be best. Bisection finds the cheapest of them that fits. Of equal plans two are tried, with
+early or with late blocks recomputed: what early blocks keep is alive for longer.
 """
 
 from __future__ import annotations
@@ -347,17 +346,8 @@ def _search(
         late = [plan[::-1] for plan in _promising(each[::-1], grain)]
         both = [*zip(_promising(each, grain), late, strict=False)]
         bisect_left(both, True, key=lambda plans: any(map(fits, plans)))
-        near = partial(_neighbours, kinds=kinds, effects=effects)
-        lowest = min(costs, key=peak_of)
-        while not fits(lowest):
-            lower = min([plan for _, plan in near(lowest)], key=peak_of)
-            if peak_of(lower) >= peak_of(lowest):
-                break
-            lowest = lower
-        fitting = [*filter(fits, [*costs])] or [lowest]
+        fitting = [*filter(fits, [*costs])] or [min(costs, key=peak_of)]
         best = min(fitting, key=lambda plan: (costs[plan].flops, -plan.count("keep")))
-        while better := next((plan for more, plan in near(best) if more < 0 and fits(plan)), None):
-            best = better
     cost = costs[best]
     blocks = [
         Block(name, choice, cost.kept_bytes[name], max(0, effects[kind][choice][1] - 1))
@@ -382,13 +372,3 @@ def _promising(effects: list[dict[str, tuple[int, int]]], grain: int) -> list[_C
             if not plans or found[0] > plans[-1][0] + grain:
                 plans.append(found)
     return [plan for _, _, plan in plans]
-
-
-def _neighbours(plan: _Choices, kinds: list[Any], effects: dict[Any, Any]) -> list[tuple[int, _Choices]]:
-    """Plans with another choice for one block (the last of its kind and choice), with their added FLOPs."""
-    found = {}
-    for i, kind in enumerate(kinds):
-        for choice in effects[kind].keys() - {plan[i]}:
-            more = effects[kind][choice][1] - effects[kind][plan[i]][1]
-            found[kind, plan[i], choice] = more, (*plan[:i], choice, *plan[i + 1 :])
-    return sorted(found.values())
