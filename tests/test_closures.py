@@ -337,12 +337,32 @@ def test_a_pullback_behind_which_something_is_differentiated():
         _, pull = torch.func.vjp(torch.sin, x)
         return wrap(lambda u: u * pull(u)[0])(x).sum()
 
-    with pytest.raises(ClosureError, match=r"call torch\.func\.vjp inside of the function"):
-        torch.func.grad(functools.partial(inside, remat))(tensor(3))
+    both = torch.stack([tensor(3), tensor(3)])
+    for transform in (
+        lambda f: torch.func.grad(f)(tensor(3)),
+        lambda f: torch.func.jvp(torch.func.grad(f), (tensor(3),), (tensor(3),)),
+        lambda f: torch.func.vmap(torch.func.grad(f))(both),
+    ):
+        with pytest.raises(ClosureError, match=r"Call torch\.func\.vjp inside of the function"):
+            transform(functools.partial(inside, remat))
     x = tensor(3, requires_grad=True)
     with pytest.raises(ClosureError, match=r"call torch\.func\.vjp inside of the function"):
         inside(remat, x * 2)
     assert_same(torch.autograd.grad(inside(remat, x), x), torch.autograd.grad(inside(lambda f: f, x), x))
+    _, pull = torch.func.vjp(torch.tanh, x.detach())
+
+    def named_like_a_pullback(wrap):
+        scale = 2.0
+
+        @functools.wraps(pull)
+        def scaled(u):
+            return pull(u)[0] * scale
+
+        y = wrap(lambda u: scaled(u.sin()))(x)
+        scale = 5.0
+        return torch.autograd.grad(y.sum(), x)
+
+    assert_same(named_like_a_pullback(remat), named_like_a_pullback(lambda f: f))
     hooks = lambda f: lambda u: checkpoint(f, u)
     assert_same(torch.autograd.grad(inside(hooks, x), x), torch.autograd.grad(inside(lambda f: f, x), x))
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call, grad, vjp, vmap
 
 from funcckpt import checkpoint, policies, remat
+from funcckpt.core.call import Call
 from funcckpt.meter import Meter
 
 
@@ -249,6 +250,8 @@ def test_a_logged_statistic_keeps_nothing_that_a_policy_kept(policy):
             remat(f, policy=policy)(torch.ones(100, 64)).sum().backward()
             live.append(meter.live_bytes)
     assert live[-1] - live[0] < 1000, live
+    gc.collect()
+    assert not any(type(x) is Call for x in gc.get_objects())
 
 
 @pytest.mark.parametrize("is_argument", [False, True])

@@ -22,5 +22,7 @@ if sys.version_info[:3] != (3, 13, 0) and getattr(sys, "_is_gil_enabled", lambda
 
 def is_pullback(function: Any) -> bool:
     """Whether a function is what `torch.func.vjp` returns. The graph behind its tensors cannot be rebuilt."""
-    name: str = function.__qualname__
-    return name == "_vjp_with_argnums.<locals>.wrapper"
+    if function.__qualname__ != "_vjp_with_argnums.<locals>.wrapper":
+        return False
+    module: str = function.__globals__.get("__name__", "")  # another function may have been given this name
+    return module == "torch._functorch.eager_transforms"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found, Rebuilt, code_of, exchange_stored, search, stored
-from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
+from ..errors import CheckpointError, ClosureError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
 from ..tape.tape import unwatched, watch_of
@@ -138,6 +138,8 @@ class Call(UserProgram):
         """
         if self.found.opaque:
             self._check_not_sharded()
+        if self.found.pullbacks:
+            self._check_pullbacks()
         inputs = self.take_inputs()
         handed_back = [*inputs, *self._constants]
         if self.found.updates_statistics:
@@ -175,6 +177,17 @@ class Call(UserProgram):
                     "parameters would get no gradient. Use checkpoint without policy=, or with context_fn=; "
                     "or wrap the module in funcckpt.nn.Remat, and shard that."
                 )
+
+    def _check_pullbacks(self) -> None:
+        """Raise if f may call a pullback that was made inside of a transform which is still active."""
+        self.way_out = "If it is behind a pullback, call torch.func.vjp inside of the function."
+        behind = Found((*self.found.pullbacks,), everything=True).tensors
+        if self.layers and (at_levels := tensors.at_active_levels(behind.values())):
+            x = describe(behind[min(at_levels)])
+            raise ClosureError(
+                f"remat({self.name}) refers to a pullback of torch.func.vjp (with {x}) that was made inside of a "
+                "transform which is still active. Call torch.func.vjp inside of the function."
+            )
 
     def take_inputs(self) -> list[Tensor]:
         inputs = self._inputs

@@ -126,6 +126,5 @@ def _below_shadows(
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     return ClosureError(
         f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
-        f"captured tensors did not find{then}. Pass it as an argument. (If it is behind a pullback, call "
-        "torch.func.vjp inside of the function.)"
+        f"captured tensors did not find{then}. {source.way_out}"
     )

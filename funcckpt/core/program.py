@@ -75,6 +75,8 @@ class UserProgram(Program):
     captured: Sequence[Tensor] = ()
     # The captured inputs that require grad in plain autograd, but on which no output depends.
     unused: Sequence[int] = ()
+    # What to do if a tensor was not found.
+    way_out = "Pass it as an argument."
     # Asks the policy in the first run.
     chooser: Chooser | None = None
 
@@ -318,8 +320,8 @@ class Vjp(Derived):
         # A batched pullback uses the formulas of torch.func (create_graph=True). Without it, autograd prefers
         # some that have a wrong batching rule (lu_solve under two vmaps).
         # So do graphs that make_fx traces: they may be differentiated later.
-        is_traced = functorch.number_of_dispatch_modes() > 0 and functorch.is_tracing()
-        create_graph = nested or is_traced or self.unbatched is not None
+        will_be_graph = functorch.number_of_dispatch_modes() > 0 and functorch.is_tracing()
+        create_graph = nested or will_be_graph or self.unbatched is not None
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
             create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
         gradients = self.pull(outputs, leaves, create_graph, *cotangents)

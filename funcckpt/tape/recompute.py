@@ -43,7 +43,7 @@ class Redo(CheckpointError):
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(
-            f"A value is read that a recomputation of {replay.source.name} has skipped, and has stored all "
+            f"A value is read that a recomputation of {replay.name} has skipped, and has stored all "
             "the same, as in a list to which it appends. Return such a value from the function."
         )
         self.replay = replay
@@ -104,7 +104,7 @@ class Replay(Watch):
 
     def __init__(self, source: Any, known: Mapping[int, Call] | None) -> None:
         super().__init__(source, Tape() if known is None else None)
-        self.known = known or {}
+        self.name, self.known = source.name, known or {}
         self.placeholders: list[weakref.ref[Placeholder]] = []
         self._storages: set[int] = set()  # of the kept values that were handed out
 
@@ -213,7 +213,8 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             raise
         error = raised.with_traceback(None)  # its frames would keep tensors alive
     finally:
-        replay.coming = ()  # f may store a result that was skipped, which refers to the replay
+        # f may store a result that was skipped: it refers to the replay, which then holds nothing else.
+        replay.coming, replay.known, replay.source = (), {}, None
     if replay.key is not None:
         _plans[replay.key] = {}
     outputs = program.run(*inputs)

@@ -196,7 +196,7 @@ def what_depends_on_an_outer_level_alone(wrap, x, w):
 
 @case
 def pullbacks_that_f_captures(wrap, x, w):
-    """Of torch.func.vjp, before or around the checkpoint; the graph behind them cannot be rebuilt."""
+    """Of torch.func.vjp. The graph behind them cannot be rebuilt."""
     _, pull = vjp(lambda u: torch.tanh(w @ u), x.detach())
     loss = lambda u: pull(u)[0].square().sum()
 
