@@ -53,6 +53,7 @@ _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_
 _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
 # The key of a class or an imported module: the object needs it, but it is not part of its content.
 _BESIDE = object()
+_KEY = "a key"
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
@@ -207,6 +208,8 @@ class Found:
                             empty.append(item)
                         else:
                             pending.append((item, number, name))
+                if kind in kinds.KEYED and not kinds.ATOMS.issuperset(map(type, content)):
+                    pending += [(key, number, _KEY) for key in content if isinstance(key, nn.Module)]
                 if of.has_own:
                     for base in owner.__mro__:
                         if not is_library(base.__module__):

@@ -65,6 +65,7 @@ TENSOR = Kind()
 OBJECTS = frozenset({MODULE, OBJECT, SLOTTED, LOCAL})
 OWNERS = frozenset({MODULE, OBJECT})  # of a `__dict__` that is a dict of their own
 MAPPINGS = frozenset({DICT, GLOBALS, NAMESPACE})
+KEYED = frozenset({DICT, RECORD})  # Their keys may be modules.
 # Kinds that refer to others only by their `__dict__`.
 SPACES = frozenset({MODULE, OBJECT, CLASS, LOCAL})
 # Kinds that do not change.
@@ -155,8 +156,8 @@ def _kind_of(cls: Any) -> Kind | None:
         if slots_of(cls):
             return None  # a copy would lack what they hold
         return RECORD if cls.__dictoffset__ and not _computes_dict(cls) else DICT
-    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return TUPLE
+    if issubclass(cls, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
+        return TUPLE  # the latter are results of torch, as of `torch.linalg.qr`
     if is_plain_python(cls):
         return SLOTTED if slots_of(cls) else OBJECT
     return None

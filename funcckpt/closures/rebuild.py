@@ -109,7 +109,11 @@ class Rebuilt:
             else:
                 new = {} if cls is dict else kinds.emptied(node.like if value is None else value)
             self._built[number] = new  # before its content is made, which may refer to it
-            items = self._placed[number] = self._items(node.content)
+            items = self._items(node.content)
+            if kind in kinds.KEYED and not {*map(id, items)}.isdisjoint(self._dirty):
+                keys = self._items(dict(zip(items, items, strict=True)))
+                items = {keys[name]: x for name, x in items.items()}
+            self._placed[number] = items
             original = value
             if value is None and isinstance(node.like, weakref.ref):
                 original = node.like()
@@ -135,8 +139,7 @@ class Rebuilt:
                 new = cls.__new__(cls, items["func"])
                 new.__setstate__((*parts,))
             elif kind is kinds.TUPLE:
-                # Not by the __new__ of a named tuple, which may be the user's.
-                new = frozenset(parts) if cls is frozenset else tuple.__new__(cls, parts)
+                new = _tuple_of(cls, parts)
             elif kind is kinds.COMPILED:
                 (new,) = parts  # recomputed without compilation
             else:
@@ -166,7 +169,7 @@ class Rebuilt:
             if now.keys() != placed.keys() or not all(map(operator.is_, map(placed.get, now), now.values())):
                 anew = _made_anew(node)
                 before, after = [
-                    {name: get(id(x), x) for name, x in items.items() if name not in anew}
+                    {get(id(name), name): get(id(x), x) for name, x in items.items() if name not in anew}
                     for items in (placed, now)
                 ]
                 _put(node.kind, node.value, before, after)
@@ -236,6 +239,12 @@ def exchange_stored(
     return {*after}
 
 
+def _tuple_of(cls: Any, items: Iterable[Any]) -> Any:
+    if cls is frozenset or hasattr(cls, "n_sequence_fields"):
+        return cls([*items])
+    return tuple.__new__(cls, items)  # not by the __new__ of a named tuple, which may be the user's
+
+
 def _exchanged(
     x: Any, after: dict[int, Any], alive: Callable[[Tensor], Tensor], places: list[Any], depth: int = 0
 ) -> Any:
@@ -249,7 +258,7 @@ def _exchanged(
             after[id(x)] = x
             items = [_exchanged(item, after, alive, places, depth + 1) for item in x]
             if any(map(operator.is_not, items, x)):
-                after[id(x)] = frozenset(items) if cls is frozenset else tuple.__new__(cls, items)
+                after[id(x)] = _tuple_of(cls, items)
         elif kind in _WRITABLE:
             after[id(x)] = x
             places.append(Node(kind, cls, x, {}, 0, ""))

@@ -179,15 +179,17 @@ class Call(UserProgram):
                 )
 
     def _check_pullbacks(self) -> None:
-        """Raise if f may call a pullback that was made inside of a transform which is still active."""
-        self.way_out = "If it is behind a pullback, call torch.func.vjp inside of the function."
+        """Raise if f may call a pullback of something differentiated: no recomputation has that one."""
         behind = Found((*self.found.pullbacks,), everything=True).tensors
-        if self.layers and (at_levels := tensors.at_active_levels(behind.values())):
-            x = describe(behind[min(at_levels)])
-            raise ClosureError(
-                f"remat({self.name}) refers to a pullback of torch.func.vjp (with {x}) that was made inside of a "
-                "transform which is still active. Call torch.func.vjp inside of the function."
-            )
+        at_levels = tensors.at_active_levels(behind.values()) if self.layers else ()
+        for key, x in behind.items():
+            if key in at_levels or wrappers.below_wrappers(x).grad_fn is not None:
+                pullback = f"a pullback of torch.func.vjp ({describe(x)})"
+                raise ClosureError(
+                    f"remat({self.name}) refers to {pullback} that was made inside of a transform which is "
+                    "still active, or from tensors that require grad. Call torch.func.vjp inside of the "
+                    "function."
+                )
 
     def take_inputs(self) -> list[Tensor]:
         inputs = self._inputs

@@ -11,6 +11,7 @@ which this graph begins are inputs of R. A parameter that `functional_call` has 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import compress
@@ -109,7 +110,8 @@ def _below_shadows(
 ) -> Tensor:
     # A tensor that is_grads_batched has batched supports few operators, and has no tangent.
     is_legacy = wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y))
-    for layer, level in zip(reversed(layers), reversed(levels), strict=True):
+    while layers:
+        (*layers, layer), (*levels, level) = layers, levels
         if layer.kind == "vmap":
             y, dim = functorch._unwrap_batched(y, level)
             captured = dim is not None
@@ -120,11 +122,18 @@ def _below_shadows(
         if captured:
             depends = f": an output ({describe(y)}) depends on it"
             raise not_given(source, f"that belongs to {layer.kind} at level {level}", depends)
+        if "jvp" in map(_kind, layers):  # tangents are seen only from their own level
+            interpreter = functorch.peek_interpreter_stack()
+            assert interpreter is not None
+            return functorch.below(interpreter, _below_shadows, y, layers, levels, source)
     return y
+
+
+_kind = operator.attrgetter("kind")
 
 
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     return ClosureError(
         f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
-        f"captured tensors did not find{then}. {source.way_out}"
+        f"captured tensors did not find{then}. Pass it as an argument."
     )

@@ -75,8 +75,6 @@ class UserProgram(Program):
     captured: Sequence[Tensor] = ()
     # The captured inputs that require grad in plain autograd, but on which no output depends.
     unused: Sequence[int] = ()
-    # What to do if a tensor was not found.
-    way_out = "Pass it as an argument."
     # Asks the policy in the first run.
     chooser: Chooser | None = None
 

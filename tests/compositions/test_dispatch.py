@@ -195,6 +195,25 @@ def what_depends_on_an_outer_level_alone(wrap, x, w):
 
 
 @case
+def results_of_operators_with_names(wrap, x, w):
+    """A torch.return_types is a tuple, and no named tuple of Python."""
+
+    def gradient(x):
+        q = torch.linalg.qr(w + torch.diag(x) * 3)
+        values = torch.sort(x * w[0])
+        return grad(wrap(lambda u: ((u @ q.R).sin() * values.values * values[0].cos()).sum()))(
+            x.detach().cos()
+        )
+
+    return (
+        jvp(gradient, (x,), (x.cos(),)),
+        jacrev(gradient)(x),
+        vmap(gradient)(pair(x)),
+        grad(lambda x: gradient(x).sum())(x),
+    )
+
+
+@case
 def pullbacks_that_f_captures(wrap, x, w):
     """Of torch.func.vjp. The graph behind them cannot be rebuilt."""
     _, pull = vjp(lambda u: torch.tanh(w @ u), x.detach())
