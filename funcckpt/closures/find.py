@@ -53,7 +53,6 @@ _STATISTICS = [name for name in dir(torch) if "batch_norm" in name or "instance_
 _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
 # The key of a class or an imported module: the object needs it, but it is not part of its content.
 _BESIDE = object()
-_KEY = "a key"
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 _MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
 
@@ -125,6 +124,7 @@ class Found:
         met: set[int] = set()
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
+        keyed: list[Node] = []  # dicts with keys that are no atoms
         known: list[int] = []
         first = root[0] if type(root) is tuple and root else root
         first = first.__func__ if type(first) is types.MethodType else first
@@ -209,7 +209,7 @@ class Found:
                         else:
                             pending.append((item, number, name))
                 if kind in kinds.KEYED and not kinds.ATOMS.issuperset(map(type, content)):
-                    pending += [(key, number, _KEY) for key in content if isinstance(key, nn.Module)]
+                    keyed.append(node)
                 if of.has_own:
                     for base in owner.__mro__:
                         if not is_library(base.__module__):
@@ -258,6 +258,11 @@ class Found:
                                 empty.append(item)
                             else:
                                 pending.append((item, id(node.value), name))
+        # Modules that are keys of a dict, if they are found elsewhere, too: a registry may have many others.
+        for node in keyed:
+            for key in node.content:
+                if id(key) in nodes and isinstance(key, nn.Module):
+                    edges += id(key), id(node.value)
         for node in named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
                 space.kind = kinds.NAMESPACE  # a copy of it would not follow the module

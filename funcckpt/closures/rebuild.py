@@ -50,6 +50,8 @@ class Rebuilt:
         self._placed: dict[int, dict[Any, Any]] = {}
         # Classes and context variables, with their content now and during the run.
         self._put_back: list[tuple[Node, dict[Any, Any], dict[Any, Any]]] = []
+        # Dicts that have modules as keys. They are filled at the end: a hash may read attributes.
+        self._keyed: list[tuple[int, dict[Any, Any], dict[int, Any]]] = []
         self.callable = found.root
 
     def __enter__(self) -> Any:
@@ -63,6 +65,9 @@ class Rebuilt:
             if not held.isdisjoint(self._dirty):
                 now = kinds.read(node.kind, node.value, node.names)
                 self._put_back.append((node, now, self._items(node.content)))
+        for number, items, keys in self._keyed:
+            placed = self._placed[number] = {keys[id(key)]: x for key, x in items.items()}
+            _put(self._nodes[number].kind, self._built[number], {}, placed)
         for node, now, then in self._put_back:
             _put(node.kind, node.value, now, then)
         return self.callable
@@ -111,8 +116,8 @@ class Rebuilt:
             self._built[number] = new  # before its content is made, which may refer to it
             items = self._items(node.content)
             if kind in kinds.KEYED and not {*map(id, items)}.isdisjoint(self._dirty):
-                keys = self._items(dict(zip(items, items, strict=True)))
-                items = {keys[name]: x for name, x in items.items()}
+                self._keyed.append((number, items, self._items({id(key): key for key in items})))
+                items = {}
             self._placed[number] = items
             original = value
             if value is None and isinstance(node.like, weakref.ref):
@@ -234,7 +239,12 @@ def exchange_stored(
     for node in places:
         now = kinds.read(node.kind, node.value, node.names)
         then = {name: _exchanged(x, after, alive, places) for name, x in now.items()}
-        if not all(map(operator.is_, then.values(), now.values())):
+        if node.kind in kinds.KEYED and not kinds.ATOMS.issuperset(map(type, now)):
+            keys = [_exchanged(key, after, alive, places) for key in now]
+            if any(map(operator.is_not, keys, now)):  # all are put there anew, in their order
+                _put(node.kind, node.value, now, {key: x for key, x in now.items() if key == "__dict__"})
+                then, now = dict(zip(keys, then.values(), strict=True)), {}
+        if now.keys() != then.keys() or not all(map(operator.is_, then.values(), now.values())):
             _put(node.kind, node.value, now, then)
     return {*after}
 

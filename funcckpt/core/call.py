@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import compress, repeat
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ class Call(UserProgram):
     # there. These are returned beside the outputs, since the levels of a run end with it.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
+    _refused: Mapping[int, Any] = {}  # by id: functions in place of pullbacks that f must not call
     _beside = 0  # how many tensors are returned beside the outputs: these, and updated buffers
 
     def __init__(
@@ -139,7 +140,7 @@ class Call(UserProgram):
         if self.found.opaque:
             self._check_not_sharded()
         if self.found.pullbacks:
-            self._check_pullbacks()
+            self._refused = self._refusals()
         inputs = self.take_inputs()
         handed_back = [*inputs, *self._constants]
         if self.found.updates_statistics:
@@ -178,18 +179,16 @@ class Call(UserProgram):
                     "or wrap the module in funcckpt.nn.Remat, and shard that."
                 )
 
-    def _check_pullbacks(self) -> None:
-        """Raise if f may call a pullback of something differentiated: no recomputation has that one."""
-        behind = Found((*self.found.pullbacks,), everything=True).tensors
-        at_levels = tensors.at_active_levels(behind.values()) if self.layers else ()
-        for key, x in behind.items():
-            if key in at_levels or wrappers.below_wrappers(x).grad_fn is not None:
-                pullback = f"a pullback of torch.func.vjp ({describe(x)})"
-                raise ClosureError(
-                    f"remat({self.name}) refers to {pullback} that was made inside of a transform which is "
-                    "still active, or from tensors that require grad. Call torch.func.vjp inside of the "
-                    "function."
-                )
+    def _refusals(self) -> dict[int, Any]:
+        """By id: what takes the place of pullbacks of something differentiated. No recomputation has them."""
+        refusals: dict[int, Any] = {}
+        for pullback in self.found.pullbacks:
+            behind = Found(pullback, everything=True).tensors.values()
+            at_levels = tensors.at_active_levels(behind) if self.layers else ()
+            for x in behind:
+                if id(x) in at_levels or wrappers.below_wrappers(x).grad_fn is not None:
+                    refusals[id(pullback)] = _refusing(self.name, x)
+        return refusals
 
     def take_inputs(self) -> list[Tensor]:
         inputs = self._inputs
@@ -262,8 +261,12 @@ class Call(UserProgram):
         if found.calls_backward:
             gradients = tensors.gradients_behind((*found.tensors.values(), *inputs))
         rebuilt = None
-        if self._numbers:
-            rebuilt = Rebuilt(found, {key: inputs[i] for key, i in self._numbers.items()})
+        if self._numbers or self._refused:
+            rebuilt = Rebuilt(
+                found, {**{key: inputs[i] for key, i in self._numbers.items()}, **self._refused}
+            )
+            for pullback in found.pullbacks if self._refused else ():
+                rebuilt.originals[id(self._refused.get(id(pullback)))] = pullback
         self._world = world.World()
         self._states = world.states(self._streams)
         drawn = self._drawn = drawing.Drawn(self.name) if functorch.is_tracing() else None
@@ -475,6 +478,18 @@ class Call(UserProgram):
         """The tensors that this call holds itself: constants of f, and copies of values."""
         values = self._outputs.values if self._outputs is not None else ()
         return [*self._constants, *[x for x, _ in values], *self._updated.values()]
+
+
+def _refusing(name: str, x: Tensor) -> Callable[..., Any]:
+    pullback = f"a pullback of torch.func.vjp ({describe(x)})"
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ClosureError(
+            f"remat({name}) calls {pullback} that was made inside of a transform which is still active, or "
+            "from tensors that require grad. Call torch.func.vjp inside of the function."
+        )
+
+    return refuse
 
 
 def check_no_opacus(title: str, f: Any, found: Found) -> None:
