@@ -369,6 +369,20 @@ def test_a_pullback_behind_which_something_is_differentiated():
 
     for g in (uses_the_value_alone, torch.func.grad(uses_the_value_alone)):
         assert_same(g(x.detach(), wrap=remat), g(x.detach()))
+    stored, harmless = types.SimpleNamespace(last=1.0), pull
+
+    def calls_another_one(x, wrap=lambda f: f):
+        pulls = [harmless, torch.func.vjp(torch.sin, x)[1]]
+
+        def f(u):
+            stored.last = None
+            return (pulls[0](u)[0] * u).sum()
+
+        return wrap(f)(x)
+
+    gradient = torch.func.grad(functools.partial(calls_another_one, wrap=remat))(x.detach())
+    assert stored.last is None
+    assert_same(gradient, torch.func.grad(calls_another_one)(x.detach()))
     expected = torch.autograd.grad(uses_the_value_alone(x), x)
     assert_same(torch.autograd.grad(uses_the_value_alone(x, wrap=remat), x), expected)
     hooks = lambda f: lambda u: checkpoint(f, u)

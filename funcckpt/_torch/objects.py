@@ -1,6 +1,6 @@
-"""What the search for what f refers to knows of objects: the versions of dicts, and pullbacks of torch.func.
+"""For the search in `closures`: the versions of dicts, and what a pullback of torch.func is.
 
-`core.primitive` needs this module, which therefore imports no other.
+`core.primitive` searches, too, where other private names are missing. So this module imports none of them.
 """
 
 from __future__ import annotations

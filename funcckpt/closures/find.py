@@ -98,7 +98,7 @@ class Found:
         self.imported: list[tuple[str, Any]] = []
         # The ids of objects in an earlier search that this one continues, and of those in their place.
         self.renamed: dict[int, int] = {}
-        self.made: set[int] = set()  # the latter
+        self.made: set[int] = set()  # those in their place
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         edges = self._edges = list[int]()
         self._added: list[int] = []  # the same, since the call

@@ -33,7 +33,8 @@ class Rebuilt:
     Shared and cyclic references stay shared and cyclic.
     """
 
-    def __init__(self, found: Found, mapped: dict[int, Tensor], changed: Iterable[int] = ()) -> None:
+    def __init__(self, found: Found, mapped: dict[int, Any], changed: Iterable[int] = ()) -> None:
+        """`mapped` has replacements by id: of tensors, and of pullbacks that f must not call."""
         self._nodes = found.nodes
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
         # The replacement of each object, by id of the original; `originals` is the inverse.
@@ -44,7 +45,7 @@ class Rebuilt:
             x.__dict__.update(marks | x.__dict__)
             if nn.Parameter in type(original).__mro__:
                 x._is_param = True  # type: ignore[attr-defined]
-        known = found.tensors
+        known = found.tensors | {id(x): x for x in found.pullbacks} if found.pullbacks else found.tensors
         self.originals: dict[int, Any] = {id(x): known[n] for n, x in mapped.items() if n in known}
         # The initial content of copies to which f may write.
         self._placed: dict[int, dict[Any, Any]] = {}

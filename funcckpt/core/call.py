@@ -262,11 +262,8 @@ class Call(UserProgram):
             gradients = tensors.gradients_behind((*found.tensors.values(), *inputs))
         rebuilt = None
         if self._numbers or self._refused:
-            rebuilt = Rebuilt(
-                found, {**{key: inputs[i] for key, i in self._numbers.items()}, **self._refused}
-            )
-            for pullback in found.pullbacks if self._refused else ():
-                rebuilt.originals[id(self._refused.get(id(pullback)))] = pullback
+            given = {key: inputs[i] for key, i in self._numbers.items()}
+            rebuilt = Rebuilt(found, {**given, **self._refused})
         self._world = world.World()
         self._states = world.states(self._streams)
         drawn = self._drawn = drawing.Drawn(self.name) if functorch.is_tracing() else None
