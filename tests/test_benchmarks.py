@@ -58,9 +58,10 @@ def test_the_script_for_a_gpu(capsys):
     import gpu
 
     assert [gpu.largest(lambda batch, n=n: batch <= n) for n in range(20)] == [*range(20)]
-    plain, ours = gpu.main(["--toy"])[:2]
+    plain, ours, *rest = gpu.main(["--toy"])
     assert ours["largest_batch"] > plain["largest_batch"] > 1
-    assert ours["allocated_bytes"] < plain["allocated_bytes"] and "largest" in capsys.readouterr().out
+    assert ours["peak_bytes"] < plain["peak_bytes"] and "largest" in capsys.readouterr().out
+    assert len({row["problem"] for row in rest}) == 8 and all(row["milliseconds"] > 0 for row in rest)
 
 
 @pytest.mark.parametrize("name", ["overhead", "eager_overhead"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -68,15 +68,21 @@ def gradients(
     return _engine_run_backward(*arguments, accumulate_grad=False)
 
 
-def nodes_of(tensors: Sequence[Tensor], first_node: int = 0) -> Iterator[Any]:
-    """The nodes of the graph of some tensors, from `first_node` on."""
-    pending: list[Any] = [y.grad_fn for y in tensors]
+# An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).
+Edge = tuple[Any, int]
+LEAF = -1
+
+
+def nodes_of(tensors: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0) -> Iterator[Any]:
+    """The nodes of the graph of some tensors, from `first_node` on, and up to the edges in `own`."""
+    pending: list[Edge] = [(y.grad_fn, y.output_nr) for y in tensors]
     seen = {None}
     while pending:
-        node = pending.pop()
-        if node not in seen and node._sequence_nr() >= first_node:
+        edge = pending.pop()
+        node = edge[0]
+        if node not in seen and node._sequence_nr() >= first_node and edge not in own:
             seen.add(node)
-            pending.extend([following for following, _ in node.next_functions])
+            pending.extend(node.next_functions)
             yield node
 
 
@@ -102,11 +108,13 @@ def saved_by(node: Any) -> list[Any]:
     return [x for field in fields for x in (field if isinstance(field, (list, tuple)) else (field,))]
 
 
-# An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).
-Edge = tuple[Any, int]
-LEAF = -1
 # The node of a leaf is told by its type: to ask each node for its name takes as long as the rest of the walk.
 _LEAF_NODE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def edges_of(tensors: Iterable[Tensor]) -> set[Edge]:
+    """The edges at which the graphs of some tensors end."""
+    return {(x.grad_fn, x.output_nr) for x in tensors if x.grad_fn is not None}
 
 
 def entering(

@@ -5,6 +5,7 @@ Public torch does not tell which transforms are active, and cannot apply a rule 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -63,9 +64,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 # Tensors without values, and the mode for them.
 from torch._subclasses import FakeTensor
 
-# Graph nodes are numbered in the order in which they are made: this separates nodes that were made inside
-# of a call from older ones.
-from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
+# Graph nodes are numbered in the order in which they are made.
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 # The one kind of autograd.Function that functorch lets record at a single level.
@@ -101,7 +101,8 @@ class Layer(NamedTuple):
 
     dynamic: Any
     kind: str
-    batch_size: int = 0  # of a vmap
+    batch_size: int = 0  # of a vmap, as the next
+    randomness: str = ""
 
 
 def current_level() -> int:
@@ -165,6 +166,24 @@ class UnguardedMode(TorchDispatchMode):
 zero_tensors_told = partial(_SetExcludeDispatchKeyGuard, DispatchKey.ZeroTensor, False)
 
 
+def next_sequence_number() -> int:
+    """The number of the next node of the graph, which separates nodes made inside of a call from older ones.
+
+    0 with an accelerator in use: its backwards make nodes in other threads, which count by themselves.
+    """
+    return 0 if (module := _accelerator()) is not None and module.is_initialized() else _get_sequence_nr()
+
+
+def uses_accelerator() -> bool:
+    """Whether this process has used an accelerator."""
+    return (module := _accelerator()) is not None and module.is_initialized()
+
+
+@functools.cache
+def _accelerator() -> Any:
+    return torch.get_device_module() if torch.accelerator.is_available() else None
+
+
 def has_compiled() -> bool:
     """Whether anything was compiled in this process: compiled code does not run under a dispatch mode."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
@@ -200,13 +219,20 @@ def active_layers() -> list[Layer]:
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
             kind = _NAMES[interpreter.key().value]
-            size = CVmapInterpreterPtr(interpreter).batchSize() if kind == "vmap" else 0
-            layers.append(Layer(pop_dynamic_layer_stack(), kind, size))
+            size, randomness = 0, ""
+            if kind == "vmap":
+                vmap = CVmapInterpreterPtr(interpreter)
+                size, randomness = vmap.batchSize(), _RANDOMNESS[vmap.randomness().value]
+            layers.append(Layer(pop_dynamic_layer_stack(), kind, size, randomness))
     finally:
         layers.reverse()
         for layer in layers:
             push_dynamic_layer_stack(layer.dynamic)
     return layers
+
+
+# Parts of the errors of an operator that gets a tensor of a vmap level where no vmap has that number.
+ESCAPED = "may have escaped", "batched == nullptr INTERNAL ASSERT FAILED"
 
 
 @contextmanager
@@ -215,16 +241,18 @@ def shadows(layers: Sequence[Layer]) -> Iterator[list[int]]:
 
     A vmap level comes back with randomness "same": it must only recognize its own batched tensors, and not
     decide about random numbers again. A functionalize level would wrap all tensors, so it is replaced by a
-    level that only has the same number. The others are themselves: what f stores lives as long as they do.
+    level that only has the same number. On an accelerator so is a vmap level that lets f draw: dropout has
+    a kernel there, which no vmap level with "same" takes. The others are themselves: what f stores lives as
+    long as they do.
     """
     levels: list[int] = []
     leave: list[Callable[[], Any]] = []
     try:
         for layer in layers:
-            if layer.kind == "vmap":
+            if layer.kind == "vmap" and (layer.randomness == "error" or not uses_accelerator()):
                 _vmap_increment_nesting(layer.batch_size, "same")
                 leave.append(_vmap_decrement_nesting)
-            elif layer.kind == "functionalize":
+            elif layer.kind in ("vmap", "functionalize"):
                 _grad_increment_nesting()
                 leave.append(_grad_decrement_nesting)
             else:

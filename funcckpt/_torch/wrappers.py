@@ -109,7 +109,8 @@ def wrap_legacy(x: Tensor, dim: int | None) -> Tensor:
 
 def _legacy_level() -> int:
     torch._C._vmapmode_increment_nesting()
-    return torch._C._vmapmode_decrement_nesting()
+    # In a thread of an accelerator nobody has counted.
+    return torch._C._vmapmode_decrement_nesting() or 1
 
 
 def detached(x: Tensor) -> Tensor:

@@ -357,9 +357,9 @@ class Call(UserProgram):
             elif versions[i] != before[i]:
                 raise tensors.changed_inside(f"remat({self.name})", x, self.found.where(id(x)))
 
-    def history(self) -> list[autograd.Edge]:
+    def history(self) -> set[autograd.Edge]:
         # Each thread numbers its nodes by itself, so the numbers do not tell those of another thread.
-        return [(x.grad_fn, x.output_nr) for x in self.found.tensors.values() if x.grad_fn is not None]
+        return autograd.edges_of(self.found.tensors.values())
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tensors_of_f, results = self.found.tensors, {}
@@ -401,10 +401,10 @@ class Call(UserProgram):
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
-        hidden, first_node = {}, 0
+        hidden, own, first_node = {}, set(), 0
         if self._own_or_hidden:
             hidden = {key: describe(mapped[key]) for key in self._own_or_hidden & mapped.keys()}
-            first_node = functorch.next_sequence_number()
+            own, first_node = autograd.edges_of(inputs), functorch.next_sequence_number()
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written: list[Tensor] = []
         if self._constants and tensors.versions_of(self._constants) != self._versions:
@@ -432,7 +432,7 @@ class Call(UserProgram):
         again = Outputs(self.name, out)
         if hidden:  # a leaf that f makes itself is now another one
             values = [*map(wrappers.below_wrappers, again.tensors)]
-            for key, _ in autograd.entering(values, (), first_node):
+            for key, _ in autograd.entering(values, own, first_node):
                 if key in hidden:
                     raise net.not_given(self, f"that requires grad ({hidden[key]})")
         if checks and (difference := self._outputs.difference(again)):

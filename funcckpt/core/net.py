@@ -72,11 +72,16 @@ def run_first(
             record = recording.Record(program, source.chooser)
     shadows = functorch.shadows(layers) if layers else nullcontext(())
     with shadows as levels, record or nullcontext():
-        outputs = program.run(*given)
+        try:
+            outputs = program.run(*given)
+        except RuntimeError as error:
+            if not layers or not any(words in str(error) for words in functorch.ESCAPED):
+                raise
+            raise not_given(source, "that belongs to an outer vmap") from error
         if layers:
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
         elif record is not None:
-            record.note_graph(outputs, first_node)
+            record.note_graph(outputs, {*own, *source.history()}, first_node)
     if wrappers.has_dual_level():
         for y in outputs:
             if wrappers.tangent_of(y) is not None:
@@ -118,7 +123,7 @@ def _below_shadows(
         else:
             is_dual = layer.kind == "jvp" and not is_legacy and wrappers.tangent_of(y) is not None
             captured = is_dual or (layer.kind != "jvp" and y.requires_grad)
-            y = wrappers._unwrap_for_grad(y, level)
+        y = wrappers._unwrap_for_grad(y, level)
         if captured:
             depends = f": an output ({describe(y)}) depends on it"
             raise not_given(source, f"that belongs to {layer.kind} at level {level}", depends)

@@ -52,7 +52,7 @@ def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> N
             is_over = level > len(layers)
             if not is_over and wrappers.is_batchedtensor(outer):
                 size = x.size(wrappers.maybe_get_bdim(outer))  # a strided nested tensor tells no shape
-                is_over = layers[level - 1][1:] != ("vmap", size)
+                is_over = layers[level - 1][1:3] != ("vmap", size)
             if is_over:
                 del found[key]
                 break
@@ -100,10 +100,15 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
 _version = operator.attrgetter("_version")
 
 
-def is_same(x: Tensor, before: Tensor) -> bool:
-    """Whether a buffer has its old value. False if that cannot be told, or the device would have to wait."""
-    if functorch.is_tracing() or x.is_meta or x.device.type != "cpu" or x.layout is not torch.strided:
+def is_same(x: Tensor, before: Tensor, may_wait: bool = False) -> bool:
+    """Whether a buffer that has its old version has its old value, too. False if that cannot be told.
+
+    Without `may_wait`, no accelerator is made to wait: what is like statistics there counts as updated.
+    """
+    if functorch.is_tracing() or x.layout is not torch.strided:
         return False
+    if x.is_meta or (x.device.type != "cpu" and not may_wait):
+        return not _is_like_statistics(x)
     # A selective checkpoint would count the operator, and an outer checkpoint may refuse it.
     with autograd.without_dispatch_modes(), autograd.plain():
         now = wrappers.physical(wrappers.alive(x).detach())[0]
@@ -265,7 +270,8 @@ class GivenBuffers:
     def updated(self, inputs: Tensors, before: Tensors) -> list[Tensor]:
         """The buffers of levels that the first run has updated. They are returned beside the outputs of f."""
         for i in [*self._at_levels]:
-            if not inputs[i]._version and is_same(inputs[i], wrappers.physical(before[i])[0]):
+            old = wrappers.physical(before[i])[0]
+            if not inputs[i]._version and is_same(inputs[i], old, may_wait=True):
                 self._at_levels.remove(i)
         return [inputs[i] for i in self._at_levels]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import compress
@@ -175,8 +175,8 @@ class Region:
     # -- the forward --------------------------------------------------------------------------------
 
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first_node = functorch.next_sequence_number()
-        found = self._found
+        found, first_node = self._found, functorch.next_sequence_number()
+        older = () if first_node else autograd.edges_of((*found.tensors.values(), *self._given))
         gradients = []
         if found.calls_backward:
             gradients = tensors.gradients_behind((*found.tensors.values(), *self._given))
@@ -193,7 +193,7 @@ class Region:
             self._buffers = []
         if self._constants:
             self._written_by_f = {*map(id, self._changed())}
-        self._look_at_graph(out, first_node)
+        self._look_at_graph(out, older, first_node)
         self._given = []
         found.changed()  # notes what f has assigned
         return out
@@ -228,12 +228,13 @@ class Region:
             self._looks.append((() if x.is_nested else x.shape, x.dtype, x.device))
         return slot
 
-    def _look_at_graph(self, out: Any, first_node: int) -> None:
+    def _look_at_graph(self, out: Any, older: Collection[autograd.Edge], first_node: int) -> None:
         """Find the leaves in the graph of the outputs, and captured tensors that this graph does not use.
 
         The latter are detached: to hold them would keep another graph alive.
         """
-        edges = autograd.entering((out,) if isinstance(out, Tensor) else tensors_in(out), (), first_node)
+        outputs = (out,) if isinstance(out, Tensor) else tensors_in(out)
+        edges = autograd.entering(outputs, older, first_node)
         known = {*self._found.tensors, *map(id, self._given)}
         for (key, _), leaf in edges.items():
             if leaf is not None and key not in known:

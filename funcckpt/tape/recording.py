@@ -12,7 +12,7 @@ Inside of a checkpoint by hooks nothing is kept: it counts what is saved, and an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,12 +117,14 @@ class Record(Watch):
                     call.values[i] = autograd.alias(x)
                 call.offloads = decision.offload
 
-    def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
-        """Find the values that the graph of the outputs has saved."""
+    def note_graph(
+        self, outputs: Sequence[Tensor], own: Collection[autograd.Edge] = (), first_node: int = 0
+    ) -> None:
+        """Find the values that the graph of the outputs, up to the edges in `own`, has saved."""
         if self.tape is None:
             return
         with functorch.no_dispatch():
-            for node in autograd.nodes_of(outputs, first_node):
+            for node in autograd.nodes_of(outputs, own, first_node):
                 for saved in autograd.saved_by(node):
                     if isinstance(saved.data, Tensor):
                         self.tape.read |= self.tape.made(wrappers.everything_below(saved.data))

@@ -168,7 +168,7 @@ class Watch(functorch.UnguardedMode):
         """Called when f begins."""
         self.in_f = True
 
-    def note_graph(self, outputs: Sequence[Tensor], first_node: int = 0) -> None:
+    def note_graph(self, outputs: Sequence[Tensor], own: Any = (), first_node: int = 0) -> None:
         """Called with the outputs of f, if autograd has recorded them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
