@@ -210,7 +210,7 @@ def test_statistics_of_batches(transform):
     torch.manual_seed(0)
     model, x, scale = Normed().cuda(), random_tensor(5, 4), random_tensor(4, seed=1)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {name: v.detach() for name, v in values.items()}
+    values = {name: v.detach().clone() for name, v in values.items()}
 
     def program(wrap):
         own = {name: v.clone() for name, v in values.items()}
@@ -310,8 +310,8 @@ def test_streams_and_devices():
     def program(wrap):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        leaf = x.clone().requires_grad_()
         with torch.cuda.stream(stream):
+            leaf = x.clone().requires_grad_()
             y = wrap(draws)(wrap(draws)(leaf))
         torch.cuda.current_stream().wait_stream(stream)
         generator = torch.Generator("cuda").manual_seed(1)

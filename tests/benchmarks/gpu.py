@@ -51,13 +51,18 @@ class Device:
             if peak > TOY_BYTES:
                 raise torch.OutOfMemoryError(f"{peak} bytes")
             return peak
-        gc.collect()
-        torch.cuda.empty_cache()
+        self.clear()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+    def clear(self) -> None:
+        """Give back what the allocator has in pieces, which may be too small for the next run."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
 
     def fits(self, run: Run) -> bool:
         try:
@@ -67,6 +72,8 @@ class Device:
 
     def seconds(self, run: Run) -> float:
         """Of one run, until the device has done it."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
         start = time.perf_counter()
         run()
         if self.is_gpu:
@@ -84,11 +91,11 @@ class Device:
         return round(sum(e.device_time for e in kernels) / 1e6 / seconds, 3)
 
     def rows(self, problem: str, runs: dict[str, Run], rounds: int = 7) -> list[Row]:
-        """All methods in turns; times are ratios to the first."""
-        times: dict[str, list[float]] = {way: [] for way in runs}
-        for _ in range(rounds + 2):
-            for way, run in runs.items():
-                times[way].append(self.seconds(run))
+        """All methods; times are ratios to the first."""
+        times = {}
+        for way, run in runs.items():
+            self.clear()
+            times[way] = [self.seconds(run) for _ in range(rounds + 2)]
         medians = {way: statistics.median(found[2:]) for way, found in times.items()}
         first = next(iter(medians.values()))
         return [
@@ -171,6 +178,7 @@ def per_sample_gradients(name: str, language: Language, device: Device) -> list[
     for row in rows:
         way = row["method"]
         row["flops"], row["largest_batch"] = language.flops(way, batch), most[way]
+        device.clear()
         seconds = statistics.median([device.seconds(run(way, most[way])) for _ in range(3)])
         row["milliseconds_a_sample"] = round(1e3 * seconds / most[way], 3)
     return rows
