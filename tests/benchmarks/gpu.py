@@ -66,7 +66,7 @@ class Device:
 
     def fits(self, run: Run) -> bool:
         try:
-            return self.peak_bytes(run) >= 0
+            return self.peak_bytes(run) > 0 < self.seconds(run)  # again, in the pieces that are left
         except torch.OutOfMemoryError:
             return False
 
