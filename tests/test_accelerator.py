@@ -315,9 +315,10 @@ def test_streams_and_devices():
             y = wrap(draws)(wrap(draws)(leaf))
         torch.cuda.current_stream().wait_stream(stream)
         generator = torch.Generator("cuda").manual_seed(1)
-        z = wrap(lambda x: x * torch.rand(5, device="cuda", dtype=F64, generator=generator))(leaf)
+        z = wrap(lambda x: x * torch.rand(5, device="cuda", dtype=F64, generator=generator).sin())
+        z = in_eager(lambda x: z(x).square().sum(), x)
         torch.rand(3, device="cuda", generator=generator)
-        return torch.autograd.grad((y * z).sum(), leaf), generator.get_state().double(), torch.rand(2)
+        return torch.autograd.grad(y.sum(), leaf), z, generator.get_state().double(), torch.rand(2)
 
     check(program)
 

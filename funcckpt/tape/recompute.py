@@ -96,6 +96,8 @@ class Replay(Watch):
     key: Any = None
     coming: Sequence[Returning] = ()
     met = 0
+    # How many FLOPs must be skipped for each call that is watched.
+    worth_a_call = 0
     # Whether a placeholder was read, even if the error was caught.
     was_read = False
     # Closing it leaves the mode; and how many nested programs are being recorded.
@@ -146,13 +148,15 @@ class Replay(Watch):
         if self.tape is None:
             return self.known if self.met == len(self.known) else None
         unread = self.tape.unread()
-        worth_it = sum([call.flops for call in unread]) > FLOPS_WORTH_A_CALL * len(self.tape.calls)
+        worth_it = sum([call.flops for call in unread]) > self.worth_a_call * len(self.tape.calls)
         return {call.number: call for call in unread} if worth_it else {}
 
 
 # To skip some operators, all others must be watched, which takes torch some 13 microseconds for each, and for
 # each view. In a block of a transformer the time was the same at 140 to 170 million FLOPs for 50 such calls.
 FLOPS_WORTH_A_CALL = 3_000_000
+# An accelerator computes so much in that time.
+FLOPS_ON_ACCELERATOR = 500_000_000
 # What recomputations skip: calls by their numbers. Empty after a skipped result was read.
 _plans = Plans()
 
@@ -235,8 +239,9 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
         return replay
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
-    elements = sum(map(Tensor.numel, inputs))
-    if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
+    elements, on_host = sum(map(Tensor.numel, inputs)), inputs[0].device.type in ("cpu", "meta")
+    worth_a_call = FLOPS_WORTH_A_CALL if on_host else FLOPS_ON_ACCELERATOR
+    if elements * elements < 2 * worth_a_call or functorch.has_compiled():
         return None
     # Under a dispatch mode, torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
     if any(map(Tensor.is_complex, inputs)):
@@ -247,7 +252,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if plan is not None and not plan:
         return None
     replay = Replay(program.source, plan)
-    replay.key = key
+    replay.key, replay.worth_a_call = key, worth_a_call
     return replay
 
 

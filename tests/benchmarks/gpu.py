@@ -288,7 +288,6 @@ def loops(toy: bool, device: Device) -> list[Row]:
         "loop": None,
         "scan": {},
         'scan, offload="host"': {"offload": "host"},
-        "scan, 8 carries": {"checkpoints": 8},
     }
     runs = {way: lambda how=how: grad(loss)(p, how) for way, how in ways.items()}
     return device.rows(f"{steps} steps of a GRU", runs, 3)
