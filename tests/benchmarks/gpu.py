@@ -28,6 +28,7 @@ import torch
 from common import Row, as_meta, none, options_of, torch_checkpoint, write
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
+from torch.profiler import ProfilerActivity
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch_models import Transformer, TransformerBlock, cross_entropy
@@ -84,7 +85,7 @@ class Device:
         """The share of `seconds` in which the kernels of a run compute."""
         if not self.is_gpu:
             return None
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profile:
             self.seconds(run)
         kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         kernels = [e for e in kernels if not e.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))]

@@ -180,6 +180,26 @@ def compiled() -> list[str]:
     return lines[:-1] + sources("compiled")
 
 
+def gpu() -> list[str]:
+    """Per-sample gradients in one table, and the rest: a line for each method."""
+    head = ["GPT-2's size", "largest batch", "peak GiB", "time", "FLOPs", "ms a sample, largest"]
+    body, lines = [], []
+    for problem, rows in by("problem", "gpu").items():
+        first = rows[0]
+        if "largest_batch" in first:
+            for row in rows:
+                costs = mebibytes(row["peak_bytes"] / 1024), f"{row['time_ratio']:.2f}", ratio(row, first)
+                rest = str(row["largest_batch"]), *costs, f"{row['milliseconds_a_sample']:.1f}"
+                body.append([f"{problem}: {row['method']}", *rest])
+            continue
+        cells = [
+            [row["method"], mebibytes(row["peak_bytes"]), f"{row['time_ratio']:.2f}", f"{row['busy']:.2f}"]
+            for row in rows
+        ]
+        lines += ["", *table([problem, "peak MiB", "time", "busy"], cells)]
+    return [*table(head, body), *lines, *sources("gpu")]
+
+
 def plans() -> list[str]:
     """The plans of `fit`; and how many are equal to the best of all plans of a smaller model."""
     head = ["all plans of 4 blocks", "plans", "budgets", "best plan found"]
@@ -192,7 +212,7 @@ def plans() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    **{f.__name__: f for f in (costs, issues, depth, chunks, loops, compiled, overhead, eager_overhead)},
+    **{f.__name__: f for f in (costs, issues, depth, chunks, loops, compiled, overhead, eager_overhead, gpu)},
     **{name: partial(grid, name) for name in ("sizes", "per_sample", "bilevel")},
     "fit": plans,
     "small_models": partial(grid, "small_models", ["GPT-2", "Llama"]),
