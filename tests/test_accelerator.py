@@ -96,6 +96,70 @@ def test_dropout_draws_by_the_same_operator_again(pretended, way, randomness):
     assert len(drawn.by) > 1 and len({*drawn.by}) == 1, drawn.by
 
 
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_a_vmap_that_lets_f_draw_under_plain_autograd(pretended, randomness):
+    """f may do there what no level of grad allows: change what it captures, differentiate, look at flags."""
+    w, x, counter = (
+        torch.ones(3, dtype=F64, requires_grad=True),
+        torch.ones(4, 3, dtype=F64),
+        nn.BatchNorm1d(3),
+    )
+
+    def f(x):
+        h = w * 2
+        counter.num_batches_tracked.add_(1)
+        (g,) = torch.autograd.grad(h.sum(), w, create_graph=True)
+        y = x * h * (3 if h.requires_grad else 1) * g * w.detach().numpy().sum()
+        return torch.native_dropout(y.sin(), 0.5, True)[0] * y
+
+    def run(wrap):
+        torch.manual_seed(0)
+        counter.num_batches_tracked.zero_()
+        with Drawn() as drawn:
+            y = vmap(wrap(f), randomness=randomness)(x)
+            found = y.detach(), *torch.autograd.grad(y.sum(), w), counter.num_batches_tracked.clone()
+        assert len({*drawn.by}) == 1
+        return found
+
+    assert_same(run(remat), run(plain))
+
+
+HIDDEN = {
+    "beside a captured one": lambda w, h: h * 2,
+    "of a leaf": lambda w, h: w.exp(),
+    "the captured one": lambda w, h: h.clone(),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_hidden_tensors_with_a_graph(pretended, kind):
+    w, x = (
+        torch.tensor([1.0, 2.0], dtype=F64, requires_grad=True),
+        torch.ones(2, dtype=F64, requires_grad=True),
+    )
+    h = w * 3
+    table = types.MappingProxyType({"k": HIDDEN[kind](w, h)})
+    y = remat(lambda x: (x * h * table["k"]).sin())(x).sum()
+    with pytest.raises(ClosureError, match="not an argument"):
+        torch.autograd.grad(y, [w, x])
+
+
+def test_errors_of_f_stay_as_they_are(pretended):
+    def f(x):
+        raise RuntimeError("the prisoner may have escaped")
+
+    for transform in (grad, vmap, lambda f: lambda x: f(x.requires_grad_())):
+        with pytest.raises(RuntimeError, match="prisoner"):
+            transform(lambda x: remat(f)(x).sum())(torch.ones(3))
+
+
+def test_an_accelerator_whose_module_tells_little(monkeypatch):
+    monkeypatch.setattr(functorch, "_accelerator", types.SimpleNamespace)
+    x = torch.ones(3, dtype=F64, requires_grad=True)
+    for wrap in WRAPS.values():
+        assert torch.equal(torch.autograd.grad(wrap(torch.sin)(x).sum(), x)[0], x.detach().cos())
+
+
 def test_a_hidden_tensor_of_a_vmap_that_lets_f_draw(pretended):
     x = torch.ones(4, 3, dtype=F64)
 
@@ -104,7 +168,6 @@ def test_a_hidden_tensor_of_a_vmap_that_lets_f_draw(pretended):
         return remat(lambda y: y * next(hidden))(x.sin()).sum()
 
     with pytest.raises(ClosureError, match="outer vmap"):
-        vmap(run, randomness="different")(x)
         vmap(grad(run), randomness="different")(x)
 
 

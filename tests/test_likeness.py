@@ -47,6 +47,73 @@ def leaf_hooks_run_once_per_backward(wrap):
     return calls
 
 
+class Scaled(nn.Parameter):
+    scale = 3.0
+
+    def scaled(self):
+        return self * self.scale
+
+
+@program
+def parameters_whose_class_f_asks_for(wrap):
+    """As an argument; captured, with a hook; and in second derivatives."""
+    p, q = Scaled(tensor(3)), Scaled(tensor(3, seed=1))
+    q.register_hook(lambda g: g * 2)
+    f = wrap(lambda p, x: (x * p.scaled()).sin() * (3 if isinstance(q, Scaled) else 1) * q)
+    first = torch.autograd.grad(f(p, tensor(3, seed=2)).sum(), [p, q], create_graph=True)
+    return *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), [p, q])
+
+
+@program
+def parameters_whose_class_f_asks_for_under_a_transform(wrap):
+    p = Scaled(tensor(3))
+    return grad(lambda x: wrap(lambda x: (x * p.scaled()).sin())(x).sum())(tensor(3, seed=1))
+
+
+@program
+def a_dict_keyed_by_tensors(wrap):
+    p, q = leaf(3), leaf(3, seed=1)
+    factors, names = {p: 3.0}, {p: "p", q: "q"}
+    q.register_hook(lambda g: g * 2)
+    f = lambda x: sum((x * t).sin() * factors.get(t, 1.0) * len(names[t]) for t in (p, q)).sum()
+    first = torch.autograd.grad(wrap(f)(tensor(3, seed=2)), [p, q], create_graph=True)
+    under = grad(lambda w: wrap(lambda x: (x * w).sin() * {w: 2.0}[w])(tensor(3)).sum())(tensor(3, seed=1))
+    return *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), [p, q]), under
+
+
+class Meta(type):
+    factor = property(lambda cls: cls._factor)
+
+    def __instancecheck__(cls, x):
+        return cls._factor > 1
+
+
+@program
+def a_property_of_a_metaclass(wrap):
+    class Configured(metaclass=Meta):
+        _factor = 2.0
+
+    x = leaf(3)
+    y = wrap(lambda x: (x * Configured.factor * (3 if isinstance(x, Configured) else 1)).sin())(x)
+    Configured._factor = 0.5
+    return torch.autograd.grad(y.sum(), x)
+
+
+@program
+def what_text_is_made_of(wrap):
+    class Number:
+        def __init__(self, value):
+            self.value = value
+
+        def __str__(self):
+            return str(self.value)
+
+    number, x = Number(2.0), leaf(3)
+    y = wrap(lambda x: (x * float(f"{number}")).sin())(x)
+    number.value = 5.0
+    return torch.autograd.grad(y.sum(), x)
+
+
 @program
 def a_hook_that_refers_to_its_tensor(wrap):
     def f(x):

@@ -104,6 +104,21 @@ def test_the_last_product_of_a_block_is_not_computed_again(run):
     assert sum(seen) - without.flops == again[run]
 
 
+def test_a_run_that_takes_another_way():
+    """What an earlier one has skipped may be read in this one."""
+    x, w = points(), weights()[0][:, :D].clone()
+
+    def f(x, w, n):
+        for _ in range(n):
+            x = x @ w
+        y = x.sin()
+        return y + (y.exp() @ w if n < 3 else (y @ w).exp())
+
+    for n in (1, 1, 2, 3, 1, 3, 2, 2):
+        loss = lambda wrap, n=n: lambda w: wrap(f)(x, w, n).sum()
+        assert_close(grad(loss(remat))(w), grad(loss(lambda f: f))(w))
+
+
 @pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f), (None, 0))], ids=["grad", "vmap(grad)"])
 def test_blocks_of_a_real_size(monkeypatch, transform):
     """24 blocks of width 256 and 1024 inside, 64 x 128 tokens: with the thresholds that users have."""

@@ -118,9 +118,16 @@ def edges_of(tensors: Iterable[Tensor]) -> set[Edge]:
 
 
 def entering(
-    outputs: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0
+    outputs: Sequence[Tensor],
+    own: Collection[Edge] = (),
+    first_node: int = 0,
+    doubtful: list[Any] | None = None,
 ) -> dict[Edge, Tensor | None]:
-    """The edges at which a graph begins: those in `own`, leaves (with the tensor), results of older nodes."""
+    """The edges at which a graph begins: those in `own`, leaves (with the tensor), results of older nodes.
+
+    With `doubtful`, the last are followed, too, and their nodes are put there: another thread may have made
+    them, which counts by itself.
+    """
     found: dict[Edge, Tensor | None] = {}
     pending: list[Edge] = []
     for y in outputs:
@@ -136,11 +143,13 @@ def entering(
             continue
         if type(node) is _LEAF_NODE:
             found[id(node.variable), LEAF] = node.variable
-        elif node._sequence_nr() < first_node or edge in own:
+        elif ((is_older := node._sequence_nr() < first_node) and doubtful is None) or edge in own:
             found[edge] = None
             continue
         else:
             pending += node.next_functions
+            if is_older and doubtful is not None:
+                doubtful.append(node)
         seen.add(node)
     return found
 

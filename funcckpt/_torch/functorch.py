@@ -64,8 +64,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 # Tensors without values, and the mode for them.
 from torch._subclasses import FakeTensor
 
-# Graph nodes are numbered in the order in which they are made.
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+# Graph nodes are numbered in the order in which a thread makes them: this separates nodes that were made
+# inside of a call from older ones.
+from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 # The one kind of autograd.Function that functorch lets record at a single level.
@@ -166,17 +167,9 @@ class UnguardedMode(TorchDispatchMode):
 zero_tensors_told = partial(_SetExcludeDispatchKeyGuard, DispatchKey.ZeroTensor, False)
 
 
-def next_sequence_number() -> int:
-    """The number of the next node of the graph, which separates nodes made inside of a call from older ones.
-
-    0 with an accelerator in use: its backwards make nodes in other threads, which count by themselves.
-    """
-    return 0 if (module := _accelerator()) is not None and module.is_initialized() else _get_sequence_nr()
-
-
 def uses_accelerator() -> bool:
-    """Whether this process has used an accelerator."""
-    return (module := _accelerator()) is not None and module.is_initialized()
+    """Whether this process has used an accelerator, whose backwards run in threads of their own."""
+    return (module := _accelerator()) is not None and getattr(module, "is_initialized", lambda: True)()
 
 
 @functools.cache
@@ -231,25 +224,35 @@ def active_layers() -> list[Layer]:
     return layers
 
 
+def may_draw(layers: Sequence[Layer]) -> bool:
+    """Whether some vmap level lets f draw."""
+    return any([layer.kind == "vmap" and layer.randomness != "error" for layer in layers])
+
+
 # Parts of the errors of an operator that gets a tensor of a vmap level where no vmap has that number.
 ESCAPED = "may have escaped", "batched == nullptr INTERNAL ASSERT FAILED"
 
 
 @contextmanager
-def shadows(layers: Sequence[Layer]) -> Iterator[list[int]]:
+def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[list[int]]:
     """Put levels back, below those that are entered next. Gives their numbers, outermost first.
 
     A vmap level comes back with randomness "same": it must only recognize its own batched tensors, and not
     decide about random numbers again. A functionalize level would wrap all tensors, so it is replaced by a
-    level that only has the same number. On an accelerator so is a vmap level that lets f draw: dropout has
-    a kernel there, which no vmap level with "same" takes. The others are themselves: what f stores lives as
-    long as they do.
+    grad level, which only has the same number. So is a vmap level, if f may draw on an accelerator: it has a
+    kernel for dropout, which no vmap level with "same" takes. But if all levels are of vmap, f may do what a
+    grad level refuses, and none comes back. The others are themselves: what f stores lives as long as they
+    do.
     """
     levels: list[int] = []
     leave: list[Callable[[], Any]] = []
+    if replaced := on_accelerator and may_draw(layers):
+        if all([layer.kind == "vmap" for layer in layers]):
+            yield [0 for _ in layers]
+            return
     try:
         for layer in layers:
-            if layer.kind == "vmap" and (layer.randomness == "error" or not uses_accelerator()):
+            if layer.kind == "vmap" and not replaced:
                 _vmap_increment_nesting(layer.batch_size, "same")
                 leave.append(_vmap_decrement_nesting)
             elif layer.kind in ("vmap", "functionalize"):

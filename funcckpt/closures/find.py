@@ -44,7 +44,8 @@ _ALWAYS_NAMED = frozenset(
     | {f"__{side}{name.strip('_')}__" for name in dir(operator) for side in ("", "r")}
     | {f"__{name}__" for name in ("getattr", "len", "iter", "next", "enter", "exit", "bool", "float", "int")}
     | {f"__{name}__" for name in ("get", "set", "missing", "array", "round", "reversed", "copy", "deepcopy")}
-    | {"__call__", "__torch_function__", "__class_getitem__"}
+    | {"__call__", "__torch_function__", "__class_getitem__", "__str__", "__repr__", "__format__", "_value_"}
+    | {"__instancecheck__", "__subclasscheck__"}
 )
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
@@ -90,6 +91,7 @@ class Found:
         self.nodes: dict[int, Node] = {}
         self.tensors: dict[int, Tensor] = {}
         self.marks: dict[int, dict[str, Any]] = {}
+        self.classes: dict[int, Any] = {}  # of tensors that were let go, as `marks`
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self.noted: set[int] = set()  # what `changed` has told so far
@@ -214,6 +216,8 @@ class Found:
                     for base in owner.__mro__:
                         if not is_library(base.__module__):
                             pending.append((base, number, _BESIDE))
+                if owner is value and not is_library(cls.__module__):
+                    pending.append((cls, number, _BESIDE))  # a metaclass
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
                     names.add(value.__name__)
                 if kind is kinds.FUNCTION:
@@ -258,10 +262,11 @@ class Found:
                                 empty.append(item)
                             else:
                                 pending.append((item, id(node.value), name))
-        # Modules that are keys of a dict, if they are found elsewhere, too: a registry may have many others.
+        # Modules and tensors that are keys of a dict, if they are found elsewhere, too: a registry may have
+        # many others.
         for node in keyed:
             for key in node.content:
-                if id(key) in nodes and isinstance(key, nn.Module):
+                if id(key) in tensors or (id(key) in nodes and isinstance(key, nn.Module)):
                     edges += id(key), id(node.value)
         for node in named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
@@ -384,6 +389,7 @@ class Found:
         for x in tensors:
             holes[id(x)] = Hole(id(x), weakref.ref(x))
             self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
+            self.classes[id(x)] = type(x)
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
         numbers, holders = self.edges()

@@ -27,6 +27,16 @@ _DEEPEST = 20  # tuples in each other: deeper ones are chains, and no tables
 _WRITABLE = frozenset({kinds.CELL, kinds.LIST, kinds.RECORD, *kinds.MAPPINGS, *kinds.OBJECTS})
 
 
+def put_class(x: Tensor, cls: Any) -> None:
+    """Give a tensor that stands for another one its class, if torch keeps nothing else of that."""
+    if type(x) is not Tensor or cls is nn.Buffer:
+        return
+    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        x.__class__ = cls
+    elif nn.Parameter in cls.__mro__:
+        x._is_param = True  # type: ignore[attr-defined]
+
+
 class Rebuilt:
     """A context manager around one run of the rebuilt f, which is its attribute `callable`.
 
@@ -43,8 +53,11 @@ class Rebuilt:
             original = found.tensors.get(number)
             marks = found.marks.get(number, {}) if original is None else original.__dict__
             x.__dict__.update(marks | x.__dict__)
-            if nn.Parameter in type(original).__mro__:
+            cls = found.classes.get(number, Tensor) if original is None else type(original)
+            if cls is nn.Parameter:
                 x._is_param = True  # type: ignore[attr-defined]
+            elif cls is not Tensor:
+                put_class(x, cls)
         known = found.tensors | {id(x): x for x in found.pullbacks} if found.pullbacks else found.tensors
         self.originals: dict[int, Any] = {id(x): known[n] for n, x in mapped.items() if n in known}
         # The initial content of copies to which f may write.

@@ -28,6 +28,9 @@ from .flat import Arguments, Outputs
 from .program import Program, Tensors, UserProgram, here, is_differentiable
 from .tensors import PLAIN
 
+# The key in the metadata of a graph node.
+_MARK = "funcckpt"
+
 
 class Options(NamedTuple):
     preserve_rng_state: bool = True
@@ -114,6 +117,8 @@ class Call(UserProgram):
         self._given: dict[int, int] = {}
         self._streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states: world.States | None = None
+        # What marks the graph nodes of the first run of which it is not known whether f has made them.
+        self._mark: object | None = None
         # Where the first run left the streams, if it drew from them.
         self._ends: list[int] = []
         self._drawn: drawing.Drawn | None = None
@@ -361,6 +366,11 @@ class Call(UserProgram):
         # Each thread numbers its nodes by itself, so the numbers do not tell those of another thread.
         return autograd.edges_of(self.found.tensors.values())
 
+    def doubt(self, nodes: Sequence[Any]) -> None:
+        self._mark = object()
+        for node in nodes:
+            node.metadata[_MARK] = self._mark
+
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tensors_of_f, results = self.found.tensors, {}
         if any([leaf is None for leaf in edges.values()]):
@@ -401,10 +411,12 @@ class Call(UserProgram):
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
-        hidden, own, first_node = {}, set(), 0
+        hidden, first_node = {}, 0
+        own = set() if self._mark is None else autograd.edges_of(inputs)
         if self._own_or_hidden:
             hidden = {key: describe(mapped[key]) for key in self._own_or_hidden & mapped.keys()}
-            own, first_node = autograd.edges_of(inputs), functorch.next_sequence_number()
+            own = autograd.edges_of(inputs)
+            first_node = 0 if functorch.uses_accelerator() else functorch.next_sequence_number()
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written: list[Tensor] = []
         if self._constants and tensors.versions_of(self._constants) != self._versions:
@@ -435,6 +447,11 @@ class Call(UserProgram):
             for key, _ in autograd.entering(values, own, first_node):
                 if key in hidden:
                     raise net.not_given(self, f"that requires grad ({hidden[key]})")
+        if self._mark is not None:
+            for node in autograd.nodes_of([*map(wrappers.below_wrappers, again.tensors)], own):
+                if node.metadata.get(_MARK) is self._mark:  # f makes its own nodes anew
+                    result = f"{describe(node._input_metadata[0])}, a result of {node.name()}"
+                    raise net.not_given(self, f"that requires grad ({result})")
         if checks and (difference := self._outputs.difference(again)):
             raise CheckpointError(
                 f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,18 +71,21 @@ def run_first(
     if source.chooser is not None and not dynamo.is_traced():
         if records or "grad" in [layer.kind for layer in layers]:
             record = recording.Record(program, source.chooser)
-    shadows = functorch.shadows(layers) if layers else nullcontext(())
+    on_accelerator = functorch.uses_accelerator()
+    shadows = functorch.shadows(layers, on_accelerator) if layers else nullcontext(())
     with shadows as levels, record or nullcontext():
         try:
             outputs = program.run(*given)
         except RuntimeError as error:
-            if not layers or not any(words in str(error) for words in functorch.ESCAPED):
+            is_replaced = layers and on_accelerator and functorch.may_draw(layers)
+            if not (is_replaced and any([words in str(error) for words in functorch.ESCAPED])):
                 raise
             raise not_given(source, "that belongs to an outer vmap") from error
         if layers:
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
         elif record is not None:
-            record.note_graph(outputs, {*own, *source.history()}, first_node)
+            older = {*own, *source.history()}
+            record.note_graph(outputs, older, 0 if functorch.uses_accelerator() else first_node)
     if wrappers.has_dual_level():
         for y in outputs:
             if wrappers.tangent_of(y) is not None:
@@ -94,7 +98,10 @@ def run_first(
     if (layers or any(active)) and versions != versions_of(inputs):
         source.check_versions(versions, inputs)
     if any(active):
-        edges = autograd.entering(outputs, {*own, *source.history()}, first_node)
+        doubtful: list[Any] | None = [] if functorch.uses_accelerator() else None
+        edges = autograd.entering(outputs, {*own, *source.history()}, first_node, doubtful)
+        if doubtful:
+            source.doubt(doubtful)
         for edge in own.keys() & edges:
             reached.add(own[edge])
             del edges[edge]

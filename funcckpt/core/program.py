@@ -95,6 +95,9 @@ class UserProgram(Program):
         """The edges at which captured tensors were computed outside of f."""
         return ()
 
+    def doubt(self, nodes: Sequence[Any]) -> None:
+        """Called with nodes that f has made in another thread, or that belong to hidden tensors."""
+
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> Sequence[Tensor]:
         """The captured tensors at the edges at which the graph of the outputs begins."""
         raise AssertionError(edges)

@@ -15,11 +15,14 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
+from ..closures import put_class
 from ..errors import MutationError, describe
 from ..tape.tape import unwatched
 
 # Elements up to which a buffer of a module that is training is copied before the forward.
 MAX_BUFFER = 1 << 20
+# Elements up to which a copy is worth less than to ask an accelerator whether it is needed.
+SMALL_BUFFER = 1 << 12
 Tensors = tuple[Tensor, ...]
 PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -71,8 +74,10 @@ attributes_of = operator.attrgetter("__dict__")
 def put_marks(x: Tensor, attributes: dict[str, Any], cls: type) -> None:
     """Give a tensor that stands for an argument what f can see of that: its attributes, and its class."""
     x.__dict__.update(attributes | x.__dict__)
-    if nn.Parameter in cls.__mro__ and not isinstance(x, nn.Parameter):
+    if cls is nn.Parameter and type(x) is Tensor:
         x._is_param = True  # type: ignore[attr-defined]
+    elif cls is not Tensor:
+        put_class(x, cls)
 
 
 def version_of(x: Tensor) -> int | None:
@@ -103,12 +108,13 @@ _version = operator.attrgetter("_version")
 def is_same(x: Tensor, before: Tensor, may_wait: bool = False) -> bool:
     """Whether a buffer that has its old version has its old value, too. False if that cannot be told.
 
-    Without `may_wait`, no accelerator is made to wait: what is like statistics there counts as updated.
+    Without `may_wait`, no accelerator is made to wait: what is like statistics there, or small, counts as
+    updated.
     """
     if functorch.is_tracing() or x.layout is not torch.strided:
         return False
     if x.is_meta or (x.device.type != "cpu" and not may_wait):
-        return not _is_like_statistics(x)
+        return x.numel() > SMALL_BUFFER and not _is_like_statistics(x)
     # A selective checkpoint would count the operator, and an outer checkpoint may refuse it.
     with autograd.without_dispatch_modes(), autograd.plain():
         now = wrappers.physical(wrappers.alive(x).detach())[0]

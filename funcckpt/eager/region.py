@@ -176,7 +176,9 @@ class Region:
 
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found, first_node = self._found, functorch.next_sequence_number()
-        older = () if first_node else autograd.edges_of((*found.tensors.values(), *self._given))
+        older: Collection[autograd.Edge] = ()
+        if functorch.uses_accelerator():
+            older, first_node = autograd.edges_of((*found.tensors.values(), *self._given)), 0
         gradients = []
         if found.calls_backward:
             gradients = tensors.gradients_behind((*found.tensors.values(), *self._given))

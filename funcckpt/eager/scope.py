@@ -116,7 +116,9 @@ class _Made:
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
     """The storage of `x`, if `x` is a plain strided tensor."""
-    if type(x) not in _PLAIN or not is_plain(x) or wrappers.is_functorch_wrapped_tensor(x):
+    if type(x) not in _PLAIN or not is_plain(x):
+        return None
+    if wrappers.is_functorch_wrapped_tensor(x) or wrappers.is_legacy_batchedtensor(x):
         return None
     return x.untyped_storage()
 

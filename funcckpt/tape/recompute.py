@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
@@ -76,14 +75,16 @@ class Placeholder(Tensor):
         kind, x = kind_of(func), args[0] if args else None
         if not isinstance(x, Placeholder) or kind not in READ_NO_VALUES or func._schema.is_mutable:
             raise Redo(next(y for y in tensors_of(args, kwargs) if isinstance(y, Placeholder)).replay)
-        args = pytree.tree_map_only(Placeholder, lambda y: y.meta, args)
+        args = [y.meta if isinstance(y, Placeholder) else y for y in args]
         if kind == "like":
             return func(*args, **{**kwargs, "device": kwargs.get("device") or x.device})
+        out = func(*args, **kwargs)
 
-        def placeholder(y: Tensor) -> Placeholder:
-            return Placeholder(TensorMeta.of(y)._replace(device=x.device), x.replay, y)
+        def placeholder(y: Any) -> Any:
+            like = TensorMeta.of(y)._replace(device=x.device) if isinstance(y, Tensor) else None
+            return y if like is None else Placeholder(like, x.replay, y)
 
-        return pytree.tree_map_only(Tensor, placeholder, func(*args, **kwargs))
+        return [*map(placeholder, out)] if isinstance(out, (list, tuple)) else placeholder(out)
 
 
 PLAIN.add(Placeholder)
@@ -239,7 +240,8 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
         return replay
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
-    elements, on_host = sum(map(Tensor.numel, inputs)), inputs[0].device.type in ("cpu", "meta")
+    elements = sum(map(Tensor.numel, inputs))
+    on_host = all([x.device.type in ("cpu", "meta") for x in inputs])
     worth_a_call = FLOPS_WORTH_A_CALL if on_host else FLOPS_ON_ACCELERATOR
     if elements * elements < 2 * worth_a_call or functorch.has_compiled():
         return None

@@ -350,6 +350,20 @@ def test_under_transforms(transform):
         torch.func.grad(torch.sin)(torch.ones(()))
 
 
+def test_forward_mode_in_a_batch():
+    def f(x, scope):
+        with scope():
+            y = x.sin() * x
+        return y.exp()
+
+    x, how = leaf(3).detach(), {"strategy": "forward-mode", "vectorize": True}
+    jacobians = [
+        torch.autograd.functional.jacobian(lambda x, s=s: f(x, s), x, **how)
+        for s in (checkpoint_scope, nullcontext)
+    ]
+    assert_same(*jacobians)
+
+
 def test_forward_mode():
     one = torch.ones(3, dtype=D)
     with forward_ad.dual_level():
