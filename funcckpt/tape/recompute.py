@@ -98,7 +98,7 @@ class Replay(Watch):
     coming: Sequence[Returning] = ()
     met = 0
     # How many FLOPs must be skipped for each call that is watched.
-    worth_a_call = 0
+    worth_a_call: int
     # Whether a placeholder was read, even if the error was caught.
     was_read = False
     # Closing it leaves the mode; and how many nested programs are being recorded.
@@ -107,7 +107,7 @@ class Replay(Watch):
 
     def __init__(self, source: Any, known: Mapping[int, Call] | None) -> None:
         super().__init__(source, Tape() if known is None else None)
-        self.name, self.known = source.name, known or {}
+        self.name, self.known, self.worth_a_call = source.name, known or {}, FLOPS_WORTH_A_CALL
         self.placeholders: list[weakref.ref[Placeholder]] = []
         self._storages: set[int] = set()  # of the kept values that were handed out
 
@@ -241,9 +241,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
         return replay
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
-    on_host = all([x.device.type in ("cpu", "meta") for x in inputs])
-    worth_a_call = FLOPS_WORTH_A_CALL if on_host else FLOPS_ON_ACCELERATOR
-    if elements * elements < 2 * worth_a_call or functorch.has_compiled():
+    if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
         return None
     # Under a dispatch mode, torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
     if any(map(Tensor.is_complex, inputs)):
@@ -254,7 +252,9 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if plan is not None and not plan:
         return None
     replay = Replay(program.source, plan)
-    replay.key, replay.worth_a_call = key, worth_a_call
+    replay.key = key
+    if any([x.device.type not in ("cpu", "meta") for x in inputs]):
+        replay.worth_a_call = FLOPS_ON_ACCELERATOR
     return replay
 
 
