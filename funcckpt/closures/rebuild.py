@@ -29,7 +29,7 @@ _WRITABLE = frozenset({kinds.CELL, kinds.LIST, kinds.RECORD, *kinds.MAPPINGS, *k
 
 def put_class(x: Tensor, cls: Any) -> None:
     """Give a tensor that stands for another one its class, if torch keeps nothing else of that."""
-    if type(x) is not Tensor or cls is nn.Buffer:
+    if type(x) is not Tensor:
         return
     if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
         x.__class__ = cls
