@@ -332,6 +332,19 @@ def test_hidden_is_right_or_named(kind, transform, wrap):
         assert "lambda" in text or ".f" in text or " f" in text, text  # the function
 
 
+@pytest.mark.parametrize("way", ["hook", "second derivative", "in a checkpoint"])
+def test_a_captured_leaf_that_a_weak_reference_hides_too(way):
+    """The recomputation has another tensor in its place, and would lose a part of the gradient."""
+    w = torch.nn.Parameter(tensor(3))
+    parent, x = weakref.ref(w), tensor(3, seed=1, requires_grad=True)
+    if way == "hook":
+        w.register_hook(lambda g: g)
+    f = remat(lambda x: (x * parent()).sin() * w)
+    y = checkpoint(f, x) if way == "in a checkpoint" else f(x)
+    with pytest.raises(ClosureError, match=r"float64\[3\]"):
+        torch.autograd.grad(y.sum(), w, create_graph=way == "second derivative")[0].sum().backward()
+
+
 def test_a_pullback_behind_which_something_is_differentiated():
     def inside(wrap, x):
         _, pull = torch.func.vjp(torch.sin, x)

@@ -413,8 +413,11 @@ class Call(UserProgram):
         changed, mapped = found.changed(), self._mapped(inputs)
         hidden, first_node = {}, 0
         own = set() if self._mark is None else autograd.edges_of(inputs)
-        if self._own_or_hidden:
-            hidden = {key: describe(mapped[key]) for key in self._own_or_hidden & mapped.keys()}
+        source, captured = here.captured
+        if source is self and (self._own_or_hidden or any([id(x) != key for key, x in captured])):
+            # What this run replaces, it must not find all the same.
+            keys = (key for key, x in captured if key in self._own_or_hidden or key in found.tensors)
+            hidden = {key: describe(mapped[key]) for key in keys if key in mapped}
             own = autograd.edges_of(inputs)
             first_node = 0 if functorch.uses_accelerator() else functorch.next_sequence_number()
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
