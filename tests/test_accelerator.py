@@ -15,6 +15,7 @@ from support import WRAPS, assert_same
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcckpt import ClosureError, policies, remat, scan
 from funcckpt._torch import functorch
@@ -142,6 +143,21 @@ def test_hidden_tensors_with_a_graph(pretended, kind):
     y = remat(lambda x: (x * h * table["k"]).sin())(x).sum()
     with pytest.raises(ClosureError, match="not an argument"):
         torch.autograd.grad(y, [w, x])
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_what_stands_for_a_parameter_is_no_hidden_tensor(pretended, way):
+    """A module tracker has the recomputation get views, whose graphs lead to the parameters."""
+    module, x = nn.Linear(3, 3, dtype=F64), torch.ones(2, 3, dtype=F64, requires_grad=True)
+
+    def run(wrap):
+        module.zero_grad()
+        f = wrap(lambda x: module(x).tanh())
+        with FlopCounterMode(display=False):
+            f(f(x)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    assert_same(run(ALL[way]), run(plain))
 
 
 def test_errors_of_f_stay_as_they_are(pretended):

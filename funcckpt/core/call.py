@@ -411,15 +411,15 @@ class Call(UserProgram):
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
-        hidden, first_node = {}, 0
-        own = set() if self._mark is None else autograd.edges_of(inputs)
+        hidden, own, first_node = {}, set(), 0
         source, captured = here.captured
         if source is self and (self._own_or_hidden or any([id(x) != key for key, x in captured])):
             # What this run replaces, it must not find all the same.
             keys = (key for key, x in captured if key in self._own_or_hidden or key in found.tensors)
             hidden = {key: describe(mapped[key]) for key in keys if key in mapped}
-            own = autograd.edges_of(inputs)
             first_node = 0 if functorch.uses_accelerator() else functorch.next_sequence_number()
+        if hidden or self._mark is not None:
+            own = autograd.edges_of((*inputs, *[x for _, x in captured]))
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written: list[Tensor] = []
         if self._constants and tensors.versions_of(self._constants) != self._versions:
