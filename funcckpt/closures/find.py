@@ -388,8 +388,7 @@ class Found:
         holes = {number: Hole(number) for number in own}
         for x in tensors:
             holes[id(x)] = Hole(id(x), weakref.ref(x))
-            self.marks[id(x)] = x.__dict__ | ({"_is_param": True} if nn.Parameter in type(x).__mro__ else {})
-            self.classes[id(x)] = type(x)
+            self.marks[id(x)], self.classes[id(x)] = {**x.__dict__}, type(x)
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
         numbers, holders = self.edges()

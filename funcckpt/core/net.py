@@ -98,7 +98,7 @@ def run_first(
     if (layers or any(active)) and versions != versions_of(inputs):
         source.check_versions(versions, inputs)
     if any(active):
-        # It may have been used for the first time in f.
+        # An accelerator may have been used for the first time in f.
         doubtful: list[Any] | None = [] if functorch.uses_accelerator() else None
         edges = autograd.entering(outputs, {*own, *source.history()}, first_node, doubtful)
         if doubtful:
