@@ -4,6 +4,8 @@ import collections
 import contextlib
 import gc
 import inspect
+import subprocess
+import sys
 import tracemalloc
 import weakref
 from contextlib import contextmanager
@@ -352,3 +354,46 @@ def test_what_a_graph_saves_can_be_looked_at():
     y = remat(torch.sin)(tensor(3, requires_grad=True))
     assert sorted(x.clone().numel() for x in y.grad_fn.saved_tensors) == [0, 3]
     y.sum().backward()
+
+
+# In a thread with a small stack. (A chain of nodes that free each other inside of their ends overflows it.)
+DEEP = """
+import threading, torch
+from torch.autograd import grad
+from funcckpt import checkpoint, remat
+
+def many(x):
+    for _ in range(8_000):
+        x = x.sin()
+    return x.sum()
+
+def steps(x):
+    for _ in range(3_000):
+        x = checkpoint(torch.sin, x)
+    return x.sum()
+
+def of(f, order=1):
+    x = torch.ones(2, requires_grad=True)
+    y = f(x)
+    for _ in range(order - 1):
+        y = grad(y, x, create_graph=True)[0].sum()
+    done.append(grad(y, x))
+
+def run():
+    PROGRAM
+
+done = []
+
+threading.stack_size(512 * 1024)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+assert done
+"""
+
+
+@pytest.mark.parametrize(
+    "program", ["of(remat(many))", "of(remat(many), 2)", "of(steps)", "of(lambda x: checkpoint(many, x))"]
+)
+def test_deep_graphs_are_freed(program):
+    subprocess.run([sys.executable, "-c", DEEP.replace("PROGRAM", program)], check=True)

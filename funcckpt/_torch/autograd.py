@@ -86,6 +86,18 @@ def nodes_of(tensors: Sequence[Tensor], own: Collection[Edge] = (), first_node: 
             yield node
 
 
+def held_in_order(nodes: list[Any]) -> list[Any]:
+    """The nodes of a graph, if there are many, each after those that it leads to: drop this list last.
+
+    Since torch 2.13, a node that Python has looked at frees the next one inside of its own end, and a long
+    chain overflows the stack (4,000 nodes one of 512 KiB). The list frees them one by one.
+    """
+    return sorted(nodes, key=lambda node: node._sequence_nr()) if len(nodes) > MANY_NODES else []
+
+
+MANY_NODES = 2_000
+
+
 @functools.cache
 def _fields_of(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -108,7 +108,11 @@ def run_first(
             del edges[edge]
         if edges:
             captured = source.captured_at(edges)
+        order: list[Any] = []
+        if functorch.next_sequence_number() - first_node > autograd.MANY_NODES:
+            order = autograd.held_in_order([*autograd.nodes_of(outputs, first_node=first_node)])
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
+        del order
     if records and len(inputs) > source.arity:
         # Those after `count` are tangents.
         source.unused = [i for i in differentiated if source.arity <= i < source.count and i not in reached]

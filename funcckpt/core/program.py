@@ -375,12 +375,15 @@ class Vjp(Derived):
             inner = functools.partial(self.unbatched.pull, outputs, leaves, create_graph)
             results, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
             return results
+        nodes: list[Any] = []
         if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
             # The node of @once_differentiable leads to no leaf, so `torch.autograd.grad` would not reach it.
-            if any([node.name() == "torch::autograd::Error" for node in autograd.nodes_of(outputs)]):
+            nodes = [*autograd.nodes_of(outputs)]
+            if any([node.name() == "torch::autograd::Error" for node in nodes]):
                 raise RuntimeError(
                     "trying to differentiate twice a function that was marked with @once_differentiable"
                 )
+        order = autograd.held_in_order(nodes)
         edges, used, owner = [], [], None
         own = {*map(id, leaves)}
         for y, ct in zip(outputs, cotangents, strict=True):
@@ -395,6 +398,7 @@ class Vjp(Derived):
         gradients: Sequence[Tensor | None] = (None,) * len(leaves)
         if edges:
             gradients = autograd.gradients(edges, leaves, used, create_graph)
+        del edges, nodes, order
         self.connected = (*map(operator.is_not, gradients, repeat(None)),)
         some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
         return (*map(wrappers.alive, some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some

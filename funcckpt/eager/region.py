@@ -139,9 +139,13 @@ class Region:
             return
         # By id: tensors that the recomputation uses as they are; their versions; whether they require grad.
         # (Tuples of these would take the collector time.)
-        self._constants, captured = found.tensors.copy(), [*found.tensors.values()]
-        self._versions = dict(zip(found.tensors, tensors.versions_of(captured), strict=True))
-        self._differentiated = dict(zip(found.tensors, map(wrappers.require_grad, captured), strict=True))
+        self._constants = found.tensors.copy()
+        for x in found.opaque:
+            if isinstance(x, torch.jit.ScriptModule):
+                self._constants |= {id(p): p for p in x.parameters()}
+        captured = [*self._constants.values()]
+        self._versions = dict(zip(self._constants, tensors.versions_of(captured), strict=True))
+        self._differentiated = dict(zip(self._constants, map(wrappers.require_grad, captured), strict=True))
         self._require_grad = [*map(wrappers.require_grad, self._given)]
         # By id: the numbers of arguments that f has also captured. To f they are one object in each run.
         self._both: dict[int, int] = {}
@@ -177,7 +181,8 @@ class Region:
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found, first_node = self._found, functorch.next_sequence_number()
         older: Collection[autograd.Edge] = ()
-        if functorch.uses_accelerator():
+        computed = [*filter(operator.attrgetter("grad_fn"), found.tensors.values())]
+        if computed and functorch.uses_accelerator():
             older, first_node = autograd.edges_of((*found.tensors.values(), *self._given)), 0
         gradients = []
         if found.calls_backward:
@@ -195,7 +200,10 @@ class Region:
             self._buffers = []
         if self._constants:
             self._written_by_f = {*map(id, self._changed())}
-        self._look_at_graph(out, older, first_node)
+        if computed:
+            self._let_go(computed, autograd.entering(tensors_in(out), older, first_node))
+        for number in (*self._instead, *self._both):
+            self._constants.pop(number, None)
         self._given = []
         found.changed()  # notes what f has assigned
         return out
@@ -230,25 +238,15 @@ class Region:
             self._looks.append((() if x.is_nested else x.shape, x.dtype, x.device))
         return slot
 
-    def _look_at_graph(self, out: Any, older: Collection[autograd.Edge], first_node: int) -> None:
-        """Find the leaves in the graph of the outputs, and captured tensors that this graph does not use.
+    def _let_go(self, computed: Sequence[Tensor], edges: Iterable[autograd.Edge]) -> None:
+        """Detach captured tensors at which the graph does not begin: to hold them would keep their own alive.
 
-        The latter are detached: to hold them would keep another graph alive.
+        (Other graphs are not looked at: see `held_in_order`.)
         """
-        outputs = (out,) if isinstance(out, Tensor) else tensors_in(out)
-        edges = autograd.entering(outputs, older, first_node)
-        known = {*self._found.tensors, *map(id, self._given)}
-        for (key, _), leaf in edges.items():
-            if leaf is not None and key not in known:
-                self._constants[key], self._versions[key] = leaf, leaf._version
-                self._differentiated[key] = True
-        if computed := [*filter(operator.attrgetter("grad_fn"), self._found.tensors.values())]:
-            nodes = {node for node, _ in edges}
-            if unused := [x for x in computed if x.grad_fn not in nodes and id(x) not in self._both]:
-                self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
-                self._found.weaken(unused)
-        for number in (*self._instead, *self._both):
-            self._constants.pop(number, None)
+        nodes = {node for node, _ in edges}
+        if unused := [x for x in computed if x.grad_fn not in nodes and id(x) not in self._both]:
+            self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
+            self._found.weaken(unused)
 
     def _changed(self) -> list[Tensor]:
         return self._different(tensors.versions_of([*self._constants.values()]), self._versions)
