@@ -11,10 +11,13 @@ import random
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from support import assert_same
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcckpt import CheckpointError, MutationError, checkpoint, policies, remat
 from funcckpt.closures import Found, find, sharing
@@ -477,3 +480,181 @@ def test_calls_that_share_a_search_ask_a_policy_once(monkeypatch):
         y = remat(lambda x: m(x), policy=policies.dots_saveable)(y)
         counts.append(len(asked))
     assert counts[0] and not any(counts[1:]), counts
+
+
+class Affine:
+    __match_args__ = ("scale", "shift")
+
+    def __init__(self, scale, shift):
+        self.scale, self.shift = scale, shift
+
+
+class Params:
+    def __init__(self, w):
+        self.w = w
+
+
+pytree.register_pytree_node(Params, lambda p: ([p.w], None), lambda leaves, _: Params(*leaves))
+
+
+class Sampler(torch.utils.data.RandomSampler):
+    pass
+
+
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    pass
+
+
+class Counting:
+    def __setattr__(self, name, value):
+        self.__dict__["count"] = self.__dict__.get("count", 0) + 1
+        self.__dict__[name] = value * self.count
+
+
+class LooksUp:
+    def __init__(self):
+        self.hidden = random.Random(1)
+
+    def __getattribute__(self, name):
+        found = object.__getattribute__(self, "hid" + "den" if name == "noise" else name)
+        return found.random() if name == "noise" else found
+
+
+class Divides:
+    def __init__(self):
+        self.generator = random.Random(1)
+
+    def __divmod__(self, other):
+        return self.generator.random(), 0
+
+
+class Scales(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.generator = random.Random(1)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        return out * self.generator.random() if func is torch.ops.aten.sin.default else out
+
+
+def by_position():
+    p = Affine(3.0, 0.5)
+
+    def f(x):
+        match p:
+            case Affine(a, b):
+                return x * a + b
+
+    return f, lambda: vars(p).update(scale=9.0)
+
+
+def by_a_pytree():
+    p = Params(2.0)
+    return lambda x: x * pytree.tree_leaves(p)[0], lambda: vars(p).update(w=5.0)
+
+
+def by_methods_of_a_library():
+    samples = Sampler(range(3), generator=torch.Generator().manual_seed(1))
+    return lambda x: x * torch.tensor([*samples]), lambda: None
+
+
+def by_a_schedule():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer.step()
+    schedule = Schedule(optimizer, lambda epoch: 1.0 + epoch)
+    return lambda x: (schedule.step(), x * schedule.get_last_lr()[0])[1], lambda: None
+
+
+def by_setting_an_attribute():
+    counting = Counting()
+
+    def f(x):
+        counting.k = 1.0
+        return x * counting.k
+
+    return f, lambda: None
+
+
+def by_looking_up():
+    p = LooksUp()
+    return lambda x: x * p.noise, lambda: None
+
+
+def by_divmod():
+    p = Divides()
+    return lambda x: x * divmod(p, 2)[0], lambda: None
+
+
+def by_a_mode():
+    mode = Scales()
+
+    def f(x):
+        with mode:
+            return torch.sin(x)
+
+    return f, lambda: None
+
+
+def by_a_state():
+    def f(x):
+        before = random.getstate()
+        x = x * random.random()
+        random.setstate(before)
+        return x
+
+    return f, random.random
+
+
+def by_an_attribute_state():
+    rng = np.random.default_rng(0)
+
+    def f(x):
+        before = rng.bit_generator.state
+        x = x * rng.random()
+        rng.bit_generator.state = before
+        return x
+
+    return f, rng.random
+
+
+def by_a_copy():
+    rng = random.Random(0)
+    return lambda x: x * copy.deepcopy(rng).random(), rng.random
+
+
+def by_a_clone():
+    stream = torch.Generator().manual_seed(0)
+    draw = lambda stream: torch.rand(3, generator=stream, dtype=F64)
+    return lambda x: x * draw(stream.clone_state()), lambda: draw(stream)
+
+
+NAMED_BY_NO_CODE = [by_position, by_a_pytree, by_methods_of_a_library, by_a_schedule, by_setting_an_attribute]
+NAMED_BY_NO_CODE += [
+    by_looking_up,
+    by_divmod,
+    by_a_mode,
+    by_a_state,
+    by_an_attribute_state,
+    by_a_copy,
+    by_a_clone,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize(
+    "how", [remat, lambda f: functools.partial(checkpoint, f)], ids=["remat", "checkpoint"]
+)
+@pytest.mark.parametrize("make", NAMED_BY_NO_CODE)
+def test_what_python_or_a_library_reads(make, how):
+    """No code of the user names the attributes and streams."""
+
+    def run(wrap):
+        random.seed(0)
+        f, move = make()
+        x = torch.linspace(0.1, 1, 3, dtype=F64).requires_grad_()
+        y = wrap(lambda x: f(x).exp())(x)
+        move()
+        return y.detach(), *torch.autograd.grad(y.sum(), x)
+
+    assert_same(run(how), run(lambda f: f))

@@ -5,6 +5,7 @@ from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
 import pytest
 import torch
 from oracles import OBSERVATIONS, assert_same, observe, plain, tensor
@@ -26,6 +27,30 @@ class Body:
 
 
 pytree.register_dataclass(Body)
+
+
+class WithArray:
+    """Its array in the structure is neither equal to another one nor not."""
+
+    def __init__(self, x, extra):
+        self.x, self.extra = x, extra
+
+
+class Extra:
+    """Made anew whenever the class below is flattened, and equal to itself alone."""
+
+    def __init__(self, extra):
+        self.extra = extra
+
+
+class WithObject(WithArray):
+    pass
+
+
+pytree.register_pytree_node(WithArray, lambda a: ([a.x], a.extra), lambda xs, extra: WithArray(*xs, extra))
+pytree.register_pytree_node(
+    WithObject, lambda a: ([a.x], Extra(a.extra)), lambda xs, extra: WithObject(*xs, extra.extra)
+)
 
 
 def positional(x, y):
@@ -167,3 +192,19 @@ def test_wrong_arguments_raise_what_f_raises():
         with pytest.raises(TypeError) as got:
             remat(positional)(*arguments)
         assert str(want.value) in str(got.value)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("cls", [WithArray, WithObject])
+def test_structures_with_what_cannot_be_compared(cls, wrap):
+    def gradient(wrap):
+        f = wrap(lambda a: (a.x.sin(), cls(a.x.cos(), a.extra + 1)))
+
+        def total(x):
+            y, b = f(cls(x, np.ones(2)))
+            return (y.exp() + b.x).sum()
+
+        x = x3.clone().requires_grad_()
+        return grad(total)(x3), torch.autograd.grad(total(x), x)
+
+    assert_same(gradient(WRAPS[wrap]), gradient(lambda f: f))

@@ -67,40 +67,13 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
     return frozenset(looked_up), frozenset(of_globals), frozenset(imported)
 
 
-def names_in_bases(kind: Any) -> frozenset[str]:
-    """The names in the library code that runs when an instance is called, such as `eps` in nn.LayerNorm."""
-    looked_up: set[str] = set()
-    pending = {"forward", "__call__"}
-    for base in kind.__mro__:
-        if not is_library(base.__module__):  # its methods may call those of a base
-            pending = pending.union(*[_names_in_member(x) for n, x in vars(base).items() if n != "__init__"])
-    while pending:
-        name = pending.pop()
-        for base in kind.__mro__:
-            # Not nn.Module itself: its names are known.
-            if is_library(base.__module__) and base.__module__ != "torch.nn.modules.module":
-                found = _names_in_member(base.__dict__.get(name))
-                pending |= found - looked_up
-                looked_up |= found
-    return frozenset(looked_up)
-
-
-def _names_in_member(x: Any) -> frozenset[str]:
-    """The names in the code of a method or a property. Other members may be any object, and are not asked."""
-    x = x.fget if isinstance(x, property) else x
-    return names_in(x.__code__)[0] if isinstance(x, types.FunctionType) else frozenset()
-
-
-# Packages whose classes hold what their methods compute with, and no data sets.
-_SMALL = ("torch.distributions", "collections")
-
-
-def names_in_methods(kind: Any) -> frozenset[str]:
-    """The names in methods that an object inherits from small classes of libraries."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if str(base.__module__).startswith(_SMALL):
-            names = names.union(*map(_names_in_member, vars(base).values()))
+def names_for(kind: Any) -> frozenset[str]:
+    """Names in no code: what patterns of `match` read by position; and all, if a class looks names up."""
+    names: set[Any] = set()
+    for space in [vars(base) for base in kind.__mro__ if not is_library(base.__module__)]:
+        names |= {"__getattribute__"} & space.keys()
+        if type(arguments := space.get("__match_args__")) is tuple:
+            names.update(arguments)
     return frozenset(names)
 
 

@@ -6,7 +6,8 @@ questions later: has something changed since the call (`Found.changed`)? And wha
 or in its state at the call (`closures.rebuild`)?
 
 An object of a user's class may lead far, to a trainer and its data. So only the attributes count that some
-code of f names. The code of libraries is not read, but their modules and objects are searched.
+code of f names. The code of libraries is not read, but their modules and objects are searched. So are all
+attributes of a class that inherits their code.
 
 The search is a single loop: it takes some microseconds for each module, and makes no call for each object.
 """
@@ -18,15 +19,20 @@ import random
 import sys
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager as ContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import compress, repeat
+from os import PathLike
 from typing import Any
 
 import torch
+from numpy import ndarray
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .._torch.objects import dict_version, is_pullback
 from . import kinds
@@ -38,14 +44,19 @@ _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
 _OFTEN_EMPTY = frozenset(
     {*kinds.PARTS, *_HOOKS, "_non_persistent_buffers_set", "__dict__", "__annotations__"}
 )
+# Methods that Python and its operators call. (To name `__getattribute__` makes all attributes count.)
+_WITH_SPECIAL: Any = (int, complex, bytes, defaultdict, type, property, Iterator, ContextManager, PathLike)
+_SPECIAL = {
+    name
+    for cls in (*_WITH_SPECIAL, ndarray, Tensor)
+    for name in dir(cls)
+    if name.startswith("__") and callable(getattr(cls, name, None))
+} - {"__init__", "__new__", "__getattribute__"}
+_SPECIAL |= {f"__{side}{name.strip('_')}__" for name in dir(operator) for side in ("", "r")}
 # Names that torch looks up in modules and autograd functions, and Python in any object.
 _ALWAYS_NAMED = frozenset(
     {*kinds.PARTS, *_HOOKS, "training", "forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
-    | {f"__{side}{name.strip('_')}__" for name in dir(operator) for side in ("", "r")}
-    | {f"__{name}__" for name in ("getattr", "len", "iter", "next", "enter", "exit", "bool", "float", "int")}
-    | {f"__{name}__" for name in ("get", "set", "missing", "array", "round", "reversed", "copy", "deepcopy")}
-    | {"__call__", "__torch_function__", "__class_getitem__", "__str__", "__repr__", "__format__", "_value_"}
-    | {"__instancecheck__", "__subclasscheck__"}
+    | {*_SPECIAL, "__getattr__", "_value_"}
 )
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
@@ -55,7 +66,17 @@ _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
 # The key of a class or an imported module: the object needs it, but it is not part of its content.
 _BESIDE = object()
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
-_MOVES_STREAMS = ("fork_rng", "manual_seed", "set_rng_state", "set_state", "seed")
+# Names in code that reads, copies or puts back a stream, which then may end where it began.
+_MOVES_STREAMS: tuple[str, ...] = (
+    "fork_rng",
+    "manual_seed",
+    "seed",
+    "clone_state",
+    "get_rng_state",
+    "set_rng_state",
+)
+_MOVES_STREAMS += ("get_state", "set_state", "getstate", "setstate")
+_MOVES_OWN_STREAMS = ("state", "copy", "deepcopy", "spawn")  # if f has a stream of its own
 
 
 class Found:
@@ -167,10 +188,11 @@ class Found:
                 if kind is kinds.CLASS and not is_own:
                     names.add(value.__name__)  # which code may know by another name
                     continue  # it holds no objects of the user
-                is_named = is_own and (kind in kinds.OBJECTS or kind is kinds.CLASS)
+                is_named = is_own and of.is_pure and (kind in kinds.OBJECTS or kind is kinds.CLASS)
                 # (A key may be any object, and to compare it any code.)
                 if kind is kinds.DICT and type(key) is str and key == "__dict__":
-                    is_named = nodes[parent].kind is kinds.RECORD and about(nodes[parent].cls).is_own
+                    holder = about(nodes[parent].cls)
+                    is_named = holder.kind is kinds.RECORD and holder.is_own and holder.is_pure
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
                 there: Any = value if kind is kinds.DICT else value.__dict__ if kind in kinds.OWNERS else None
@@ -216,6 +238,8 @@ class Found:
                     for base in owner.__mro__:
                         if not is_library(base.__module__):
                             pending.append((base, number, _BESIDE))
+                    if (as_tree := pytree.SUPPORTED_NODES.get(cls)) is not None:
+                        pending.append((as_tree.flatten_fn, number, _BESIDE))
                 if owner is value and not is_library(cls.__module__):
                     pending.append((cls, number, _BESIDE))  # a metaclass
                 if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
@@ -246,10 +270,6 @@ class Found:
             for i, node in enumerate(named):
                 if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
                     node.names = None
-                else:
-                    owner = node.value if isinstance(node.value, type) else node.cls
-                    if more := (about.get(id(owner)) or about(owner)).own_names:
-                        node.names = names | more
                 count = -1 if node.names is None else len(node.names)
                 if known[i] == count:
                     continue
@@ -277,6 +297,8 @@ class Found:
         self.draws_elsewhere = draws_elsewhere or "random" in names
         self.has_hooks_of_opacus = "capture_activations_hook" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
+        if self.streams:
+            self.moves_streams |= not names.isdisjoint(_MOVES_OWN_STREAMS)
         self.updates_statistics = not names.isdisjoint(_STATISTICS) or bool(self._training)
 
     def codes(self) -> Iterator[Any]:

@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
-from .code import is_installed, is_library, is_plain_python, names_in_bases, names_in_methods, slots_of
+from .code import is_installed, is_library, is_plain_python, names_for, slots_of
 
 # Types whose values hold no tensor.
 ATOMS = frozenset(
@@ -109,8 +110,13 @@ class About(NamedTuple):
     is_own: bool  # the user's, not a library's
     is_of_installed: bool  # whether it or a base belongs to an installed package
     has_own: bool  # whether it or a base does not belong to a library
-    names: frozenset[str]  # the names in the code that it inherits from libraries
-    own_names: frozenset[str]  # the same, where they count for its own instances alone
+    is_pure: bool  # whether it inherits no code of libraries, which may look up any attribute
+    names: frozenset[str]  # of attributes that no code needs to name
+
+
+# Classes of libraries that look up no attributes, or only those that are known; and modules of such classes.
+_KNOWN = frozenset({nn.Module, Dataset, IterableDataset})
+_NAME_NOTHING = frozenset({"abc", "builtins", "enum", "typing"})
 
 
 class _Abouts(dict[int, About]):
@@ -124,8 +130,10 @@ class _Abouts(dict[int, About]):
         if number not in self:
             own = [base for base in cls.__mro__ if not is_library(base.__module__)]
             of_installed = any([is_installed(base.__module__) for base in cls.__mro__])
-            names = names_in_bases(cls), names_in_methods(cls)
-            self[number] = About(_kind_of(cls), slots_of(cls), cls in own, of_installed, bool(own), *names)
+            others = {*cls.__mro__}.difference(own, _KNOWN)
+            is_pure = _NAME_NOTHING.issuperset([base.__module__ for base in others])
+            what = _kind_of(cls), slots_of(cls), cls in own, of_installed, bool(own), is_pure, names_for(cls)
+            self[number] = About(*what)
 
             def forget(_: Any) -> None:
                 self.pop(number, None)

@@ -100,14 +100,18 @@ class Arguments:
         then, before = [*others], self._structure
         for i, number in self._numbers.items():
             then[i] = tensors[number]
-        if before != structure or any(map(operator.is_not, then, now)):
+        try:
+            is_changed = before != structure
+        except Exception:  # a node of the user adds an array, which is neither equal nor not
+            is_changed = True
+        if is_changed or any(map(operator.is_not, then, now)):
             # A node of the user may come back in another form.
             then, before = pytree.tree_flatten(self.unflatten(tensors, others))
-        if before != structure or any(map(operator.is_not, then, now)):
-            raise MutationError(
-                f"remat({name}) changes a list or dict among its arguments. That is a copy, so the caller "
-                "would not see the change: return the changed one."
-            )
+            if not _are_same(before, structure) or any(map(operator.is_not, then, now)):
+                raise MutationError(
+                    f"remat({name}) changes a list or dict among its arguments. That is a copy, so the "
+                    "caller would not see the change: return the changed one."
+                )
 
     def where(self, i: int) -> str:
         """The name of tensor `i` among the arguments."""
@@ -117,6 +121,24 @@ class Arguments:
         tree = self.unflatten([torch.empty(0)] * len(self._numbers), [0] * len(self.others))
         paths = pytree.tree_flatten_with_path(tree)[0]
         return f"argument {pytree.keystr(paths[i][0][1:])}"
+
+
+_BY_IDENTITY: Any = object.__eq__
+
+
+def _are_same(a: pytree.TreeSpec, b: pytree.TreeSpec) -> bool:
+    """Whether two structures are equal, as far as what nodes of the user add to them can be compared."""
+    try:
+        if a == b:
+            return True
+        x: Any = a.context
+        y: Any = b.context
+        are_new = type(x) is type(y) and type(x).__eq__ is _BY_IDENTITY and not isinstance(x, type)
+        same = are_new or bool(x == y)
+    except Exception:  # arrays are neither equal nor not
+        same = True
+    same = same and (a.type, a.num_children) == (b.type, b.num_children)
+    return same and all(map(_are_same, a.children(), b.children()))
 
 
 _ONE = pytree.tree_structure(0)  # of a single leaf
@@ -176,7 +198,7 @@ class Outputs:
 
     def difference(self, again: Outputs) -> str | None:
         """How the outputs of a recomputation differ from these, in words."""
-        if self.structure != again.structure:
+        if not (self.structure is again.structure or _are_same(self.structure, again.structure)):
             return f"structure {again.structure}, but the forward {self.structure}"
         for i in range(len(self.others)):
             look, now = self._looks.get(i), again._looks.get(i)
