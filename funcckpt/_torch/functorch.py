@@ -59,7 +59,10 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
 # the code of `torch.func.grad`, to recognize its frames.
 from torch._functorch import eager_transforms
 from torch._functorch.eager_transforms import jvp_increment_nesting
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_levels
+from torch._functorch.pyfunctorch import (
+    coerce_cinterpreter,
+    temporarily_clear_interpreter_stack as without_levels,
+)
 
 # Tensors without values, and the mode for them.
 from torch._subclasses import FakeTensor
@@ -186,24 +189,10 @@ def has_compiled() -> bool:
 def below(interpreter: Interpreter, run: Callable[..., T], *args: Any) -> T:
     """Call `run` outside of the innermost level, as functorch does when it redispatches.
 
-    Below a level that was entered under `no_grad`, nothing may be recorded. This mirrors
-    `GradInterpreter.lower` and `JvpInterpreter.lower`, without the cost of a generator.
+    Below a level that was entered under `no_grad`, nothing may be recorded.
     """
-    kind, restore = interpreter.key().value, None
-    if kind == GRAD and torch.is_grad_enabled():
-        restore = None if CGradInterpreterPtr(interpreter).prevGradMode() else set_grad_enabled
-    elif kind == JVP and torch._C._is_fwd_grad_enabled():
-        lowered = not CJvpInterpreterPtr(interpreter).prevFwdGradMode()
-        restore = torch._C._set_fwd_grad_enabled if lowered else None
-    if restore is not None:
-        restore(False)
-    layer = pop_dynamic_layer_stack()
-    try:
+    with coerce_cinterpreter(interpreter).lower():
         return run(*args)
-    finally:
-        push_dynamic_layer_stack(layer)
-        if restore is not None:
-            restore(True)
 
 
 def active_layers() -> list[Layer]:
