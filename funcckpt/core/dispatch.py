@@ -114,8 +114,8 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     if level > program.call_level:
         randomness = "same"
     call_level = min(program.call_level, level - 1)
-    batched, own = program.vmapped(call_level, in_dims, batch_size, randomness, values)
-    outputs = functorch.below(interpreter, bind, batched, own)
+    batched = program.vmapped(call_level, in_dims, batch_size, randomness)
+    outputs = functorch.below(interpreter, bind, batched, values)
     return functorch.batched(outputs, batched.out_dims, level)
 
 
@@ -123,9 +123,9 @@ def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
     values, in_dims = zip(*map(wrappers.unwrap_legacy, inputs), strict=True)
     size = next(x.shape[dim] for x, dim in zip(values, in_dims, strict=True) if dim is not None)
-    batched, own = program.vmapped(program.call_level, in_dims, size, "same", values)
+    batched = program.vmapped(program.call_level, in_dims, size, "same")
     with functorch.without_vmap_mode():
-        outputs, _ = _bind_values(batched, own)
+        outputs, _ = _bind_values(batched, values)
     return (*map(wrappers.wrap_legacy, outputs, batched.out_dims),)
 
 

@@ -46,11 +46,9 @@ class Program:
     def run(self, *inputs: Tensor) -> Tensors:
         raise NotImplementedError
 
-    def vmapped(
-        self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
-    ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
-        """vmap of this program, and the inputs for it. Its `out_dims` are known once it has run."""
-        return Vmap(self, call_level, in_dims, size, randomness), inputs
+    def vmapped(self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str) -> Vmap | Vjp:
+        """vmap of this program. Its `out_dims` are known once it has run."""
+        return Vmap(self, call_level, in_dims, size, randomness)
 
 
 class UserProgram(Program):
@@ -293,14 +291,12 @@ class Vjp(Derived):
             self.inner = self.inner.inner
         self.source = self.inner.source
 
-    def vmapped(
-        self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
-    ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
+    def vmapped(self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str) -> Vmap | Vjp:
         only_cotangents = in_dims[: self.arity].count(None) == self.arity
         if only_cotangents and (randomness == "same" or self.source.random is False):
             batch = in_dims[self.arity :], size, randomness
-            return replace(self, call_level=call_level, unbatched=self, batch=batch), inputs
-        return super().vmapped(call_level, in_dims, size, randomness, inputs)
+            return replace(self, call_level=call_level, unbatched=self, batch=batch)
+        return super().vmapped(call_level, in_dims, size, randomness)
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source

@@ -138,10 +138,8 @@ class _Gradient(Vjp):
     of: tuple[int, ...] = ()
     at_level: bool = False
 
-    def vmapped(
-        self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str, inputs: Sequence[Tensor]
-    ) -> tuple[Vmap | Vjp, Sequence[Tensor]]:
-        return Program.vmapped(self, call_level, in_dims, size, randomness, inputs)  # it has no cotangents
+    def vmapped(self, call_level: int, in_dims: functorch.Dims, size: int, randomness: str) -> Vmap | Vjp:
+        return Program.vmapped(self, call_level, in_dims, size, randomness)  # it has no cotangents
 
     def run(self, *inputs: Tensor) -> Tensors:
         # The first run is always recorded, since the net looks at what its outputs depend on. (What the loss
