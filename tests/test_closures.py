@@ -20,7 +20,7 @@ from oracles import CAPTURES, F64, compare, tensor
 from support import WRAPS, assert_same, registered
 from torch import nn
 
-from funcckpt import ClosureError, EscapeError, MutationError, checkpoint, remat
+from funcckpt import ClosureError, EscapeError, MutationError, checkpoint, policies, remat
 from funcckpt.closures import Found
 
 GLOBAL = None
@@ -343,6 +343,19 @@ def test_a_captured_leaf_that_a_weak_reference_hides_too(way):
     y = checkpoint(f, x) if way == "in a checkpoint" else f(x)
     with pytest.raises(ClosureError, match=r"float64\[3\]"):
         torch.autograd.grad(y.sum(), w, create_graph=way == "second derivative")[0].sum().backward()
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_a_captured_result_that_a_weak_reference_hides_too(policy, both):
+    """The same of a tensor that was computed outside: the closure has it, and f reaches it by another way."""
+    w = tensor(3, requires_grad=True)
+    t = w * 2
+    hidden = weakref.ref(t)
+    f = remat(lambda x: (x * hidden()).sin() + (t if both else len(t)), policy=policy)
+    y = f(tensor(3, seed=1))
+    with pytest.raises(ClosureError, match=r"float64\[3\], a result of MulBackward0"):
+        torch.autograd.grad(y.sum(), w)
 
 
 def test_a_pullback_behind_which_something_is_differentiated():

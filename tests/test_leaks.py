@@ -208,6 +208,53 @@ def test_calls_leave_nothing_and_no_reference_cycles(function, call):
     assert tensors <= 0 and objects < 20
 
 
+class Cyclic(nn.Module):
+    """Refers to itself by a method, a hook and a part; each run stores something in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.parts, self.calls, self.last = nn.Linear(3, 3), [{"owner": self}], 0, None
+        self.act, self.also = self.act_, lambda x: self.act_(x)
+        self.register_forward_hook(self.hook)
+
+    def act_(self, x):
+        return x.sin()
+
+    def hook(self, module, args, out):
+        self.last = out.detach()
+
+    def forward(self, x):
+        self.calls += 1
+        return self.act(self.linear(x)) * self.also(x) / self.parts[0]["owner"].calls
+
+
+@pytest.mark.parametrize("wrap", ["remat", "policy", "checkpoint"])
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
+def test_copies_of_what_refers_to_itself_do_not_wait_for_the_collector(wrap, transform):
+    module, x = Cyclic(), torch.randn(2, 3)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    loss = lambda p, x: WRAP[wrap](lambda x: functional_call(module, p, (x,)))(x).sum()
+
+    def step():
+        if transform == "backward":
+            WRAP[wrap](module)(x).sum().backward()
+            module.zero_grad()
+        elif transform == "grad":
+            grad(loss)(parameters, x)
+        else:
+            vmap(grad(loss), (None, 0))(parameters, x)
+
+    step()
+    assert not ours(cyclic_garbage(step))
+
+
+WRAP = {
+    "remat": remat,
+    "policy": lambda f: remat(f, policy=policies.dots_saveable),
+    "checkpoint": lambda f: lambda *args: checkpoint(f, *args),
+}
+
+
 def test_calls_share_what_they_have_found():
     """Of a long list each search has a copy."""
     history = [*map(float, range(10_000))]

@@ -86,13 +86,13 @@ def nodes_of(tensors: Sequence[Tensor], own: Collection[Edge] = (), first_node: 
             yield node
 
 
-def held_in_order(nodes: list[Any]) -> list[Any]:
-    """The nodes of a graph, if there are many, each after those that it leads to: drop this list last.
+def in_order(nodes: Iterable[Any]) -> list[Any]:
+    """The nodes of a graph, each after those that it leads to: if this list goes last, it frees them singly.
 
     Since torch 2.13, a node that Python has looked at frees the next one inside of its own end, and a long
-    chain overflows the stack (4,000 nodes one of 512 KiB). The list frees them one by one.
+    chain overflows the stack (4,000 nodes one of 512 KiB).
     """
-    return sorted(nodes, key=lambda node: node._sequence_nr()) if len(nodes) > MANY_NODES else []
+    return sorted(nodes, key=lambda node: node._sequence_nr())
 
 
 MANY_NODES = 2_000

@@ -9,10 +9,12 @@ A class or a context variable cannot be copied. Its old content is put back duri
 
 from __future__ import annotations
 
+import gc
 import operator
+import sys
 import types
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -67,6 +69,12 @@ class Rebuilt:
         # Dicts that have modules as keys. They are filled at the end: a hash may read attributes.
         self._keyed: list[tuple[int, dict[Any, Any], dict[int, Any]]] = []
         self.callable = found.root
+        # Whether copies refer to each other; the ids of those whose content is being made; all copies; what
+        # they hold that is no copy: attributes of objects, and the cells of functions.
+        self.is_cyclic = False
+        self._open: set[int] = set()
+        self._made: list[Any] = []
+        self._spaces: list[Any] = []
 
     def __enter__(self) -> Any:
         self.callable = self._items({"": self.callable})[""]
@@ -106,6 +114,7 @@ class Rebuilt:
             number = x.number if type(x) is Hole else id(x)
             if number in built:
                 x = built[number]
+                self.is_cyclic |= number in self._open
             elif number in dirty:
                 x = self._make(number)
             elif type(x) is Hole:
@@ -128,7 +137,11 @@ class Rebuilt:
             else:
                 new = {} if cls is dict else kinds.emptied(node.like if value is None else value)
             self._built[number] = new  # before its content is made, which may refer to it
+            self._open.add(number)
             items = self._items(node.content)
+            self._open.remove(number)
+            if kind in kinds.OWNERS:
+                self._spaces.append(new.__dict__)
             if kind in kinds.KEYED and not {*map(id, items)}.isdisjoint(self._dirty):
                 self._keyed.append((number, items, self._items({id(key): key for key in items})))
                 items = {}
@@ -150,6 +163,7 @@ class Rebuilt:
                 code, namespace, name, defaults, *_ = parts
                 cells = (*map(items.__getitem__, code.co_freevars),) or None
                 new = types.FunctionType(code, namespace, name, defaults, cells)
+                self._spaces.append(cells)
                 for name in kind.parts[4:]:
                     setattr(new, name, items[name])
             elif kind is kinds.BUILTIN:
@@ -165,7 +179,24 @@ class Rebuilt:
                 new = cls(*parts)
             self._built[number] = new
         self.originals.setdefault(id(new), value)
+        self._made.append(new)
         return new
+
+    def release(self) -> None:
+        """Empty copies that refer to each other, if nothing else does: they would wait for the collector."""
+        made, spaces = self._made, self._spaces
+        self.__dict__.clear()  # lets go of all else
+        held = Counter(map(id, gc.get_referents(*made, *spaces)))
+        made.append(object())
+        *counts, alone = [sys.getrefcount(x) for x in made]
+        if any([count > held[id(x)] + alone for x, count in zip(made, counts, strict=False)]):
+            return
+        for space in spaces:
+            if isinstance(space, dict):
+                space.clear()
+        for x in made:
+            if type(x) is types.CellType:
+                del x.cell_contents
 
     def write_back(self) -> None:
         """Repeat on the originals what f assigned to copies in its first run."""

@@ -239,7 +239,11 @@ class Call(UserProgram):
 
     def _callable(self, inputs: Tensors, rebuilt: Rebuilt | None) -> Any:
         """f and its arguments for one run."""
-        root, arguments = self.found.root if rebuilt is None else rebuilt.callable, self._arguments
+        root, arguments = self.found.root, self._arguments
+        if rebuilt is not None:
+            root = rebuilt.callable
+            if rebuilt.is_cyclic:
+                self.left = *self.left, rebuilt.release
         f, leaves = (root, arguments.others) if arguments.are_atoms else root
         if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
             watch.begin([*inputs, *self._constants])
@@ -383,9 +387,7 @@ class Call(UserProgram):
             elif edge in results:
                 captured.append(results[edge])
             elif leaf is None:
-                node, number = edge
-                result = f"{describe(node._input_metadata[number])}, a result of {node.name()}"
-                raise net.not_given(self, f"that requires grad ({result})")
+                raise net.not_given(self, f"that requires grad ({_result_of(*edge)})")
             # Otherwise f made the leaf itself, for an inner optimisation: nobody can ask for its gradient.
             elif sys.getrefcount(leaf) > private or wrappers.is_functorch_wrapped_tensor(leaf):
                 captured.append(leaf)
@@ -411,15 +413,16 @@ class Call(UserProgram):
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
-        hidden, own, first_node = {}, set(), 0
+        hidden, own, began, first_node = {}, set(), 0, 0
         source, captured = here.captured
         if source is self and (self._own_or_hidden or any([id(x) != key for key, x in captured])):
             # What this run replaces, it must not find all the same.
-            keys = (key for key, x in captured if key in self._own_or_hidden or key in found.tensors)
+            keys = (key for key, x in captured if key in self._own_or_hidden or key in found.places)
             hidden = {key: describe(mapped[key]) for key in keys if key in mapped}
-            first_node = 0 if functorch.uses_accelerator() else functorch.next_sequence_number()
-        if hidden or self._mark is not None:
-            own = autograd.edges_of((*inputs, *[x for _, x in captured]))
+        if looks := bool(hidden) or self._mark is not None:
+            began = functorch.next_sequence_number()
+            first_node = 0 if functorch.uses_accelerator() else began
+            own = autograd.edges_of(map(wrappers.below_wrappers, (*inputs, *[x for _, x in captured])))
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written: list[Tensor] = []
         if self._constants and tensors.versions_of(self._constants) != self._versions:
@@ -445,16 +448,20 @@ class Call(UserProgram):
                         'pass determinism_check="none" to allow other numbers.'
                     )
         again = Outputs(self.name, out)
-        if hidden:  # a leaf that f makes itself is now another one
+        if looks:
             values = [*map(wrappers.below_wrappers, again.tensors)]
-            for key, _ in autograd.entering(values, own, first_node):
-                if key in hidden:
-                    raise net.not_given(self, f"that requires grad ({hidden[key]})")
-        if self._mark is not None:
-            for node in autograd.nodes_of([*map(wrappers.below_wrappers, again.tensors)], own):
+            for edge, leaf in autograd.entering(values, own, first_node).items():
+                # A leaf that f makes itself is now another one.
+                if edge[0] in hidden:
+                    raise net.not_given(self, f"that requires grad ({hidden[edge[0]]})")
+                if leaf is None and edge not in own:
+                    raise net.not_given(self, f"that requires grad ({_result_of(*edge)})")
+            are_many = functorch.next_sequence_number() - began > autograd.MANY_NODES
+            nodes = [*autograd.nodes_of(values, own, first_node)] if are_many or self._mark else []
+            for node in nodes if self._mark else ():
                 if node.metadata.get(_MARK) is self._mark:  # f makes its own nodes anew
-                    result = f"{describe(node._input_metadata[0])}, a result of {node.name()}"
-                    raise net.not_given(self, f"that requires grad ({result})")
+                    raise net.not_given(self, f"that requires grad ({_result_of(node, 0)})")
+            self.hold(nodes)
         if checks and (difference := self._outputs.difference(again)):
             raise CheckpointError(
                 f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "
@@ -495,6 +502,10 @@ class Call(UserProgram):
         """The tensors that this call holds itself: constants of f, and copies of values."""
         values = self._outputs.values if self._outputs is not None else ()
         return [*self._constants, *[x for x, _ in values], *self._updated.values()]
+
+
+def _result_of(node: Any, number: int) -> str:
+    return f"{describe(node._input_metadata[number])}, a result of {node.name()}"
 
 
 def _refusing(name: str, x: Tensor) -> Callable[..., Any]:

@@ -34,10 +34,11 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         # their levels, and transforms inside of f refuse them.
         with autograd.hooks_asleep():
             return run(program, inputs)
-    if not torch.is_grad_enabled():
-        return recompute.run(program, inputs)
-    with torch.no_grad():
-        return recompute.run(program, inputs)
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        outputs = recompute.run(program, inputs)
+    if program.source.left:
+        program.source.clean_up()
+    return outputs
 
 
 def run_first(
@@ -108,17 +109,17 @@ def run_first(
             del edges[edge]
         if edges:
             captured = source.captured_at(edges)
-        order: list[Any] = []
         if functorch.next_sequence_number() - first_node > autograd.MANY_NODES:
-            order = autograd.held_in_order([*autograd.nodes_of(outputs, first_node=first_node)])
+            source.hold([*autograd.nodes_of(outputs, first_node=first_node)])
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
-        del order
     if records and len(inputs) > source.arity:
         # Those after `count` are tangents.
         source.unused = [i for i in differentiated if source.arity <= i < source.count and i not in reached]
     if record is not None:
         with torch.no_grad():
             source.kept = record.finish([*map(wrappers.below_wrappers, outputs)])
+    if source.left:
+        source.clean_up()
     return outputs, active, captured
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
@@ -75,6 +75,8 @@ class UserProgram(Program):
     unused: Sequence[int] = ()
     # Asks the policy in the first run.
     chooser: Chooser | None = None
+    # Frees what runs of f have left, when their graphs have gone.
+    left: Sequence[Callable[[], Any]] = ()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,6 +109,16 @@ class UserProgram(Program):
     def held(self) -> list[Tensor]:
         """The tensors beside the inputs that are kept for a recomputation."""
         return []
+
+    def hold(self, nodes: Collection[Any]) -> None:
+        """Called with the nodes of a graph at which Python has looked, and which goes after the run."""
+        if len(nodes) > autograd.MANY_NODES:
+            self.left = *self.left, autograd.in_order(nodes).clear
+
+    def clean_up(self) -> None:
+        left, self.left = self.left, ()
+        for free in left:
+            free()
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         """Raise if f has changed an input in place."""
@@ -371,7 +383,6 @@ class Vjp(Derived):
             inner = functools.partial(self.unbatched.pull, outputs, leaves, create_graph)
             results, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
             return results
-        nodes: list[Any] = []
         if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
             # The node of @once_differentiable leads to no leaf, so `torch.autograd.grad` would not reach it.
             nodes = [*autograd.nodes_of(outputs)]
@@ -379,7 +390,8 @@ class Vjp(Derived):
                 raise RuntimeError(
                     "trying to differentiate twice a function that was marked with @once_differentiable"
                 )
-        order = autograd.held_in_order(nodes)
+            self.source.hold(nodes)
+            del nodes
         edges, used, owner = [], [], None
         own = {*map(id, leaves)}
         for y, ct in zip(outputs, cotangents, strict=True):
@@ -394,7 +406,6 @@ class Vjp(Derived):
         gradients: Sequence[Tensor | None] = (None,) * len(leaves)
         if edges:
             gradients = autograd.gradients(edges, leaves, used, create_graph)
-        del edges, nodes, order
         self.connected = (*map(operator.is_not, gradients, repeat(None)),)
         some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
         return (*map(wrappers.alive, some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some

@@ -241,7 +241,7 @@ class Region:
     def _let_go(self, computed: Sequence[Tensor], edges: Iterable[autograd.Edge]) -> None:
         """Detach captured tensors at which the graph does not begin: to hold them would keep their own alive.
 
-        (Other graphs are not looked at: see `held_in_order`.)
+        (Other graphs are not looked at: see `autograd.in_order`.)
         """
         nodes = {node for node, _ in edges}
         if unused := [x for x in computed if x.grad_fn not in nodes and id(x) not in self._both]:
@@ -353,6 +353,7 @@ class Region:
 
             try:
                 functorch.set_grad_enabled(True)
+                release = rebuilt.release if rebuilt is not None and rebuilt.is_cyclic else None
                 del given, instead, rebuilt, root, contexts
                 _call(autograd.without_dynamo(f), args, kwargs, pack, lambda x: x, self._contexts[1])
             except (_Stop, Exception):
@@ -360,6 +361,9 @@ class Region:
                     raise
             finally:
                 functorch.set_grad_enabled(is_recording)
+        if release is not None:
+            del f, args, kwargs, others
+            release()
         if self._complete and not is_over and count != len(self._slots):
             raise self._error(
                 "A different number of tensors was saved during the original forward and recomputation: "
