@@ -67,15 +67,10 @@ _STATISTICS += ["_batch_norm_with_update"]  # only in torch.ops.aten
 _BESIDE = object()
 _DRAWING = ("random", "numpy.random")  # modules whose functions draw from their streams
 # Names in code that reads, copies or puts back a stream, which then may end where it began.
-_MOVES_STREAMS: tuple[str, ...] = (
-    "fork_rng",
-    "manual_seed",
-    "seed",
-    "clone_state",
-    "get_rng_state",
-    "set_rng_state",
+_MOVES_STREAMS = frozenset(
+    "fork_rng manual_seed seed clone_state get_rng_state set_rng_state get_state set_state getstate "
+    "setstate".split()
 )
-_MOVES_STREAMS += ("get_state", "set_state", "getstate", "setstate")
 _MOVES_OWN_STREAMS = ("state", "copy", "deepcopy", "spawn")  # if f has a stream of its own
 
 

@@ -113,6 +113,8 @@ class Call(UserProgram):
         self._unused: dict[int, Tensor] = {}
         # The ids of leaves that the search did not find: f has made them, or they are hidden.
         self._own_or_hidden: set[int] = set()
+        # The edges of captured results of something else, which the graph of a recomputation does not have.
+        self._replaced: set[autograd.Edge] = set()
         # By id: the numbers of inputs that f has stored. The caller gets the tensors that it has given.
         self._given: dict[int, int] = {}
         self._streams = world.random_streams(found.streams, found.draws_elsewhere)
@@ -386,6 +388,7 @@ class Call(UserProgram):
                 captured.append(leaf)
             elif edge in results:
                 captured.append(results[edge])
+                self._replaced.add(edge)
             elif leaf is None:
                 raise net.not_given(self, f"that requires grad ({_result_of(*edge)})")
             # Otherwise f made the leaf itself, for an inner optimisation: nobody can ask for its gradient.
@@ -414,12 +417,14 @@ class Call(UserProgram):
             inputs = self._buffers.given(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
         hidden, own, began, first_node = {}, set(), 0, 0
+        replaced: set[autograd.Edge] = set()
         source, captured = here.captured
         if source is self and (self._own_or_hidden or any([id(x) != key for key, x in captured])):
             # What this run replaces, it must not find all the same.
-            keys = (key for key, x in captured if key in self._own_or_hidden or key in found.places)
+            keys = (key for key, x in captured if key in self._own_or_hidden or key in found.tensors)
             hidden = {key: describe(mapped[key]) for key in keys if key in mapped}
-        if looks := bool(hidden) or self._mark is not None:
+            replaced = self._replaced
+        if looks := bool(hidden or replaced or self._mark):
             began = functorch.next_sequence_number()
             first_node = 0 if functorch.uses_accelerator() else began
             own = autograd.edges_of(map(wrappers.below_wrappers, (*inputs, *[x for _, x in captured])))
@@ -450,11 +455,11 @@ class Call(UserProgram):
         again = Outputs(self.name, out)
         if looks:
             values = [*map(wrappers.below_wrappers, again.tensors)]
-            for edge, leaf in autograd.entering(values, own, first_node).items():
+            for edge in autograd.entering(values, own | replaced, first_node):
                 # A leaf that f makes itself is now another one.
                 if edge[0] in hidden:
                     raise net.not_given(self, f"that requires grad ({hidden[edge[0]]})")
-                if leaf is None and edge not in own:
+                if edge in replaced - own:
                     raise net.not_given(self, f"that requires grad ({_result_of(*edge)})")
             are_many = functorch.next_sequence_number() - began > autograd.MANY_NODES
             nodes = [*autograd.nodes_of(values, own, first_node)] if are_many or self._mark else []
