@@ -358,6 +358,28 @@ def test_a_captured_result_that_a_weak_reference_hides_too(policy, both):
         torch.autograd.grad(y.sum(), w)
 
 
+@pytest.mark.parametrize("around", ["hooks", "checkpoint", "torch's checkpoint"])
+def test_captured_results_under_hooks_are_not_taken_for_hidden_ones(around):
+    """The tensors of the first run are gone, and those of a recomputation may have their addresses."""
+    w, x = tensor(3, 3, requires_grad=True), tensor(3, seed=1)
+
+    def loss(w, wrap):
+        for i in range(3):
+            w = wrap(lambda x, t=w * (i + 1): (t @ x).sin() * t)(x)
+        return w.sum()
+
+    (expected,) = torch.autograd.grad(loss(w, lambda f: f), w)
+    for _ in range(40):
+        if around == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+                y = loss(w, remat)
+        elif around == "checkpoint":
+            y = checkpoint(loss, w, remat)
+        else:
+            y = torch.utils.checkpoint.checkpoint(loss, w, remat, use_reentrant=False)
+        assert_same(torch.autograd.grad(y, w)[0], expected)
+
+
 def test_a_pullback_behind_which_something_is_differentiated():
     def inside(wrap, x):
         _, pull = torch.func.vjp(torch.sin, x)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gc
 import inspect
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -246,6 +247,25 @@ def test_copies_of_what_refers_to_itself_do_not_wait_for_the_collector(wrap, tra
 
     step()
     assert not ours(cyclic_garbage(step))
+
+
+def test_copies_do_not_pile_up_with_exceptions(monkeypatch):
+    """Of recomputations that raise."""
+
+    class Fails(Cyclic):
+        def forward(self, x):
+            if "FUNCCKPT_FAILS" in os.environ:
+                raise ValueError("in f")
+            return super().forward(x)
+
+    module = Fails()
+    y = remat(module)(torch.randn(2, 3)).sum()
+    monkeypatch.setenv("FUNCCKPT_FAILS", "1")
+    for _ in range(5):
+        with contextlib.suppress(ValueError):
+            y.backward(retain_graph=True)
+    gc.collect()
+    assert sum(type(x) is Fails for x in gc.get_objects()) == 1
 
 
 WRAP = {

@@ -13,7 +13,7 @@ from support import WRAPS
 from torch.func import grad
 from torch.utils import _pytree as pytree
 
-from funcckpt import InputError, remat
+from funcckpt import InputError, MutationError, remat
 
 Point = namedtuple("Point", "x y")
 Mode = Enum("Mode", "UP DOWN")
@@ -192,6 +192,15 @@ def test_wrong_arguments_raise_what_f_raises():
         with pytest.raises(TypeError) as got:
             remat(positional)(*arguments)
         assert str(want.value) in str(got.value)
+
+
+def test_a_changed_context_is_an_error():
+    def f(a):
+        a.extra = Mode.UP
+        return a.x.sin()
+
+    with pytest.raises(MutationError, match="among its arguments"):
+        remat(f)(WithArray(tensor(3, requires_grad=True), Mode.DOWN))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

@@ -68,10 +68,11 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
 
 
 def names_for(kind: Any) -> frozenset[str]:
-    """Names in no code: what patterns of `match` read by position; and all, if a class looks names up."""
+    """Names in no code of f: what patterns of `match` read by position; a method that looks up any name."""
     names: set[Any] = set()
     for space in [vars(base) for base in kind.__mro__ if not is_library(base.__module__)]:
-        names |= {"__getattribute__"} & space.keys()
+        if "__getattribute__" in space:
+            names.add("__getattribute__")
         if type(arguments := space.get("__match_args__")) is tuple:
             names.update(arguments)
     return frozenset(names)

@@ -32,9 +32,8 @@ import torch
 from numpy import ndarray
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from .._torch.objects import dict_version, is_pullback
+from .._torch.objects import dict_version, is_pullback, registered_pytrees
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
@@ -51,7 +50,8 @@ _SPECIAL = {
     for cls in (*_WITH_SPECIAL, ndarray, Tensor)
     for name in dir(cls)
     if name.startswith("__") and callable(getattr(cls, name, None))
-} - {"__init__", "__new__", "__getattribute__"}
+} - {"__init__", "__new__", "__getattribute__", "__dir__", "__sizeof__"}
+_SPECIAL -= {"__getstate__", "__setstate__", "__getnewargs__", "__reduce__", "__reduce_ex__"}  # of pickle
 _SPECIAL |= {f"__{side}{name.strip('_')}__" for name in dir(operator) for side in ("", "r")}
 # Names that torch looks up in modules and autograd functions, and Python in any object.
 _ALWAYS_NAMED = frozenset(
@@ -233,7 +233,7 @@ class Found:
                     for base in owner.__mro__:
                         if not is_library(base.__module__):
                             pending.append((base, number, _BESIDE))
-                    if (as_tree := pytree.SUPPORTED_NODES.get(cls)) is not None:
+                    if (as_tree := registered_pytrees.get(cls)) is not None:
                         pending.append((as_tree.flatten_fn, number, _BESIDE))
                 if owner is value and not is_library(cls.__module__):
                     pending.append((cls, number, _BESIDE))  # a metaclass

@@ -116,7 +116,7 @@ class About(NamedTuple):
 
 # Classes of libraries that look up no attributes, or only those that are known; and modules of such classes.
 _KNOWN = frozenset({nn.Module, Dataset, IterableDataset})
-_NAME_NOTHING = frozenset({"abc", "builtins", "enum", "typing"})
+_NAME_NOTHING = frozenset({"abc", "builtins", "collections.abc", "contextlib", "enum", "numbers", "typing"})
 
 
 class _Abouts(dict[int, About]):

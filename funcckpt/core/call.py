@@ -245,7 +245,7 @@ class Call(UserProgram):
         if rebuilt is not None:
             root = rebuilt.callable
             if rebuilt.is_cyclic:
-                self.left = *self.left, rebuilt.release
+                here.left = *here.left, rebuilt.release
         f, leaves = (root, arguments.others) if arguments.are_atoms else root
         if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
             watch.begin([*inputs, *self._constants])
@@ -301,10 +301,11 @@ class Call(UserProgram):
             finally:
                 if rebuilt is not None:
                     rebuilt.write_back()
-        self.random = bool(found.moves_streams or world.moved(self._states) or (drawn and drawn.results))
-        if self.random:
+        moved = bool(world.moved(self._states) or (drawn and drawn.results))
+        self.random = moved or found.moves_streams
+        if moved:
             self._ends = world.marks(world.states(self._streams))
-        else:
+        elif not self.random:
             self._states = None  # nothing to restore, and a state takes some kilobytes
         if not (arguments := self._arguments).is_flat:
             root = found.root if rebuilt is None else rebuilt.callable
@@ -445,7 +446,7 @@ class Call(UserProgram):
             f, args, kwargs = self._callable(inputs, rebuilt)
             del inputs, mapped
             out = f(*args, **kwargs)
-            if states is not None and self._drawn is None and checks:
+            if states is not None and self._drawn is None and checks and self._ends:
                 if world.ended_elsewhere(states, self._ends):
                     raise CheckpointError(
                         f"remat({self.name}): the recomputation drew other random numbers than the forward, "
@@ -466,7 +467,7 @@ class Call(UserProgram):
             for node in nodes if self._mark else ():
                 if node.metadata.get(_MARK) is self._mark:  # f makes its own nodes anew
                     raise net.not_given(self, f"that requires grad ({_result_of(node, 0)})")
-            self.hold(nodes)
+            here.hold(nodes)
         if checks and (difference := self._outputs.difference(again)):
             raise CheckpointError(
                 f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "

@@ -31,6 +31,7 @@ from .program import (
     Recording,
     Vjp,
     WithCaptured,
+    here,
     is_differentiable,
     recorded,
     split_duals,
@@ -177,14 +178,22 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     values = wrappers.without_forward_views(inputs, record=records)
     layers, source.layers = source.layers, None
+    before, here.left = here.left, ()
+    try:
+        if layers is not None:
+            outputs, active, captured = net.run_first(program, source, values, layers)
+        else:
+            outputs, active, captured = net.run(program, values), [], source.captured
+    finally:
+        left: Any = here.left
+        here.left = before
+        for free in left:
+            free()
     if layers is not None:
-        outputs, active, captured = net.run_first(program, source, values, layers)
         source.captured = captured
         if unused := {*source.unused}:
             inputs = [wrappers.detached(x) if i in unused else x for i, x in enumerate(inputs)]
     else:
-        outputs, captured = net.run(program, values), source.captured
-        active = []
         if records and any(map(wrappers.require_grad, (*inputs, *captured))):
             active = [*map(is_differentiable, outputs)]
     if not records or not any(active):

@@ -133,8 +133,9 @@ def _are_same(a: pytree.TreeSpec, b: pytree.TreeSpec) -> bool:
             return True
         x: Any = a.context
         y: Any = b.context
-        are_new = type(x) is type(y) and type(x).__eq__ is _BY_IDENTITY and not isinstance(x, type)
-        same = are_new or bool(x == y)
+        # An object that is equal to itself alone may be made anew whenever its node is flattened.
+        are_new = type(x) is type(y) and type(x).__eq__ is _BY_IDENTITY and not callable(x)
+        same = (are_new and getattr(x, "__dict__", 0) == getattr(y, "__dict__", 0)) or bool(x == y)
     except Exception:  # arrays are neither equal nor not
         same = True
     same = same and (a.type, a.num_children) == (b.type, b.num_children)

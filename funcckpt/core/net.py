@@ -23,7 +23,7 @@ from torch import Tensor
 from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import ClosureError, describe
 from ..tape import recompute, recording
-from .program import Program, Recording, UserProgram
+from .program import Program, Recording, UserProgram, here
 from .tensors import Tensors, versions_of
 
 
@@ -34,11 +34,10 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         # their levels, and transforms inside of f refuse them.
         with autograd.hooks_asleep():
             return run(program, inputs)
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-        outputs = recompute.run(program, inputs)
-    if program.source.left:
-        program.source.clean_up()
-    return outputs
+    if not torch.is_grad_enabled():
+        return recompute.run(program, inputs)
+    with torch.no_grad():
+        return recompute.run(program, inputs)
 
 
 def run_first(
@@ -110,7 +109,7 @@ def run_first(
         if edges:
             captured = source.captured_at(edges)
         if functorch.next_sequence_number() - first_node > autograd.MANY_NODES:
-            source.hold([*autograd.nodes_of(outputs, first_node=first_node)])
+            here.hold([*autograd.nodes_of(outputs, first_node=first_node)])
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if records and len(inputs) > source.arity:
         # Those after `count` are tangents.
@@ -118,8 +117,6 @@ def run_first(
     if record is not None:
         with torch.no_grad():
             source.kept = record.finish([*map(wrappers.below_wrappers, outputs)])
-    if source.left:
-        source.clean_up()
     return outputs, active, captured
 
 

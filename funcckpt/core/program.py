@@ -75,8 +75,6 @@ class UserProgram(Program):
     unused: Sequence[int] = ()
     # Asks the policy in the first run.
     chooser: Chooser | None = None
-    # Frees what runs of f have left, when their graphs have gone.
-    left: Sequence[Callable[[], Any]] = ()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -109,16 +107,6 @@ class UserProgram(Program):
     def held(self) -> list[Tensor]:
         """The tensors beside the inputs that are kept for a recomputation."""
         return []
-
-    def hold(self, nodes: Collection[Any]) -> None:
-        """Called with the nodes of a graph at which Python has looked, and which goes after the run."""
-        if len(nodes) > autograd.MANY_NODES:
-            self.left = *self.left, autograd.in_order(nodes).clear
-
-    def clean_up(self) -> None:
-        left, self.left = self.left, ()
-        for free in left:
-            free()
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         """Raise if f has changed an input in place."""
@@ -215,6 +203,13 @@ class WithCaptured(Derived):
 class _Here(threading.local):
     # The function that is recomputed in this thread, and its captured tensors, with their ids in the forward.
     captured: tuple[Any, Sequence[tuple[int, Tensor]]] = None, ()
+    # What frees what the run has left, when its graph has gone.
+    left: tuple[Callable[[], Any], ...] = ()
+
+    def hold(self, nodes: Collection[Any]) -> None:
+        """Called with the nodes of a graph at which Python has looked, and which goes after the run."""
+        if len(nodes) > autograd.MANY_NODES:
+            self.left = *self.left, autograd.in_order(nodes).clear
 
 
 here = _Here()
@@ -390,7 +385,7 @@ class Vjp(Derived):
                 raise RuntimeError(
                     "trying to differentiate twice a function that was marked with @once_differentiable"
                 )
-            self.source.hold(nodes)
+            here.hold(nodes)
             del nodes
         edges, used, owner = [], [], None
         own = {*map(id, leaves)}

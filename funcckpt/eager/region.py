@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import compress
@@ -56,7 +56,7 @@ class Options(NamedTuple):
     policy: Policy | None = None
 
 
-class Slot(dict[Any, tuple[Tensor, int]]):
+class Slot(dict[Any, tuple[Tensor, int | None]]):
     """What the graph keeps in place of a tensor. Maps each backward to the tensor and its version."""
 
     __slots__ = ("__weakref__",)
@@ -139,13 +139,9 @@ class Region:
             return
         # By id: tensors that the recomputation uses as they are; their versions; whether they require grad.
         # (Tuples of these would take the collector time.)
-        self._constants = found.tensors.copy()
-        for x in found.opaque:
-            if isinstance(x, torch.jit.ScriptModule):
-                self._constants |= {id(p): p for p in x.parameters()}
-        captured = [*self._constants.values()]
-        self._versions = dict(zip(self._constants, tensors.versions_of(captured), strict=True))
-        self._differentiated = dict(zip(self._constants, map(wrappers.require_grad, captured), strict=True))
+        self._constants, captured = found.tensors.copy(), [*found.tensors.values()]
+        self._versions = dict(zip(found.tensors, tensors.versions_of(captured), strict=True))
+        self._differentiated = dict(zip(found.tensors, map(wrappers.require_grad, captured), strict=True))
         self._require_grad = [*map(wrappers.require_grad, self._given)]
         # By id: the numbers of arguments that f has also captured. To f they are one object in each run.
         self._both: dict[int, int] = {}
@@ -180,9 +176,9 @@ class Region:
 
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found, first_node = self._found, functorch.next_sequence_number()
-        older: Collection[autograd.Edge] = ()
+        began, older = first_node, set[autograd.Edge]()
         computed = [*filter(operator.attrgetter("grad_fn"), found.tensors.values())]
-        if computed and functorch.uses_accelerator():
+        if (computed or found.opaque) and functorch.uses_accelerator():
             older, first_node = autograd.edges_of((*found.tensors.values(), *self._given)), 0
         gradients = []
         if found.calls_backward:
@@ -200,8 +196,9 @@ class Region:
             self._buffers = []
         if self._constants:
             self._written_by_f = {*map(id, self._changed())}
-        if computed:
-            self._let_go(computed, autograd.entering(tensors_in(out), older, first_node))
+        are_many = functorch.next_sequence_number() - began > autograd.MANY_NODES
+        if found.opaque or (computed and not are_many):
+            self._look_at_graph(computed, autograd.entering(tensors_in(out), older, first_node))
         for number in (*self._instead, *self._both):
             self._constants.pop(number, None)
         self._given = []
@@ -238,11 +235,19 @@ class Region:
             self._looks.append((() if x.is_nested else x.shape, x.dtype, x.device))
         return slot
 
-    def _let_go(self, computed: Sequence[Tensor], edges: Iterable[autograd.Edge]) -> None:
-        """Detach captured tensors at which the graph does not begin: to hold them would keep their own alive.
+    def _look_at_graph(
+        self, computed: Sequence[Tensor], edges: Mapping[autograd.Edge, Tensor | None]
+    ) -> None:
+        """Find the leaves that f uses of what is not searched, and captured results that it does not use.
 
-        (Other graphs are not looked at: see `autograd.in_order`.)
+        The latter are detached: to hold them would keep their own graphs alive. (Graphs without either are
+        not looked at: see `autograd.in_order`.)
         """
+        known = {*self._found.tensors, *map(id, self._given)}
+        for (key, _), leaf in edges.items():
+            if leaf is not None and key not in known:
+                self._constants[key], self._versions[key] = leaf, leaf._version
+                self._differentiated[key] = True
         nodes = {node for node, _ in edges}
         if unused := [x for x in computed if x.grad_fn not in nodes and id(x) not in self._both]:
             self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
@@ -269,7 +274,7 @@ class Region:
             x, version = slot.pop(key)
         if type(key) is object:  # it was read outside of a backward
             _forget(weakref.ref(self), key)
-        if x._version != version:
+        if version is not None and x._version != version:
             raise MutationError(
                 f"{self._name}: the function changes a tensor ({describe(x)}) in place that it has saved for "
                 "the backward. Work on a copy (x.clone())."
@@ -345,7 +350,7 @@ class Region:
                             "Recomputed values for the following tensors have different metadata than during "
                             f"the forward pass: position {i}: {region._looks[i]} saved, {here} recomputed."
                         )
-                    slot[key] = kept, kept._version
+                    slot[key] = kept, None if kept.is_inference() else kept._version
                 if (region._early_stop or not region._complete) and count >= len(region._slots):
                     is_over = True
                     raise _Stop

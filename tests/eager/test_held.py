@@ -149,6 +149,41 @@ def test_changed_parameters_of_torchscript(wrap):
         y.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [remat, lambda f: functools.partial(checkpoint, f)])
+def test_changed_torchscript_that_f_only_holds(wrap):
+    parts = [torch.jit.script(nn.Linear(3, 3).double()) for _ in range(2)]
+    x, f = leaf(3), lambda x: parts[0](x).sin()
+    (expected,) = torch.autograd.grad(f(x).sum(), x)
+    y = wrap(f)(x)
+    with torch.no_grad():
+        parts[1].weight.mul_(2)
+    assert_same(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_a_statistic_that_an_evaluation_in_inference_mode_has_left():
+    """A scope keeps what its parts read, also what autograd would not save."""
+    model = types.SimpleNamespace(statistic=torch.zeros((), dtype=D))
+
+    def f(x):
+        y = torch.tanh(x)
+        model.statistic = model.statistic * 0.9 + y.detach().mean()
+        return y * x
+
+    def scoped(x):
+        with checkpoint_scope():
+            return f(x)
+
+    def gradient(f):
+        model.statistic = torch.zeros((), dtype=D)
+        with torch.inference_mode():
+            f(x)
+        return torch.autograd.grad(f(x).sum(), x)[0], model.statistic
+
+    x = leaf(3)
+    assert_same(gradient(functools.partial(checkpoint, scoped)), gradient(f))
+
+
 @pytest.mark.parametrize("inner", [remat, lambda f: lambda x: checkpoint(f, x)])
 def test_an_argument_that_is_also_captured_is_one_object(inner):
     """To a checkpoint inside of f, which else would save another number of tensors."""
