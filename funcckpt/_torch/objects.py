@@ -1,4 +1,4 @@
-"""For the search in `closures`: versions of dicts, classes that are pytrees, and pullbacks of torch.func.
+"""For the search in `closures`: the versions of dicts, and what a pullback of torch.func is.
 
 `core.primitive` searches, too, where other private names are missing. So this module imports none of them.
 """
@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 # Gives the version of a dict, a number that each write changes: the guards of compiled code compare it. To
 # look at the content of all modules of a model takes ten times longer. That is done where the function is
 # missing; where threads run at once, for which its table is not made; and in Python 3.13.0, where it misses
@@ -20,9 +18,6 @@ dict_version: Callable[[Any], int] | None = None
 if sys.version_info[:3] != (3, 13, 0) and getattr(sys, "_is_gil_enabled", lambda: True)():
     with suppress(ImportError):
         from torch._C._dynamo.guards import dict_version
-
-# By class: how its instances are flattened. (Without it, what only these functions name is not found.)
-registered_pytrees: dict[Any, Any] = getattr(pytree, "SUPPORTED_NODES", {})
 
 
 def is_pullback(function: Any) -> bool:

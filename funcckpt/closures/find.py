@@ -32,8 +32,9 @@ import torch
 from numpy import ndarray
 from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from .._torch.objects import dict_version, is_pullback, registered_pytrees
+from .._torch.objects import dict_version, is_pullback
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
@@ -58,6 +59,8 @@ _ALWAYS_NAMED = frozenset(
     {*kinds.PARTS, *_HOOKS, "training", "forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
     | {*_SPECIAL, "__getattr__", "_value_"}
 )
+# By class: how it is flattened. (Without this table, what only these functions name is not found.)
+_PYTREES: dict[Any, Any] = getattr(pytree, "SUPPORTED_NODES", {})
 _LOOK_UP_ANYTHING = ("getattr", "setattr", "__getattribute__", "vars", "__dict__", "asdict", "astuple")
 _STREAMS = (torch.Generator, random.Random, Generator, RandomState, BitGenerator)
 # Functions that update running statistics which are passed to them.
@@ -233,7 +236,7 @@ class Found:
                     for base in owner.__mro__:
                         if not is_library(base.__module__):
                             pending.append((base, number, _BESIDE))
-                    if (as_tree := registered_pytrees.get(cls)) is not None:
+                    if (as_tree := _PYTREES.get(cls)) is not None:
                         pending.append((as_tree.flatten_fn, number, _BESIDE))
                 if owner is value and not is_library(cls.__module__):
                     pending.append((cls, number, _BESIDE))  # a metaclass
