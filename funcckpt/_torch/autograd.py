@@ -95,6 +95,7 @@ def in_order(nodes: Iterable[Any]) -> list[Any]:
     return sorted(nodes, key=lambda node: node._sequence_nr())
 
 
+# From so many nodes on, they are freed singly.
 MANY_NODES = 2_000
 
 

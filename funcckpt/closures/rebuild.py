@@ -187,6 +187,7 @@ class Rebuilt:
         made, spaces = self._made, self._spaces
         self.__dict__.clear()  # lets go of all else
         held = Counter(map(id, gc.get_referents(*made, *spaces)))
+        # To this object only this method refers, as to the others: by the list, the loop and the argument.
         made.append(object())
         *counts, alone = [sys.getrefcount(x) for x in made]
         if any([count > held[id(x)] + alone for x, count in zip(made, counts, strict=False)]):
