@@ -28,9 +28,6 @@ from .flat import Arguments, Outputs
 from .program import Program, Tensors, UserProgram, here, is_differentiable
 from .tensors import PLAIN
 
-# The key in the metadata of a graph node.
-_MARK = "funcckpt"
-
 
 class Options(NamedTuple):
     preserve_rng_state: bool = True
@@ -376,7 +373,7 @@ class Call(UserProgram):
     def doubt(self, nodes: Sequence[Any]) -> None:
         self._mark = object()
         for node in nodes:
-            node.metadata[_MARK] = self._mark
+            node.metadata[net.MARK] = self._mark
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tensors_of_f, results = self.found.tensors, {}
@@ -391,7 +388,7 @@ class Call(UserProgram):
                 captured.append(results[edge])
                 self._replaced.add(edge)
             elif leaf is None:
-                raise net.not_given(self, f"that requires grad ({_result_of(*edge)})")
+                raise net.not_given(self, f"that requires grad ({net.result_of(*edge)})")
             # Otherwise f made the leaf itself, for an inner optimisation: nobody can ask for its gradient.
             elif sys.getrefcount(leaf) > private or wrappers.is_functorch_wrapped_tensor(leaf):
                 captured.append(leaf)
@@ -417,18 +414,16 @@ class Call(UserProgram):
         if self._buffers is not None:
             inputs = self._buffers.given(inputs)
         changed, mapped = found.changed(), self._mapped(inputs)
-        hidden, own, began, first_node = {}, set(), 0, 0
-        replaced: set[autograd.Edge] = set()
         source, captured = here.captured
+        leaves: dict[int, str] = {}
+        results: set[autograd.Edge] = set()
         if source is self and (self._own_or_hidden or any([id(x) != key for key, x in captured])):
-            # What this run replaces, it must not find all the same.
             keys = (key for key, x in captured if key in self._own_or_hidden or key in found.tensors)
-            hidden = {key: describe(mapped[key]) for key in keys if key in mapped}
-            replaced = self._replaced
-        if looks := bool(hidden or replaced or self._mark):
-            began = functorch.next_sequence_number()
-            first_node = 0 if functorch.uses_accelerator() else began
-            own = autograd.edges_of(map(wrappers.below_wrappers, (*inputs, *[x for _, x in captured])))
+            leaves = {key: describe(mapped[key]) for key in keys if key in mapped}
+            results = self._replaced
+        look: net.Look | None = None
+        if leaves or results or self._mark:
+            look = net.Look(self, [*inputs, *[x for _, x in captured]], leaves, results, self._mark)
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written: list[Tensor] = []
         if self._constants and tensors.versions_of(self._constants) != self._versions:
@@ -454,20 +449,8 @@ class Call(UserProgram):
                         'pass determinism_check="none" to allow other numbers.'
                     )
         again = Outputs(self.name, out)
-        if looks:
-            values = [*map(wrappers.below_wrappers, again.tensors)]
-            for edge in autograd.entering(values, own | replaced, first_node):
-                # A leaf that f makes itself is now another one.
-                if edge[0] in hidden:
-                    raise net.not_given(self, f"that requires grad ({hidden[edge[0]]})")
-                if edge in replaced - own:
-                    raise net.not_given(self, f"that requires grad ({_result_of(*edge)})")
-            are_many = functorch.next_sequence_number() - began > autograd.MANY_NODES
-            nodes = [*autograd.nodes_of(values, own, first_node)] if are_many or self._mark else []
-            for node in nodes if self._mark else ():
-                if node.metadata.get(_MARK) is self._mark:  # f makes its own nodes anew
-                    raise net.not_given(self, f"that requires grad ({_result_of(node, 0)})")
-            here.hold(nodes)
+        if look is not None:
+            look.at(again.tensors)
         if checks and (difference := self._outputs.difference(again)):
             raise CheckpointError(
                 f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "
@@ -508,10 +491,6 @@ class Call(UserProgram):
         """The tensors that this call holds itself: constants of f, and copies of values."""
         values = self._outputs.values if self._outputs is not None else ()
         return [*self._constants, *[x for x, _ in values], *self._updated.values()]
-
-
-def _result_of(node: Any, number: int) -> str:
-    return f"{describe(node._input_metadata[number])}, a result of {node.name()}"
 
 
 def _refusing(name: str, x: Tensor) -> Callable[..., Any]:

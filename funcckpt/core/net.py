@@ -147,6 +147,53 @@ def _below_shadows(
 _kind = operator.attrgetter("kind")
 
 
+# The key in the metadata of a graph node.
+MARK = "funcckpt"
+
+
+class Look:
+    """A look for what a recomputation replaces, and must not find all the same.
+
+    Made before the run. The leaves are by id, with a description each; the results are edges. With a mark,
+    the graph nodes that have it are looked for, too: f makes its own nodes anew.
+    """
+
+    def __init__(
+        self,
+        source: UserProgram,
+        given: Sequence[Tensor],
+        leaves: dict[int, str],
+        results: set[autograd.Edge],
+        mark: object,
+    ) -> None:
+        """`given` is what takes the place of that."""
+        self._source, self._leaves, self._results, self._mark = source, leaves, results, mark
+        self._began = functorch.next_sequence_number()
+        self._own = autograd.edges_of(map(wrappers.below_wrappers, given))
+
+    def at(self, outputs: Sequence[Tensor]) -> None:
+        """Raise if the graph of the outputs leads to any of it."""
+        values, own = [*map(wrappers.below_wrappers, outputs)], self._own
+        first_node = 0 if functorch.uses_accelerator() else self._began
+        for edge in autograd.entering(values, own | self._results, first_node):
+            # A leaf that f makes itself is now another one.
+            if edge[0] in self._leaves:
+                raise not_given(self._source, f"that requires grad ({self._leaves[edge[0]]})")
+            if edge in self._results - own:
+                raise not_given(self._source, f"that requires grad ({result_of(*edge)})")
+        are_many = functorch.next_sequence_number() - self._began > autograd.MANY_NODES
+        nodes = [*autograd.nodes_of(values, own, first_node)] if are_many or self._mark else []
+        for node in nodes if self._mark else ():
+            if node.metadata.get(MARK) is self._mark:
+                raise not_given(self._source, f"that requires grad ({result_of(node, 0)})")
+        here.hold(nodes)
+
+
+def result_of(node: Any, number: int) -> str:
+    """A result of a graph node, in words."""
+    return f"{describe(node._input_metadata[number])}, a result of {node.name()}"
+
+
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     return ClosureError(
         f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
