@@ -16,6 +16,7 @@ Two things are new, which cannot be added to torch's from outside:
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -244,8 +245,10 @@ class Region:
         not looked at: see `autograd.in_order`.)
         """
         known = {*self._found.tensors, *map(id, self._given)}
+        private = autograd.references_of_private_leaf()
         for (key, _), leaf in edges.items():
-            if leaf is not None and key not in known:
+            # (Nobody else can change a leaf that f has made.)
+            if leaf is not None and key not in known and sys.getrefcount(leaf) > private:
                 self._constants[key], self._versions[key] = leaf, leaf._version
                 self._differentiated[key] = True
         nodes = {node for node, _ in edges}

@@ -260,3 +260,29 @@ def test_scopes_and_gradients_inside(program, monkeypatch):
     monkeypatch.setitem(globals(), "remat", lambda f, policy=None: f)
     monkeypatch.setitem(globals(), "checkpoint_scope", contextlib.nullcontext)
     assert_same(got, gradients())
+
+
+@pytest.mark.parametrize("inner", [remat, lambda f: functools.partial(checkpoint, f)])
+def test_a_module_that_f_makes(inner):
+    """Nobody else holds its parameters: a region that held them would be another run than its recomputation."""
+
+    def both(f):
+        return functools.partial(checkpoint, remat(f))
+
+    def program(outer, inner):
+        torch.manual_seed(0)
+        start = leaf(3)
+        x = start * 1.5
+
+        def f(a):
+            x.sum()  # captured, computed, and of no use
+            module = nn.Linear(3, 3, dtype=D)
+            y = inner(lambda a: module(a) * a)(a)
+            return y * y
+
+        a = torch.ones(3, dtype=D)
+        loss = (outer(f)(a) + outer(f)(a)).sum() * x.sum()
+        loss.backward()
+        return loss, start.grad
+
+    assert_same(program(lambda f: both(both(f)), inner), program(lambda f: f, lambda f: f))
