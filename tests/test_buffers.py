@@ -227,7 +227,7 @@ def test_statistics_under_transforms(wrap, transform, given, last):
     compare(lambda each: run(wrap if each is remat else no_remat), remat, allowed=(MutationError,))
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values())
+@pytest.mark.parametrize("wrap", [*WRAPS.values(), partial(remat, determinism_check="values")])
 def test_fake_tensors(wrap):
     """Nobody knows whether their values have changed."""
     with torch._subclasses.FakeTensorMode():

@@ -18,9 +18,11 @@ from support import WRAPS, registered
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import MutationError, remat
+from funcckpt import InputError, MutationError, remat
+from funcckpt.nn import Remat
 
 PROGRAMS = {}
 program = registered(PROGRAMS)
@@ -234,6 +236,27 @@ def parameters_of_a_class_of_their_own(wrap):
     wrap(lambda x: module(x).sin() * (2 if isinstance(module.weight, Halved) else 3))(x).sum().backward()
     gradient = grad(lambda x: wrap(module)(x).as_subclass(torch.Tensor).sum())(tensor(3))
     return x.grad, module.weight.grad.as_subclass(torch.Tensor), gradient
+
+
+class Labelled(torch.Tensor):
+    """An override that reads what a detached tensor does not have, as LabelTensor of pina."""
+
+    def requires_grad_(self, requires_grad=True):
+        assert self.labels
+        return super().requires_grad_(requires_grad)
+
+
+@program
+def tensors_that_override_methods(wrap):
+    x = tensor(3).as_subclass(Labelled)
+    x.labels = ["a", "b", "c"]
+    x.requires_grad_()
+    y = x * 1
+    y.labels = x.labels
+    f = lambda z: (z * len(z.labels)).sin().sum()
+    first = torch.autograd.grad(wrap(f)(x) * wrap(lambda a: f(y) * a)(tensor()), x, create_graph=True)[0]
+    second = torch.autograd.grad(first.sum(), x)[0]
+    return first.as_subclass(torch.Tensor), second.as_subclass(torch.Tensor)
 
 
 class Exp(torch.autograd.Function):
@@ -475,6 +498,24 @@ def test_copies(copied):
     assert model.linear.weight.grad is None and other.linear.weight.grad is not None
 
 
+@pytest.mark.parametrize("wrap", [*WRAPS.values(), Remat])
+def test_expanded_weights(wrap):
+    """Torch's own gradients for each sample: its parameters answer no question."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3, dtype=F64), nn.Tanh(), nn.Linear(3, 2, dtype=F64))
+        layers = [wrap(layer) for layer in model]
+        model.forward = lambda x: layers[2](layers[1](layers[0](x)))
+        call_for_per_sample_grads(model, loss_reduction="sum")(tensor(5, 3)).square().sum().backward()
+        return [p.grad_sample for p in model.parameters()]
+
+    if (
+        error := compare(lambda each: run(wrap if each is remat else each), remat, (InputError,))
+    ) is not None:
+        assert wrap is remat and "ExpandedWeight" in str(error) and "checkpoint" in str(error)
+
+
 PACKAGE = """
 import random
 import numpy as np
@@ -492,6 +533,49 @@ class Noisy(nn.LayerNorm):
     def moved(self, x):
         return x + self.shift
 """
+
+
+MAKER = """
+from torch import nn
+
+def made(cls):
+    box = {"w": None, "scale": 1.0}
+    class Own(cls):
+        @property
+        def scale(self):
+            return box["scale"]
+        def forward(self, x):
+            return (x @ box["w"] * self.scale).sin()
+    Own.__qualname__ = "Renamed"  # as those of the package higher
+    return Own(), box
+"""
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values())
+@pytest.mark.parametrize("transform", ["backward", "vmap_grad", "hessian"])
+def test_a_class_that_a_package_has_made(transform, wrap, tmp_path, monkeypatch):
+    """What its methods close over is that of the call, as with a function that a package has made."""
+    path = tmp_path / "site-packages"
+    path.mkdir()
+    (path / "making_package.py").write_text(MAKER)
+    monkeypatch.syspath_prepend(path)
+    package = importlib.import_module("making_package")
+    monkeypatch.setitem(sys.modules, "making_package", package)
+
+    def run(wrap):
+        module, box = package.made(nn.Module)
+        user_class, of_user = package.made(type("User", (nn.Module,), {"__module__": __name__}))
+
+        def loss(x):
+            box["w"] = of_user["w"] = x.outer(x)
+            y = wrap(module)(x) * wrap(lambda x: user_class(x))(x)
+            box["w"], box["scale"] = None, 5.0
+            of_user["w"], of_user["scale"] = x.outer(x).cos(), 3.0
+            return y
+
+        return observe(transform, loss, (tensor(3),))
+
+    compare(lambda each: run(wrap if each is remat else each), remat)
 
 
 def imports(x):

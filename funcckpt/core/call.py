@@ -216,7 +216,7 @@ class Call(UserProgram):
             if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
                 with functorch.without_levels():  # which would wrap the results
                     # f may also differentiate with respect to them.
-                    self._unused = {key: owned[key].detach().requires_grad_() for key in unused}
+                    self._unused = {key: wrappers.requires_grad_(owned[key].detach()) for key in unused}
             stay = [id(x) not in owned or id(x) in self._unused for x in self._constants]
             self._versions = [*compress(self._versions, stay)]
             self._constants = [self._unused.get(id(x), x) for x in compress(self._constants, stay)]
@@ -391,6 +391,11 @@ class Call(UserProgram):
                 raise net.not_given(self, f"that requires grad ({net.result_of(*edge)})")
             # Otherwise f made the leaf itself, for an inner optimisation: nobody can ask for its gradient.
             elif sys.getrefcount(leaf) > private or wrappers.is_functorch_wrapped_tensor(leaf):
+                if type(leaf).__name__ == "ExpandedWeight":
+                    raise InputError(
+                        f"remat({self.name}) uses an ExpandedWeight, which torch's gradients for each sample "
+                        "put in place of a parameter. Use checkpoint, or funcckpt.nn.Remat without a policy."
+                    )
                 captured.append(leaf)
                 # A wrapper comes from hooks around the call, for an input at a level.
                 if not wrappers.is_functorch_wrapped_tensor(leaf):

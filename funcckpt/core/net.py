@@ -64,7 +64,7 @@ def run_first(
     for i in differentiated:
         x = given[i] = detach(inputs[i])
         if records and not source.is_compiled:
-            x.requires_grad_()
+            wrappers.requires_grad_(x)
         own[(id(x), autograd.LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
     first_node = functorch.next_sequence_number()
     record: recording.Record | None = None

@@ -357,7 +357,7 @@ class Vjp(Derived):
                     stays = id(x) == captured.get(i) and x.is_leaf and x.requires_grad
                     if not stays or x._backward_hooks:
                         is_nested = mode and x.requires_grad
-                        primals[i] = x.view_as(x) if is_nested else detach(x).requires_grad_()
+                        primals[i] = x.view_as(x) if is_nested else wrappers.requires_grad_(detach(x))
                 leaves = [*map(primals.__getitem__, self.wrt)]
             else:
                 primals = wrappers.wrapped_for_grad(primals, level)

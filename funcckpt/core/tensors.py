@@ -123,7 +123,7 @@ def is_same(x: Tensor, before: Tensor, may_wait: bool = False) -> bool:
 
 def is_close(a: Tensor, b: Tensor) -> bool:
     """Whether values agree, up to the rounding of their dtype. True if there are no values."""
-    if a.is_meta or b.is_meta:
+    if a.is_meta or b.is_meta or isinstance(a, functorch.FakeTensor):
         return True
     try:
         torch.testing.assert_close(a, b, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What a call of remat costs beside what it computes, and a call of torch's checkpoint.
+"""What a call of remat costs beside what it computes, a call of torch's checkpoint, and a naive Function.
 
     python tests/benchmarks/overhead.py [overhead|eager_overhead] [--only module] [--seconds 3] [--rounds 60]
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from common import Row, best_times, none, options_of, torch_checkpoint, write
 from torch import nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from funcckpt import checkpoint, remat
@@ -107,8 +107,46 @@ def of_model(wrap):
     return lambda: vmap(grad(loss), (None, 0))(parameters, xs)
 
 
+def naive(f, pullback):
+    """The least that torch asks of a checkpoint. It finds nothing, restores nothing and checks nothing."""
+
+    class Naive(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return f(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return pullback(f, *ctx.saved_tensors, cotangent)
+
+    return Naive.apply
+
+
+def in_eager(f, x, cotangent):
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        y = f(x)
+    return torch.autograd.grad(y, x, cotangent)[0]
+
+
+def under_transforms(f, x, cotangent):
+    return vjp(f, x)[1](cotangent)[0]
+
+
 WRAPPERS = {"no remat": none, "torch": torch_checkpoint, "remat": remat}
+METHODS = "no remat", "torch", "naive", "remat"
 IN_EAGER, UNDER_TRANSFORMS = ("torch", [*WRAPPERS]), ("no remat", ["no remat", "remat"])
+# Rows of a function of one tensor that captures none, for which a naive Function would do.
+WITH_NAIVE = dict.fromkeys(("backward", "backward, torch.sin"), in_eager)
+WITH_NAIVE |= dict.fromkeys(
+    ("grad", "grad, torch.sin", "vmap(grad)", "vmap(grad), torch.sin"), under_transforms
+)
 # name: (what the ratios are to, and all that are compared), what is called, for a wrapper.
 CASES: dict[str, tuple[tuple[str, list[str]], Callable]] = {
     "backward": (IN_EAGER, lambda wrap: backward(wrap, tiny, leaf)),
@@ -142,9 +180,12 @@ def best(runs: list[Callable], seconds: float) -> list[float]:
 
 def overhead(name: str, options: Any) -> list[Row]:
     (reference, methods), case = CASES[name]
-    found = best([case(WRAPPERS[method]) for method in methods], 0 if options.toy else options.seconds)
-    times = dict(zip(methods, found, strict=True))
-    cells = "".join([f"{times[m] * 1e6:10.1f}" if m in times else " " * 10 for m in WRAPPERS])
+    runs = {method: case(WRAPPERS[method]) for method in methods}
+    if name in WITH_NAIVE:
+        runs["naive"] = case(partial(naive, pullback=WITH_NAIVE[name]))
+    found = best([*runs.values()], 0 if options.toy else options.seconds)
+    times = dict(zip(runs, found, strict=True))
+    cells = "".join([f"{times[m] * 1e6:10.1f}" if m in times else " " * 10 for m in METHODS])
     print(f"{name:24}{cells}{times['remat'] / times[reference]:8.2f}  to {reference}", flush=True)
     return [
         {"problem": name, "method": m, "seconds": t, "time_ratio": round(t / times[reference], 3)}
@@ -225,7 +266,7 @@ def eager_overhead(name: str, options: Any) -> list[Row]:
     return [row]
 
 
-TITLE, EACH = f"{'microseconds a call':24}", "".join([f"{method:>10}" for method in WRAPPERS])
+TITLE, EACH = f"{'microseconds a call':24}", "".join([f"{method:>10}" for method in METHODS])
 BOTH = f"{'forward':^28}{'forward and backward':^30}\n{'':26}" + f"{'torch':>10}{'ours':>10}{'ratio':>8}" * 2
 # What runs a case, all cases, and the head of the table.
 BENCHMARKS: dict[str, tuple[Callable, dict[str, Any], str]] = {
