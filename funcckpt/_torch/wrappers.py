@@ -147,15 +147,15 @@ def unwrapped_for_grad(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
 
 # For many tensors at once, without a Python frame for each.
 require_grad = operator.attrgetter("requires_grad")
-# That of a subclass may read attributes, which a detached tensor does not have.
-requires_grad_: Callable[[Tensor], Tensor] = Tensor.requires_grad_
+# A subclass may have a method of its own, which reads attributes that a detached tensor does not have.
+requires_grad_: Callable[..., Tensor] = Tensor.requires_grad_
 
 
 def require_grad_at_this_level(tensors: Sequence[Tensor], indices: Iterable[int]) -> list[Tensor]:
     """`x.requires_grad_()` for some of the tensors, which functorch forbids inside of a transform."""
     set_inplace_requires_grad_allowed(True)
     try:
-        return [requires_grad_(tensors[i]) for i in indices]
+        return [tensors[i].requires_grad_() for i in indices]
     finally:
         set_inplace_requires_grad_allowed(False)
 

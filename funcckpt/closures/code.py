@@ -78,22 +78,6 @@ def names_for(kind: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-_OF_CLASSES = {"__class__", "__classdict__"}  # variables that Python itself makes
-
-
-def closing_in(kind: Any) -> frozenset[str]:
-    """The names of methods with closures, in a class that a library has made inside of a function."""
-    if not is_installed(kind.__module__):
-        return frozenset()
-    found: Any = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, "__dict__", {}).get(name)
-    if found is kind:
-        return frozenset()
-    codes = {name: getattr(getattr(x, "fget", x), "__code__", None) for name, x in vars(kind).items()}
-    return frozenset([name for name, code in codes.items() if code and {*code.co_freevars} - _OF_CLASSES])
-
-
 def slots_of(kind: Any) -> tuple[str, ...]:
     """The names of the slots of a class."""
     members: dict[str, Any] = {}

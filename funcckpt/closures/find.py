@@ -185,8 +185,7 @@ class Found:
                 draws_elsewhere |= draws
                 if kind is kinds.CLASS and not is_own:
                     names.add(value.__name__)  # which code may know by another name
-                    if not of.closing:
-                        continue  # it holds no objects of the user
+                    continue  # it holds no objects of the user
                 is_named = is_own and of.is_pure and (kind in kinds.OBJECTS or kind is kinds.CLASS)
                 # (A key may be any object, and to compare it any code.)
                 if kind is kinds.DICT and type(key) is str and key == "__dict__":
@@ -194,8 +193,6 @@ class Found:
                     is_named = holder.kind is kinds.RECORD and holder.is_own and holder.is_pure
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
-                if kind is kinds.CLASS and not is_own:
-                    counted = {*of.closing}
                 there: Any = value if kind is kinds.DICT else value.__dict__ if kind in kinds.OWNERS else None
                 # (Python 3.12 does not tell that an empty dict becomes a copy of another one.)
                 if type(there) is dict and there and dict_version is not None:
@@ -237,7 +234,7 @@ class Found:
                     keyed.append(node)
                 if of.has_own:
                     for base in owner.__mro__:
-                        if not is_library(base.__module__) or about(base).closing:
+                        if not is_library(base.__module__):
                             pending.append((base, number, _BESIDE))
                     if (as_tree := _PYTREES.get(cls)) is not None:
                         pending.append((as_tree.flatten_fn, number, _BESIDE))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from .code import closing_in, is_installed, is_library, is_plain_python, names_for, slots_of
+from .code import is_installed, is_library, is_plain_python, names_for, slots_of
 
 # Types whose values hold no tensor.
 ATOMS = frozenset(
@@ -109,10 +109,9 @@ class About(NamedTuple):
     slots: tuple[str, ...]  # their names
     is_own: bool  # the user's, not a library's
     is_of_installed: bool  # whether it or a base belongs to an installed package
-    has_own: bool  # whether it or a base does not belong to a library, or has closures
+    has_own: bool  # whether it or a base does not belong to a library
     is_pure: bool  # whether it inherits no code of libraries, which may look up any attribute
     names: frozenset[str]  # of attributes that no code needs to name
-    closing: frozenset[str]  # the names of methods with closures, if a library has made it in a function
 
 
 # Classes of libraries that look up no attributes, or only those that are known; and modules of such classes.
@@ -133,9 +132,8 @@ class _Abouts(dict[int, About]):
             of_installed = any([is_installed(base.__module__) for base in cls.__mro__])
             others = {*cls.__mro__}.difference(own, _KNOWN)
             is_pure = _NAME_NOTHING.issuperset([base.__module__ for base in others])
-            has_own = bool(own) or any(map(closing_in, cls.__mro__))
-            what = _kind_of(cls), slots_of(cls), cls in own, of_installed, has_own, is_pure, names_for(cls)
-            self[number] = About(*what, closing_in(cls))
+            what = _kind_of(cls), slots_of(cls), cls in own, of_installed, bool(own), is_pure, names_for(cls)
+            self[number] = About(*what)
 
             def forget(_: Any) -> None:
                 self.pop(number, None)
@@ -148,9 +146,14 @@ class _Abouts(dict[int, About]):
 about = _Abouts()
 
 
+def is_expanded_weight(cls: Any) -> bool:
+    """Whether a tensor is of torch's own per-sample gradients: to read any attribute of it is an error."""
+    return cls.__name__ == "ExpandedWeight" and "torch.nn.utils._expanded_weights" in cls.__module__
+
+
 def _kind_of(cls: Any) -> Kind | None:
-    if cls.__name__ == "ExpandedWeight":
-        return None  # of torch's gradients for each sample: it refuses all questions
+    if is_expanded_weight(cls):
+        return None
     if issubclass(cls, Tensor):
         return TENSOR
     if any([str(base.__module__).startswith("torch.distributed.") for base in cls.__mro__]):

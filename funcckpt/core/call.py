@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Found, Rebuilt, code_of, exchange_stored, search, stored
+from ..closures import Found, Rebuilt, code_of, exchange_stored, kinds, search, stored
 from ..errors import CheckpointError, ClosureError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
@@ -390,11 +390,16 @@ class Call(UserProgram):
             elif leaf is None:
                 raise net.not_given(self, f"that requires grad ({net.result_of(*edge)})")
             # Otherwise f made the leaf itself, for an inner optimisation: nobody can ask for its gradient.
-            elif sys.getrefcount(leaf) > private or wrappers.is_functorch_wrapped_tensor(leaf):
-                if type(leaf).__name__ == "ExpandedWeight":
+            # (Only TorchScript holds the parameters of a module that it has loaded.)
+            elif (
+                sys.getrefcount(leaf) > private
+                or self.found.opaque
+                or wrappers.is_functorch_wrapped_tensor(leaf)
+            ):
+                if kinds.is_expanded_weight(type(leaf)):
                     raise InputError(
                         f"remat({self.name}) uses an ExpandedWeight, which torch's gradients for each sample "
-                        "put in place of a parameter. Use checkpoint, or funcckpt.nn.Remat without a policy."
+                        "put in place of a parameter. Use checkpoint or funcckpt.nn.Remat, without a policy."
                     )
                 captured.append(leaf)
                 # A wrapper comes from hooks around the call, for an input at a level.

@@ -166,7 +166,7 @@ class Look:
         results: set[autograd.Edge],
         mark: object,
     ) -> None:
-        """`given` is what takes the place of that."""
+        """`given` are the tensors that the run gets instead."""
         self._source, self._leaves, self._results, self._mark = source, leaves, results, mark
         self._began = functorch.next_sequence_number()
         self._own = autograd.edges_of(map(wrappers.below_wrappers, given))

@@ -247,13 +247,15 @@ class Region:
         known = {*self._found.tensors, *map(id, self._given)}
         private = autograd.references_of_private_leaf()
         for (key, _), leaf in edges.items():
-            # (Nobody else can change a leaf that f has made.)
-            if leaf is not None and key not in known and sys.getrefcount(leaf) > private:
+            if leaf is None or key in known:
+                continue
+            # A leaf that only the graph holds was made by f. (But TorchScript holds parameters below Python.)
+            if self._found.opaque or sys.getrefcount(leaf) > private:
                 self._constants[key], self._versions[key] = leaf, leaf._version
                 self._differentiated[key] = True
         nodes = {node for node, _ in edges}
         if unused := [x for x in computed if x.grad_fn not in nodes and id(x) not in self._both]:
-            self._instead.update({id(x): x.detach().requires_grad_() for x in unused})
+            self._instead.update({id(x): wrappers.requires_grad_(x.detach()) for x in unused})
             self._found.weaken(unused)
 
     def _changed(self) -> list[Tensor]:
@@ -296,7 +298,7 @@ class Region:
         written = self._changed() if self._check and self._constants else []
         # A model may be frozen for the forward alone.
         for x in self._different(map(wrappers.require_grad, self._constants.values()), self._differentiated):
-            instead[id(x)] = x.detach().requires_grad_(not x.requires_grad)
+            instead[id(x)] = wrappers.requires_grad_(x.detach(), not x.requires_grad)
             if self._check and x._version != self._versions[id(x)]:
                 written.append(instead[id(x)])
         if written and any([isinstance(x, _TORCHSCRIPT) for x in found.opaque]):  # no mode sees what it reads
@@ -304,7 +306,7 @@ class Region:
         given = [*map(_for_a_run, self._inputs)]
         for i, requires_grad in enumerate(self._require_grad):
             if given[i].requires_grad != requires_grad:
-                given[i] = given[i].detach().requires_grad_(requires_grad)
+                given[i] = wrappers.requires_grad_(given[i].detach(), requires_grad)
             attributes, cls = self._marks[i]
             if attributes or cls is not Tensor:
                 tensors.put_marks(given[i], attributes, cls)
