@@ -64,6 +64,11 @@ def boxes(box):
     return lambda x: remat(boxes)(x)[0]
 
 
+def fills(d):
+    d["y"] = d["x"].sin()
+    return d
+
+
 def writes(batch, *, scale):
     scale.mul_(2)
     return batch * scale
@@ -120,6 +125,14 @@ WRONG = {
     "function": (OutputError, HIDES, boxes(lambda y: lambda: y)),
     "view of a dict": (OutputError, HIDES, boxes(lambda y: {"a": y}.values())),
     "list of a class": (OutputError, HIDES, boxes(lambda y: type("List", (list,), {})([[y]]))),
+    "numbers in an object, under a transform": (
+        OutputError, ("boxes", r"int64\[\]", "outlive", "register"),
+        lambda x: x.sum() * torch.func.grad(lambda z: boxes(lambda y: Box(y.argmax()))(z))(tensor(3)).sum(),
+    ),
+    "dict that is filled": (
+        MutationError, ("fills", "a list or dict among", "copy", r"f\(dict\(d\)\)"),
+        lambda x: remat(fills)({"x": x})["y"].sum(),
+    ),
     "argument written to": (
         MutationError, ("writes", "scale", r"float64\[3, 3\]", *INSTEAD),
         lambda x: remat(writes)(x, scale=tensor(3, 3)).sum(),

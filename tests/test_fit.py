@@ -215,6 +215,27 @@ def test_which_blocks(select, names):
     assert [block.name for block in plan.blocks] == names
 
 
+class Pairs(nn.Module):
+    """Its list holds lists of two modules, which themselves have no forward."""
+
+    def __init__(self):
+        super().__init__()
+        part = lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.layers = nn.ModuleList([nn.ModuleList([part(), part()]) for _ in range(3)])
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = x + second(x + first(x))
+        return x
+
+
+def test_lists_in_a_list():
+    step = lambda model, x: model(x).square().mean().backward()
+    plan = fit(Pairs(), step, torch.ones(64, 16), bytes=140_000)
+    assert [block.name for block in plan.blocks] == [f"layers.{i}.{j}" for i in range(3) for j in range(2)]
+    assert {block.choice for block in plan.blocks} != {"keep"} and plan.peak_bytes <= 140_000
+
+
 def reads_values(model, x):
     loss = loss_of(model, x)
     if loss.item() < 1e9:

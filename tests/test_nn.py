@@ -313,6 +313,8 @@ class Model(Parent):
 
 
 wrapped_names = lambda model: [name for name, m in model.named_modules() if isinstance(m, Remat)]
+# Blocks of two parts, in a list that has no forward.
+PAIRS = lambda: nn.ModuleList([nn.ModuleList([nn.Linear(3, 3), nn.Sequential(nn.Tanh())]) for _ in range(3)])
 # Some models have longer names, as peft and data parallelism give them.
 LONGER = lambda: nn.ModuleDict({"inner": nn.ModuleDict({"model": Model()})})
 LAYERS = [f"layers.{i}" for i in range(5)]
@@ -325,6 +327,7 @@ LAYERS = [f"layers.{i}" for i in range(5)]
         (((nn.Tanh,), nn.Conv1d), [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),
         ("layers.*", LAYERS, Model),
         ("every 2", ["layers.0", "layers.2", "layers.4", "head.0", "head.2"], Model),
+        ("every 2", ["0.0", "0.1", "2.0", "2.1"], PAIRS),
         ("Tanh", [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),
         ("*.layers.*", [f"inner.model.{name}" for name in LAYERS], LONGER),
         ("layers.*", [f"inner.model.{name}" for name in LAYERS], LONGER),

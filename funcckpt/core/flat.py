@@ -110,7 +110,8 @@ class Arguments:
             if not _are_same(before, structure) or any(map(operator.is_not, then, now)):
                 raise MutationError(
                     f"remat({name}) changes a list or dict among its arguments. That is a copy, so the "
-                    "caller would not see the change: return the changed one."
+                    "caller would not see the change. Change a copy of your own, and return it: "
+                    "remat(lambda d: f(dict(d)))."
                 )
 
     def where(self, i: int) -> str:
@@ -225,9 +226,10 @@ def _refuse_if_it_hides_tensors(leaf: Any, returned: str) -> None:
         )
     for x in Found((leaf, _items_in(leaf, {})), everything=True).tensors.values():
         if wrappers.is_tracked(x):
+            loss = "outlive its transform" if wrappers.is_constant(x) else "lose its gradient"
             raise OutputError(
-                f"{returned} that holds a tensor ({describe(x)}), which would lose its gradient. Return a "
-                "tuple, list or dict of tensors, or register the class with torch.utils._pytree."
+                f"{returned} that holds a tensor ({describe(x)}), which would {loss}. Return a tuple, list "
+                "or dict of tensors, or register the class with torch.utils._pytree."
             )
 
 

@@ -226,8 +226,15 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
 
 def _every(module: nn.Module, n: int) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return list(module)[::n]
+        return [found for member in list(module)[::n] for found in called(member).values()]
     return [member for child in module.children() for member in _every(child, n)]
+
+
+def called(module: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """By name: the module; or those inside of it, if it has no forward, as a `ModuleList` in another."""
+    if type(module).forward is not nn.Module.forward:
+        return {name: module}
+    return {k: m for key, child in module.named_children() for k, m in called(child, f"{name}.{key}").items()}
 
 
 def remove_remat(model: M) -> M:

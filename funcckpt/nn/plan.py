@@ -196,7 +196,9 @@ def _repeated(module: nn.Module, prefix: str) -> list[str]:
     inside = [found for name, child in children.items() for found in _repeated(child, f"{name}.")]
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({kind for kind, _ in kinds}) == 1
     some_alike = len(set(kinds)) < len(kinds)
-    return [*children] if is_list and len(kinds) > 1 and (some_alike or not inside) else inside
+    if not (is_list and len(kinds) > 1 and (some_alike or not inside)):
+        return inside
+    return [found for name, child in children.items() for found in modules.called(child, name)]
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
