@@ -32,7 +32,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import Rebuilt, put_back, search
+from ..closures import Rebuilt, kinds, put_back, search
 from ..core import tensors
 from ..core.call import check_no_opacus
 from ..core.flat import Arguments
@@ -247,7 +247,7 @@ class Region:
         known = {*self._found.tensors, *map(id, self._given)}
         private = autograd.references_of_private_leaf()
         for (key, _), leaf in edges.items():
-            if leaf is None or key in known:
+            if leaf is None or key in known or kinds.is_expanded_weight(type(leaf)):
                 continue
             # A leaf that only the graph holds was made by f. (But TorchScript holds parameters below Python.)
             if self._found.opaque or sys.getrefcount(leaf) > private:
