@@ -174,7 +174,8 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
         Which modules. A class, or its name (``"Block"``): the modules of this class. A pattern for names,
         such as ``"layers.*"`` or ``"*.block[0-4]"``; a star stands for a part of a name without dots. If no
         name matches, those whose last parts match. ``"every 2"``: the first, third, fifth, ... member of each
-        outermost `ModuleList` or `Sequential`. A function: those for which ``select(name, module)`` is true.
+        outermost `ModuleList` or `Sequential`; if a member has no forward, the modules inside of it. A
+        function: those for which ``select(name, module)`` is true.
     **options
         Those of :class:`Remat`.
 

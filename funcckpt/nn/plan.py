@@ -110,7 +110,7 @@ def fit(
         The most bytes that the step may have alive at a time, beside the model and the batch.
     select : class, tuple of classes, str, or callable
         The blocks, as for :func:`apply_remat`. If not given: the members of each `ModuleList` or `Sequential`
-        whose members are of one class.
+        whose members are of one class; if these have no forward, the modules inside of them.
     policies : sequence
         Policies to try for each block, beside keeping all and recomputing all.
     measure_on : str or torch.device
