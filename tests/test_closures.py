@@ -310,6 +310,18 @@ def test_rebound_is_right_or_refused(wrap, place, what, transform):
     )
 
 
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_context_variable_has_its_default(wrap):
+    """Around the backward the caller sets what had only its default in the forward."""
+    flag, x = contextvars.ContextVar("flag", default=True), torch.ones(3, dtype=F64, requires_grad=True)
+    y = WRAPS[wrap](lambda x: (x * 3 if flag.get() else x).sin())(x)
+    token = flag.set(False)
+    y.sum().backward()
+    assert_same(x.grad, 3 * (3 * x.detach()).cos())
+    assert flag.get() is False
+    flag.reset(token)
+
+
 # What cannot be found by looking at f.
 HIDDEN = {
     "cache": held_by(lambda w: (f := functools.cache(lambda: w * 2), f())[0], lambda f: f()),

@@ -5,6 +5,7 @@ The reference is a deep copy of the module that was never wrapped.
 
 import array
 import copy
+import inspect
 import io
 import itertools
 import pickle
@@ -145,6 +146,14 @@ def test_the_module_is_the_same():
     assert Remat(block, preserve_rng_state=False) is block
     assert isinstance(block, Block) and isinstance(block, Remat)
     assert repr(Remat(nn.Linear(2, 3))) == "RematLinear(in_features=2, out_features=3, bias=True)"
+
+
+def test_its_forward_has_the_old_signature():
+    """Libraries look there for what a block takes."""
+    for model in (Block(), nn.TransformerEncoderLayer(4, 2)):
+        before = inspect.signature(model.forward)
+        assert inspect.signature(Remat(model).forward) == before
+    assert inspect.signature(remove_remat(model).forward) == before
 
 
 def save_and_load(model):

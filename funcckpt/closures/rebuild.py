@@ -332,9 +332,6 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]
                 continue
             for x in Found(value, everything=True).tensors.values():
                 if id(x) not in found.tensors:
-                    of = (
-                        ", of a cache (turn it off: use_cache=False)"
-                        if "cache" in repr(node.cls).lower()
-                        else ""
-                    )
-                    yield x, found.path(number, key) + of
+                    is_cache = "cache" in f"{node.cls.__module__}.{node.cls.__name__}".lower()
+                    hint = ", of a cache (turn it off: use_cache=False)" if is_cache else ""
+                    yield x, found.path(number, key) + hint

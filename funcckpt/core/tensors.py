@@ -145,8 +145,8 @@ def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Call
 def changed_inside(name: str, x: Tensor, where: str) -> MutationError:
     return MutationError(
         f"{name} changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside the function, "
-        "or return the new value. Only buffers of a module in training may be updated, of at most "
-        f"{MAX_BUFFER} elements."
+        "or return the new value. Only buffers of a module that is in training at the call may be updated, "
+        f"of at most {MAX_BUFFER} elements."
     )
 
 

@@ -9,6 +9,7 @@ modules in the same way.)
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -88,9 +89,6 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
         if _KEY not in self.__dict__:
             super().__init__(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return call(super().forward, args, kwargs, Options(**getattr(self, _KEY)))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class cannot be found by its name.
         make, args, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
@@ -135,7 +133,13 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     for known in kind.__subclasses__():
         if vars(known).get(_KEY) is not None and known.__bases__ == (Remat, kind):
             return known
+
+    @functools.wraps(kind.forward)  # libraries pass what the signature of a forward has
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(super(Remat, self).forward, args, kwargs, Options(**getattr(self, _KEY)))
+
     contents: dict[str, Any] = {_KEY: {}, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    contents["forward"] = forward
     becomes = getattr(kind, "cls_to_become", None)
     if becomes is not None:  # a lazy module changes its class in its first call
         contents["cls_to_become"] = _checkpointed_class(becomes)
