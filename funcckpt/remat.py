@@ -7,15 +7,14 @@ only its inputs.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast, get_args, overload
 
 import torch
 from torch import nn
@@ -26,45 +25,40 @@ from .core.call import Call, Options
 from .errors import InputError
 from .policies.policies import Policy, chooser_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 Check = Literal["default", "none", "values"]
 CHECKS = get_args(Check)
 
 
-@overload
-def remat(
-    f: Callable[P, R],
-    *,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    policy: Policy | None = ...,
-    prevent_cse: bool = ...,
-) -> Callable[P, R]: ...
+class _Options(TypedDict, total=False):
+    """The options of `remat`, for type checkers."""
+
+    static_argnums: Any
+    static_argnames: Any
+    preserve_rng_state: bool
+    determinism_check: Check
+    policy: Policy | None
+    prevent_cse: bool
 
 
 @overload
-def remat(
-    f: None = None,
-    *,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Sequence[str] = ...,
-    preserve_rng_state: bool = ...,
-    determinism_check: Check = ...,
-    policy: Policy | None = ...,
-    prevent_cse: bool = ...,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def remat(f: Callable[P, R], **options: Unpack[_Options]) -> Callable[P, R]: ...
+
+
+@overload
+def remat(f: None = None, **options: Unpack[_Options]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def remat(
     f: Callable[..., Any] | None = None,
     *,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
+    static_argnums: Any = (),
+    static_argnames: Any = (),
     preserve_rng_state: bool = True,
     determinism_check: Check = "default",
     policy: Policy | None = None,
@@ -83,8 +77,6 @@ def remat(
         Any callable, such as a function, a bound method, a `functools.partial` or an `nn.Module`. Its
         arguments are pytrees of tensors of any dtype, shape and device, and of other values. It must be
         pure, except for random numbers and the buffers of a module in training. Without f, a decorator.
-    static_argnums, static_argnames : int or str, or several
-        Positions and names of arguments that are passed to f as they are, and not as pytrees.
     preserve_rng_state : bool
         Whether the recomputation draws the random numbers of the forward. Costs nothing if f draws none.
     determinism_check : {"default", "none", "values"}
@@ -93,8 +85,8 @@ def remat(
     policy : callable, list of operators, or None
         What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
         function as :func:`create_selective_checkpoint_contexts` takes it. None keeps only the inputs.
-    prevent_cse : bool
-        An option of `jax.checkpoint`, without effect here.
+    static_argnums, static_argnames, prevent_cse
+        Options of `jax.checkpoint`, without effect here: arguments that are no tensors are static anyway.
 
     Returns
     -------
@@ -134,8 +126,6 @@ def remat(
     if torch.compiler.is_dynamo_compiling():
         return _made_compiled(f, preserve_rng_state, determinism_check, policy)
     title = "remat" if f is None else f"remat({name_of(f)})"
-    positions = _several(int, static_argnums, "static_argnums", title)
-    names = _several(str, static_argnames, "static_argnames", title)
     if determinism_check not in CHECKS:
         raise InputError(f"{title}: determinism_check must be one of {CHECKS}, not {determinism_check!r}.")
     chooser = chooser_of(policy, title)
@@ -143,9 +133,8 @@ def remat(
     def wrap(f: Callable[..., Any]) -> Any:
         inner: Any = f.__func__ if isinstance(f, staticmethod | classmethod) else f
         name = name_and_check(inner)
-        static = _positions_and_names(inner, name, positions, names)
         kind = _CheckpointedModule if isinstance(inner, nn.Module) else _Checkpointed
-        made: Any = kind(inner, name, Options(preserve_rng_state, determinism_check, chooser, *static))
+        made: Any = kind(inner, name, Options(preserve_rng_state, determinism_check, chooser))
         return made if inner is f else (staticmethod if isinstance(f, staticmethod) else classmethod)(made)
 
     return wrap if f is None else wrap(f)
@@ -175,37 +164,6 @@ def name_of(f: Any) -> str:
     # To ask an nn.Module for an attribute that it lacks is slow.
     name: str = (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
     return name
-
-
-def _several(kind: type[T], value: Any, option: str, title: str) -> tuple[T, ...]:
-    values = tuple(value) if isinstance(value, (tuple, list, set, frozenset, range)) else (value,)
-    if not all(isinstance(item, kind) for item in values):
-        raise InputError(f"{title}: {option} takes one {kind.__name__} or several, not {value!r}.")
-    return values
-
-
-def _positions_and_names(
-    f: Callable[..., Any], name: str, positions: tuple[int, ...], names: tuple[str, ...]
-) -> tuple[frozenset[int], frozenset[str]]:
-    """The static parameters by position and by name, since a call may pass them either way."""
-    if not positions and not names:
-        return frozenset(), frozenset()
-    try:
-        parameters = list(inspect.signature(f).parameters.values())
-    except (TypeError, ValueError):  # a builtin
-        return frozenset(positions), frozenset(names)
-    by_name = {p.name: i for i, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD}
-    kinds, known, count = {p.kind for p in parameters}, {p.name for p in parameters}, len(parameters)
-    if inspect.Parameter.VAR_KEYWORD not in kinds and (missing := {*names} - known):
-        raise InputError(
-            f"remat({name}): static_argnames has {sorted(missing)}, but the parameters are {sorted(known)}."
-        )
-    outside = [i for i in positions if not -count <= i < count]
-    if inspect.Parameter.VAR_POSITIONAL not in kinds and outside:
-        raise InputError(f"remat({name}): static_argnums has {outside}, but there are {count} parameters.")
-    more_names = {n for n, i in by_name.items() if i in positions or i - count in positions}
-    more_positions = {by_name[n] for n in names if n in by_name}
-    return frozenset(positions) | more_positions, frozenset(names) | more_names
 
 
 def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:

@@ -111,8 +111,6 @@ WRONG = {
     "int": (InputError, ("remat", "int", "callable"), lambda x: remat(3)),
     "check": option("default", "none", "values", "sometimes", determinism_check="sometimes"),
     "check of a decorator": (InputError, ("sometimes",), lambda x: remat(determinism_check="sometimes")),
-    "argnums of which one is wrong": option("int", static_argnums=(0, "x")),
-    "argnames": option("str", static_argnames=("a", 3)),
     "generator": (OutputError, ("generates", *LATE), remat(generates)),
     "coroutine": (OutputError, ("awaits", *LATE), remat(awaits)),
     "generating module": (OutputError, ("GeneratingModule", *LATE), remat(GeneratingModule())),

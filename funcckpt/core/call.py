@@ -33,9 +33,6 @@ class Options(NamedTuple):
     preserve_rng_state: bool = True
     determinism_check: str = "default"
     chooser: Chooser | None = None
-    # The last two are for `Arguments`.
-    static_argnums: frozenset[int] = frozenset()
-    static_argnames: frozenset[str] = frozenset()
 
 
 class Call(UserProgram):
@@ -59,7 +56,7 @@ class Call(UserProgram):
         """With `lifts_all`, all captured tensors that require grad are inputs, whether f uses them or not."""
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
-        self._arguments = arguments = Arguments(args, kwargs, *options[3:])
+        self._arguments = arguments = Arguments(args, kwargs)
         if (i := arguments.iterator) is not None:
             kind = type(arguments.others[i]).__name__
             raise InputError(

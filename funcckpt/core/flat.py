@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, deque
-from collections.abc import Collection, ItemsView, Sequence, ValuesView
+from collections.abc import ItemsView, Sequence, ValuesView
 from itertools import repeat
 from types import MappingProxyType
 from typing import Any
@@ -25,31 +25,16 @@ LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torc
 _FLAGS = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device))
 
 
-class _Static:
-    """A leaf that holds a static argument."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
 class Arguments:
     """Arguments as flat tensors and other values."""
 
-    def __init__(
-        self, args: Any, kwargs: Any, static_argnums: Collection[int] = (), static_names: Collection[str] = ()
-    ) -> None:
-        given: list[Any] = [*args]
-        for i in static_argnums:
-            if -len(args) <= i < len(args):  # else passed by keyword, or not at all
-                given[i] = _Static(args[i])
-        for key in kwargs.keys() & static_names:
-            kwargs = {**kwargs, key: _Static(kwargs[key])}
+    def __init__(self, args: Any, kwargs: Any) -> None:
         # Most calls have no containers, and need no pytree. Then the structure is the names of the keywords.
-        leaves: list[Any] = [*given, *kwargs.values()]
+        leaves: list[Any] = [*args, *kwargs.values()]
         self._structure: Any = (*kwargs,)
         self.is_flat = all(map(isinstance, leaves, repeat(LEAVES)))
         if not self.is_flat:
-            leaves, self._structure = pytree.tree_flatten((given, kwargs))
+            leaves, self._structure = pytree.tree_flatten(([*args], kwargs))
         self.others = leaves  # the leaves, with None in place of tensors
         self.iterator: int | None = None  # the position of one, which the recomputation would find empty
         self.tensors: list[Tensor] = []
@@ -64,8 +49,6 @@ class Arguments:
                 if number == len(self.tensors):
                     self.tensors.append(leaf)
                 leaves[i] = None
-            elif isinstance(leaf, _Static):
-                leaves[i] = leaf.value
             elif not self.is_flat and hasattr(type(leaf), "__next__"):
                 self.iterator = i
         self.arity = len(self.tensors)
