@@ -325,6 +325,20 @@ def test_tangents_that_require_grad():
     assert_same(run(remat), run(lambda f: f))
 
 
+@pytest.mark.parametrize("transform", [jacfwd, hessian, jacrev])
+def test_parameters_that_functional_call_replaces_give_no_history(transform):
+    """Here by a remat in the loss, whose pullback is differentiated."""
+    net, x = nn.Linear(3, 1).double(), tensor(4, 3)
+    start = {name: p.detach() for name, p in net.named_parameters()}
+    gradient = inner_grad(remat(lambda p: functional_call(net, p, (x,)).tanh().square().sum()))
+
+    def after(rate):
+        p = {name: w - rate * g for (name, w), g in zip(start.items(), gradient(start).values(), strict=True)}
+        return gradient(p)["weight"].sum()
+
+    assert not transform(after)(torch.tensor(0.1, dtype=x.dtype)).requires_grad
+
+
 def test_a_captured_leaf_that_is_not_used_is_no_input():
     w = X.clone().requires_grad_()
     loss = lambda x: (x**3).sum() + 0 * (w * 2).sum().detach()

@@ -189,13 +189,12 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
         here.left = before
         for free in left:
             free()
+    if unused := {*source.unused}:
+        inputs = [wrappers.detached(x) if i in unused else x for i, x in enumerate(inputs)]
     if layers is not None:
         source.captured = captured
-        if unused := {*source.unused}:
-            inputs = [wrappers.detached(x) if i in unused else x for i, x in enumerate(inputs)]
-    else:
-        if records and any(map(wrappers.require_grad, (*inputs, *captured))):
-            active = [*map(is_differentiable, outputs)]
+    elif records and any(map(wrappers.require_grad, (*inputs, *captured))):
+        active = [*map(is_differentiable, outputs)]
     if not records or not any(active):
         return outputs, ()
     return attach(program, outputs, active, inputs, captured), captured

@@ -112,7 +112,7 @@ def run_first(
             here.hold([*autograd.nodes_of(outputs, first_node=first_node)])
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if records and len(inputs) > source.arity:
-        # Those after `count` are tangents.
+        # (Those after `count` are tangents. An argument may be used by the backward of a Function alone.)
         source.unused = [i for i in differentiated if source.arity <= i < source.count and i not in reached]
     if record is not None:
         with torch.no_grad():
