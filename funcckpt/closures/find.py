@@ -91,8 +91,6 @@ class Found:
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
     opaque : list of nn.Module and torch.jit.ScriptFunction
         What is not searched: modules of torch.distributed, and TorchScript.
-    pullbacks : list of function
-        What `torch.func.vjp` has returned; not searched, either.
     gone : set of int
         The ids of objects that must be rebuilt, since `seal` removed something that they refer to.
     names : set of str
@@ -125,7 +123,6 @@ class Found:
         self._added: list[int] = []  # the same, since the call
         self.streams: list[Any] = []
         self.opaque: list[Any] = []
-        self.pullbacks: list[Any] = []
         draws_elsewhere = self.calls_backward = has_objects = False
         self.gone: set[int] = set()
         self.led = set[int](), set[int]()  # the last ids given to `leading_to`, and what it gave
@@ -172,8 +169,7 @@ class Found:
                         self.opaque.append(value)
                     continue
                 if kind is kinds.FUNCTION and not everything and is_pullback(value):
-                    self.pullbacks.append(value)  # its tensors belong together: none can be exchanged alone
-                    continue
+                    continue  # its tensors belong together: none can be exchanged alone
                 owner: Any = cls
                 if isinstance(value, type):
                     of, owner = about(value), value

@@ -46,7 +46,7 @@ class Rebuilt:
     """
 
     def __init__(self, found: Found, mapped: dict[int, Any], changed: Iterable[int] = ()) -> None:
-        """`mapped` has replacements by id: of tensors, and of pullbacks that f must not call."""
+        """`mapped` has replacements of tensors, by id."""
         self._nodes = found.nodes
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
         # The replacement of each object, by id of the original; `originals` is the inverse.
@@ -60,7 +60,7 @@ class Rebuilt:
                 x._is_param = True  # type: ignore[attr-defined]
             elif cls is not Tensor:
                 put_class(x, cls)
-        known = found.tensors | {id(x): x for x in found.pullbacks} if found.pullbacks else found.tensors
+        known = found.tensors
         self.originals: dict[int, Any] = {id(x): known[n] for n, x in mapped.items() if n in known}
         # The initial content of copies to which f may write.
         self._placed: dict[int, dict[Any, Any]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import compress, repeat
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found, Rebuilt, code_of, exchange_stored, kinds, search, stored
-from ..errors import CheckpointError, ClosureError, EscapeError, InputError, MutationError, describe
+from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
 from ..tape.tape import unwatched, watch_of
@@ -47,7 +47,6 @@ class Call(UserProgram):
     # there. These are returned beside the outputs, since the levels of a run end with it.
     _assigned: Collection[int] = ()
     _stored: Sequence[Tensor] = ()
-    _refused: Mapping[int, Any] = {}  # by id: functions in place of pullbacks that f must not call
     _beside = 0  # how many tensors are returned beside the outputs: these, and updated buffers
 
     def __init__(
@@ -140,8 +139,6 @@ class Call(UserProgram):
         """
         if self.found.opaque:
             self._check_not_sharded()
-        if self.found.pullbacks:
-            self._refused = self._refusals()
         inputs = self.take_inputs()
         handed_back = [*inputs, *self._constants]
         if self.found.updates_statistics:
@@ -179,17 +176,6 @@ class Call(UserProgram):
                     "parameters would get no gradient. Use checkpoint without policy=, or with context_fn=; "
                     "or wrap the module in funcckpt.nn.Remat, and shard that."
                 )
-
-    def _refusals(self) -> dict[int, Any]:
-        """By id: what takes the place of pullbacks of something differentiated. No recomputation has them."""
-        refusals: dict[int, Any] = {}
-        for pullback in self.found.pullbacks:
-            behind = Found(pullback, everything=True).tensors.values()
-            at_levels = tensors.at_active_levels(behind) if self.layers else ()
-            for x in behind:
-                if id(x) in at_levels or wrappers.below_wrappers(x).grad_fn is not None:
-                    refusals[id(pullback)] = _refusing(self.name, x)
-        return refusals
 
     def take_inputs(self) -> list[Tensor]:
         inputs = self._inputs
@@ -266,9 +252,8 @@ class Call(UserProgram):
         if found.calls_backward:
             gradients = tensors.gradients_behind((*found.tensors.values(), *inputs))
         rebuilt = None
-        if self._numbers or self._refused:
-            given = {key: inputs[i] for key, i in self._numbers.items()}
-            rebuilt = Rebuilt(found, {**given, **self._refused})
+        if self._numbers:
+            rebuilt = Rebuilt(found, {key: inputs[i] for key, i in self._numbers.items()})
         self._world = world.World()
         self._states = world.states(self._streams)
         drawn = self._drawn = drawing.Drawn(self.name) if functorch.is_tracing() else None
@@ -498,18 +483,6 @@ class Call(UserProgram):
         """The tensors that this call holds itself: constants of f, and copies of values."""
         values = self._outputs.values if self._outputs is not None else ()
         return [*self._constants, *[x for x, _ in values], *self._updated.values()]
-
-
-def _refusing(name: str, x: Tensor) -> Callable[..., Any]:
-    pullback = f"a pullback of torch.func.vjp ({describe(x)})"
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ClosureError(
-            f"remat({name}) calls {pullback} that was made inside of a transform which is still active, or "
-            "from tensors that require grad. Call torch.func.vjp inside of the function."
-        )
-
-    return refuse
 
 
 def check_no_opacus(title: str, f: Any, found: Found) -> None:

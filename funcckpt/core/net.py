@@ -197,5 +197,6 @@ def result_of(node: Any, number: int) -> str:
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     return ClosureError(
         f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
-        f"captured tensors did not find{then}. Pass it as an argument."
+        f"captured tensors did not find{then}. Pass it as an argument. (If it belongs to a pullback of "
+        "torch.func.vjp, call vjp inside of the function.)"
     )
