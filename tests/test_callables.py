@@ -286,6 +286,24 @@ def test_a_graph_of_torch_fx(wrap):
     assert {node.target for node in traced.nodes} >= {"0.0", "0.1", "1"}
 
 
+class Wraps(nn.Module):
+    def __init__(self, wrap, block):
+        super().__init__()
+        self.block, self.wrap = block, wrap
+
+    def forward(self, x):
+        return self.wrap(self.block)(x).tanh()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("wrap", [plain, remat, lambda f: functools.partial(checkpoint, f)])
+def test_a_graph_of_torch_export(wrap, strict):
+    block = nn.Sequential(nn.LayerNorm(X.shape[-1]), nn.Linear(X.shape[-1], 3)).double()
+    model = Wraps(wrap, Remat(block) if wrap is plain else block)
+    program = torch.export.export(model, (X,), strict=strict)
+    assert_same(program.module()(X * 2), model(X * 2))
+
+
 def test_an_ensemble_of_stacked_modules():
     """As torch's tutorial has it: the module that is called has no memory of its own."""
     torch.manual_seed(0)
