@@ -131,30 +131,30 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, Remat):
         return kind
     for known in kind.__subclasses__():
-        if vars(known).get(_KEY) is not None and known.__bases__ == (Remat, kind):
+        if vars(known).get(_KEY) is not None and known.__bases__[1:] == (kind,):
             return known
 
-    @functools.wraps(kind.forward)  # libraries pass what the signature of a forward has
+    @functools.wraps(kind.forward, updated=())  # libraries pass what the signature of a forward has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(super(Remat, self).forward, args, kwargs, Options(**getattr(self, _KEY)))
 
     contents: dict[str, Any] = {_KEY: {}, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    contents["forward"] = forward
     becomes = getattr(kind, "cls_to_become", None)
     if becomes is not None:  # a lazy module changes its class in its first call
         contents["cls_to_become"] = _checkpointed_class(becomes)
-    return type(f"Remat{kind.__name__}", (Remat, kind), contents)
+    # In a class of this package, where the search for what the module refers to need not look.
+    around = type("Remat", (Remat,), {"forward": forward, "__module__": __name__})
+    return type(f"Remat{kind.__name__}", (around, kind), contents)
 
 
 def _original(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of a module before `Remat`."""
-    bases = kind.__bases__
-    if bases[:1] != (Remat,):
+    if _KEY not in vars(kind):
         raise InputError(
             f"{kind.__name__}: the class of this module was changed again after Remat, for example by "
             "fully_shard or parametrize. Undo that first."
         )
-    return cast("type[nn.Module]", bases[1])
+    return cast("type[nn.Module]", kind.__bases__[1])
 
 
 def _make_again(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
