@@ -86,7 +86,8 @@ def remat(
         What to keep beside the inputs: one of :mod:`funcckpt.policies`, a list of operators, or a
         function as :func:`create_selective_checkpoint_contexts` takes it. None keeps only the inputs.
     static_argnums, static_argnames, prevent_cse
-        Options of `jax.checkpoint`, without effect here: arguments that are no tensors are static anyway.
+        Options of `jax.checkpoint`, without effect here. Arguments that are no tensors are static anyway;
+        f gets its containers as equal ones.
 
     Returns
     -------
@@ -141,7 +142,7 @@ def remat(
 
 
 def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
-    """`remat(f)`, made in code that Dynamo traces, where static arguments are like all others."""
+    """`remat(f)`, made in code that Dynamo traces."""
     how = Options(*options)
 
     def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,7 +260,7 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
 
 
 def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any, kwargs: Any) -> Any:
-    """A call in code that Dynamo traces. Static arguments are like all others there."""
+    """A call in code that Dynamo traces."""
     if options.chooser is not None:
         compiled.refuse(f"remat({name}): policy")
     if not torch.is_grad_enabled():

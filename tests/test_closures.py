@@ -392,6 +392,10 @@ def test_captured_results_under_hooks_are_not_taken_for_hidden_ones(around):
         assert_same(torch.autograd.grad(y, w)[0], expected)
 
 
+def multiplied(pull, u):
+    return u * pull(u)[0]
+
+
 def test_a_pullback_behind_which_something_is_differentiated():
     def inside(wrap, x):
         _, pull = torch.func.vjp(torch.sin, x)
@@ -403,11 +407,18 @@ def test_a_pullback_behind_which_something_is_differentiated():
         lambda f: torch.func.jvp(torch.func.grad(f), (tensor(3),), (tensor(3),)),
         lambda f: torch.func.vmap(torch.func.grad(f))(both),
     ):
-        with pytest.raises(ClosureError, match="call vjp inside of the function"):
+        with pytest.raises(ClosureError, match=r"Call torch\.func\.vjp inside of the function"):
             transform(functools.partial(inside, remat))
+    for f, transform in (
+        (torch.sin, lambda f: torch.func.jacrev(f)(x.detach())),
+        (lambda z: torch.tanh(z) * z.detach(), lambda f: torch.func.vmap(torch.func.grad(f))(both)),
+    ):
+        run = lambda u, f=f: remat(functools.partial(multiplied, torch.func.vjp(f, x.detach())[1]))(u).sum()
+        with pytest.raises(ClosureError, match=r"Call torch\.func\.vjp inside of the function"):
+            transform(run)  # the pullback is called at other levels than it was made at
     (g,) = torch.autograd.grad(inside(remat, x), x, create_graph=True)
     assert_same(g.detach(), torch.autograd.grad(inside(lambda f: f, x), x)[0])
-    with pytest.raises(ClosureError, match="call vjp inside of the function"):
+    with pytest.raises(ClosureError, match=r"Call torch\.func\.vjp inside of the function"):
         torch.autograd.grad(g.sum(), x)
     _, pull = torch.func.vjp(torch.tanh, x.detach())
 

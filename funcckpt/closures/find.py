@@ -95,6 +95,8 @@ class Found:
         The ids of objects that must be rebuilt, since `seal` removed something that they refer to.
     names : set of str
         What code names, without that of installed packages.
+    has_pullbacks : bool
+        Whether f refers to what `torch.func.vjp` has returned; it is not searched, either.
     moves_streams, calls_backward, updates_statistics, draws_elsewhere, has_hooks_of_opacus : bool
         Whether code may set random streams; names `backward`; may update running statistics, which no version
         counter records; may draw from the global streams of Python and numpy; collects per-sample gradients.
@@ -123,7 +125,7 @@ class Found:
         self._added: list[int] = []  # the same, since the call
         self.streams: list[Any] = []
         self.opaque: list[Any] = []
-        draws_elsewhere = self.calls_backward = has_objects = False
+        draws_elsewhere = self.calls_backward = self.has_pullbacks = has_objects = False
         self.gone: set[int] = set()
         self.led = set[int](), set[int]()  # the last ids given to `leading_to`, and what it gave
         # The ids of objects that are or have a dict; these dicts; and their versions. A dict that has its
@@ -169,7 +171,8 @@ class Found:
                         self.opaque.append(value)
                     continue
                 if kind is kinds.FUNCTION and not everything and is_pullback(value):
-                    continue  # its tensors belong together: none can be exchanged alone
+                    self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
+                    continue
                 owner: Any = cls
                 if isinstance(value, type):
                     of, owner = about(value), value

@@ -34,10 +34,15 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         # their levels, and transforms inside of f refuse them.
         with autograd.hooks_asleep():
             return run(program, inputs)
-    if not torch.is_grad_enabled():
-        return recompute.run(program, inputs)
-    with torch.no_grad():
-        return recompute.run(program, inputs)
+    try:
+        if not torch.is_grad_enabled():
+            return recompute.run(program, inputs)
+        with torch.no_grad():
+            return recompute.run(program, inputs)
+    except RuntimeError as error:
+        if program.source.has_pullbacks and "INTERNAL ASSERT FAILED" in str(error):
+            raise not_given(program.source, "of a level that is over") from error
+        raise
 
 
 def run_first(
@@ -112,7 +117,8 @@ def run_first(
             here.hold([*autograd.nodes_of(outputs, first_node=first_node)])
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if records and len(inputs) > source.arity:
-        # (Those after `count` are tangents. An argument may be used by the backward of a Function alone.)
+        # Those after `count` are tangents. Arguments do not count, which an autograd.Function may use in its
+        # backward alone.
         source.unused = [i for i in differentiated if source.arity <= i < source.count and i not in reached]
     if record is not None:
         with torch.no_grad():
@@ -195,8 +201,8 @@ def result_of(node: Any, number: int) -> str:
 
 
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
+    way = "Call torch.func.vjp inside of the function" if source.has_pullbacks else "Pass it as an argument"
     return ClosureError(
         f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
-        f"captured tensors did not find{then}. Pass it as an argument. (If it belongs to a pullback of "
-        "torch.func.vjp, call vjp inside of the function.)"
+        f"captured tensors did not find{then}. {way}."
     )

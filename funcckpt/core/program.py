@@ -58,6 +58,8 @@ class UserProgram(Program):
     is_compiled = False
     # Whether a run draws random numbers; None before the first.
     random: bool | None = None
+    # Whether it refers to a pullback of torch.func.vjp.
+    has_pullbacks = False
     # Its code, the key for what is learned for later calls.
     code: Any = None
     # For a policy: the codes of all functions that f refers to, and arguments that may decide what f does.

@@ -9,8 +9,9 @@ modules in the same way.)
 from __future__ import annotations
 
 import fnmatch
-import functools
+import inspect
 import re
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -134,16 +135,18 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
         if vars(known).get(_KEY) is not None and known.__bases__[1:] == (kind,):
             return known
 
-    @functools.wraps(kind.forward, updated=())  # libraries pass what the signature of a forward has
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(super(Remat, self).forward, args, kwargs, Options(**getattr(self, _KEY)))
 
+    if isinstance(inspect.getattr_static(kind, "forward"), types.FunctionType):
+        # Libraries pass what the signature has.
+        cast(Any, forward).__signature__ = inspect.signature(kind.forward)
     contents: dict[str, Any] = {_KEY: {}, "__module__": kind.__module__, "__doc__": kind.__doc__}
     becomes = getattr(kind, "cls_to_become", None)
     if becomes is not None:  # a lazy module changes its class in its first call
         contents["cls_to_become"] = _checkpointed_class(becomes)
     # In a class of this package, where the search for what the module refers to need not look.
-    around = type("Remat", (Remat,), {"forward": forward, "__module__": __name__})
+    around = type("RematForward", (Remat,), {"forward": forward, "__module__": __name__})
     return type(f"Remat{kind.__name__}", (around, kind), contents)
 
 
