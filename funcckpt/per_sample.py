@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from . import world
-from ._torch import functorch, wrappers
+from ._torch import autograd, functorch, wrappers
 from .closures import Found
 from .core.program import is_differentiable
 from .core.tensors import drop_stale
@@ -122,11 +122,14 @@ def clipped_sum(
     def reduce(gradients: list[Tensor]) -> Tensor:
         norms = _norms(gradients)
         factors = (max_norm / (norms + eps)).clamp(max=1.0)
-        _add(total, [torch.tensordot(factors.to(g.dtype), g, dims=1) for g in gradients])
+        with autograd.without_autocast():
+            _add(total, [torch.tensordot(factors.to(g.dtype), g, dims=1) for g in gradients])
         return norms
 
     norms = _reduced(_Chunks("clipped_sum", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
-    return Clipped(pytree.tree_unflatten(total, pytree.tree_structure(parameters)), norms)
+    leaves, structure = pytree.tree_flatten(parameters)
+    sums = [x.to(p.dtype) for x, p in zip(total, leaves, strict=True)]
+    return Clipped(pytree.tree_unflatten(sums, structure), norms)
 
 
 def noise_scale(
@@ -372,5 +375,8 @@ def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 
 def _add(total: list[Tensor], terms: list[Tensor]) -> None:
-    """total += terms, where an empty total is zero."""
-    total[:] = [x.add_(term) for x, term in zip(total, terms, strict=True)] if total else terms
+    """total += terms, where an empty total is zero, of single precision at least."""
+    if not total:
+        total += [term.to(torch.promote_types(term.dtype, torch.float32)) for term in terms]
+    else:
+        total[:] = [x.add_(term) for x, term in zip(total, terms, strict=True)]

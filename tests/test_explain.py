@@ -108,6 +108,24 @@ def test_advice(f, words):
         assert word in advice[0]
 
 
+def test_a_function_that_makes_its_leaves():
+    def f(x):
+        w = torch.ones(X.shape[-1], 8, requires_grad=True)
+        return remat(lambda x, w: torch.tanh(x @ w).exp())(x, w).sum()
+
+    assert explain(f, X.detach()).recomputed_flops > 0
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: lambda x: checkpoint(f, x)])
+def test_a_budget_in_place_of_the_policies(wrap):
+    """Another way by hooks than that of other policies."""
+    w = torch.ones(X.shape[-1], 8, requires_grad=True)
+    subject = Subject(lambda x: wrap(lambda x: torch.tanh(x @ w).exp())(x).sum(), (X.detach(),), {})
+    cost, _ = measure_with(subject, Calls())
+    kept, _ = measure_with(subject, Calls(policy=policies.budget(fraction=1.0)))
+    assert kept.kept_bytes > cost.kept_bytes
+
+
 def test_other_ways():
     """The advice is good; and what `plot_tradeoff` does: each call is made with another policy."""
     found, better = explain(deep(remat), PS, X), explain(deep(remat, last=plain), PS, X)

@@ -242,6 +242,12 @@ def reads_values(model, x):
         loss.backward()
 
 
+def under_autocast(model, x):
+    with torch.autocast("cpu"):
+        loss = model(x).sum()
+    loss.backward()
+
+
 def test_a_step_that_reads_values_is_measured_on_real_tensors():
     model = a_model(1, 2)
     bytes = int(0.8 * peak_of(backward, copy.deepcopy(model)))
@@ -257,6 +263,7 @@ def test_a_step_that_reads_values_is_measured_on_real_tensors():
         (OptionError, "bytes='8GB' is not a positive number", backward, {"bytes": "8GB"}),
         (InputError, "select='blocks.*' selects nothing. Pass a class", backward, {"select": "blocks.*"}),
         (InputError, "step calls no block", lambda model, x: x.sum(), {}),
+        (OptionError, 'autocast casts nothing on "meta".*measure_on="cpu"', under_autocast, {}),
         (InputError, 'at aten._local_scalar_dense.default: (.|\n)*measure_on="cpu"', reads_values, {}),
         (InputError, 'to numpy(.|\n)*measure_on="cpu"', lambda model, x: model(x).detach().numpy(), {}),
     ],

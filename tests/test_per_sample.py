@@ -62,6 +62,17 @@ def test_norms_and_clipped_sum(chunk_size):
     assert {k: v.shape for k, v in result.sum.items()} == {k: v.shape for k, v in parameters.items()}
 
 
+@pytest.mark.parametrize("chunk_size", [None, 10, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_is_of_single_precision(dtype, chunk_size):
+    """Under autocast, and of parameters of half precision. The gradients themselves have eight bits."""
+    p, x = torch.zeros(2, dtype=dtype), torch.tensor([[0.6, 0.8]], dtype=dtype).repeat(2000, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = clipped_sum(lambda p, x: (p * x).sum(), p, x, max_norm=2.0, chunk_size=chunk_size).sum
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), x.double().sum(0), rtol=2**-7, atol=0.0)
+
+
 def test_memory_of_a_clipped_sum():
     """At most `chunk_size` gradients, the sum, and the gradients of one chunk on the way to it."""
     torch.manual_seed(0)

@@ -253,6 +253,28 @@ def test_a_loop_keeps_to_its_bytes_and_uses_them(loop, how):
     run(4, bytes=int(str(said.value).split()[-1].rstrip(".")))
 
 
+@pytest.mark.parametrize("options", [{"bytes": 10**6}, {"length": 0}], ids=str)
+def test_a_step_that_is_run_beside_the_loop_assigns_nothing(options):
+    """To measure it, or to see what its y look like."""
+    counts = types.SimpleNamespace(steps=0)
+
+    def step(carry, x):
+        counts.steps += 1
+        return carry * W[0, 0] + counts.steps, carry
+
+    options = {"length": 3, **options}
+
+    def run(x, loop):
+        counts.steps = 0
+        return sum([y.sum() for y in loop(step, x, **options)])
+
+    for transform in (lambda f: f, grad):
+        found = transform(lambda x: run(x, scan))(ONE)
+        assert counts.steps == options["length"]
+        if options["length"]:
+            assert_same(found, transform(lambda x: run(x, plain_scan))(ONE))
+
+
 @pytest.mark.parametrize(("n", "carries"), [(30, 50), (30, 70), (100, 70), (100, 120)])
 def test_what_grad_keeps_of_light_steps(n, carries):
     """It holds the last unit, with the inputs of its steps, until it returns."""

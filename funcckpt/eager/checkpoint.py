@@ -21,6 +21,7 @@ from .. import compiled
 from .._torch import autograd, functorch, wrappers
 from ..core.call import Options as RematOptions
 from ..errors import OptionError
+from ..policies.budget import Budget
 from ..policies.policies import Policy, chooser_of, nothing_saveable
 from ..remat import AS_IT_IS, CHECKS, PLAIN, Check, call as call_remat, decides, name_and_check
 from . import patched
@@ -180,6 +181,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         policy = decide(f, title(f))
         if policy is PLAIN:
             return f(*args, **kwargs)
+        if isinstance(policy, Budget):  # which has no contexts
+            return _functional(f, args, kwargs, options._replace(policy=policy))
         if policy is not AS_IT_IS:
             context_fn = functools.partial(create_selective_checkpoint_contexts, policy or [])
             options = options._replace(context_fn=context_fn)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from .. import world
 from ..closures import Found, Rebuilt
 from ..core.program import is_differentiable
+from ..core.tensors import versions_of
 from ..errors import InputError, OptionError
 from ..meter import Meter, storages
 from ..tape.operators import tensors_in
@@ -113,6 +114,9 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
 # -- where to cut -----------------------------------------------------------------------------------
 
 
+_NEVER = 1 << 60
+
+
 class Cost(NamedTuple):
     """What one layer costs, in bytes."""
 
@@ -120,6 +124,7 @@ class Cost(NamedTuple):
     kept: int  # between its forward and its backward, with the result if that is needed
     backward: int  # the most that its backward allocates beyond that
     gradients: int  # of its parameters, alive from its backward on
+    writes: bool = False  # whether it writes to its input, so that no segment may start with it
 
 
 def plan_segments(functions: Functions, input: Any, segments: int | None = None) -> list[int]:
@@ -176,6 +181,7 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             leaves = tensors_in(input)
             x = pytree.tree_map_only(Tensor, torch.clone, input)  # the layer may write to it
             given = {storage._cdata for storage in storages(x)}
+            versions = versions_of(tensors_in(x))
             saved.clear()
             module = layer if isinstance(layer, nn.Module) else nn.Module()
             parameters = [p for p in module.parameters() if p.requires_grad]
@@ -184,6 +190,7 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             copies = {id(b): b.clone() for b in module.buffers()}
             with Rebuilt(Found(layer), copies) as run, Meter() as meter:
                 y = run(x)
+                writes = versions != versions_of(tensors_in(x))
                 alive = meter.peak_bytes = meter.live_bytes
                 roots = [t for t in tensors_in(y) if t.requires_grad]
                 if roots and wrt:
@@ -196,7 +203,7 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             made = sizes.keys() - given
             rest = sum([sizes[key] for key in made - saved])
             gradients = sum([p.nbytes for p in parameters])
-            costs.append(Cost(sum(sizes.values()), alive - rest, backward, gradients))
+            costs.append(Cost(sum(sizes.values()), alive - rest, backward, gradients, writes))
             if made:  # else the layer returned its input
                 owner, unsaved = i, rest
             # Gradients flow through all layers, except perhaps the first.
@@ -210,7 +217,8 @@ def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[in
     n = len(costs)
     # after[i]: the gradients of the parameters of all layers behind i.
     after = [*accumulate([c.gradients for c in reversed(costs[1:])], initial=0)][::-1]
-    entry = [0, *[c.output for c in costs]]  # bytes of the input of a segment that starts at i
+    # Bytes of the input of a segment that starts at i.
+    entry = [0, *[_NEVER if c.writes else before.output for before, c in pairwise(costs)]]
     # For the layers from i on: the peak, the bytes of the segments' inputs, and the segments' lengths.
     best: dict[int, tuple[int, int, list[int]]] = {n: (0, 0, [])}
 

@@ -161,6 +161,8 @@ class Subject(TorchDispatchMode):
             if outputs and with_backward and not has_backward:
                 tensors = Found((self._f, self._args, self._kwargs)).tensors.values()
                 inputs, ones = [x for x in tensors if x.requires_grad], [*map(torch.ones_like, outputs)]
+                if not inputs:  # f has made its leaves
+                    inputs = [x for x in autograd.entering(outputs).values() if x is not None]
                 torch.autograd.grad(outputs, inputs, ones, allow_unused=True)
         return max(self._kept, key=lambda kept: sum(r.bytes for r in kept), default=[])
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import functorch, wrappers
-from ..closures import Found
+from ..closures import Found, put_back
 from ..core.program import is_differentiable
 from ..errors import OptionError
 from ..meter import Meter
@@ -23,9 +23,9 @@ from .steps import Loop, record, step
 
 @contextmanager
 def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callable[[], bool]]]:
-    """Restore random streams and buffers after the block, since the same steps will run again.
+    """Restore random streams, buffers and what f assigns after the block: the same steps will run again.
 
-    Gives the streams, and a function that tells whether the block assigned something else.
+    Gives the streams, and a function that tells whether the block has assigned something.
     """
     found = Found(functions)
     streams = world.random_streams(found.streams, found.draws_elsewhere)
@@ -34,6 +34,7 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
     try:
         yield streams, lambda: bool(found.changed())
     finally:
+        put_back(found)
         world.set_streams(states)
         with torch.no_grad():
             for x, before in buffers:

@@ -100,9 +100,9 @@ def fit(
     """Choose which blocks to recompute, so that a step fits into `bytes` with the fewest recomputed FLOPs.
 
     ``step(model, *batch)`` does all the work on a batch: `backward()`, transforms, an optimizer that it makes
-    itself. It runs ten to fifty times, on copies of `model` and `batch`. If it has a parameter `chunk_size`,
-    the length of the batch and the powers of two below it are tried, the largest first, until nothing is
-    recomputed. The plan has the largest chunk size with the fewest recomputed FLOPs.
+    itself. It runs ten to fifty times or more, on copies of `model` and `batch`. If it has a parameter
+    `chunk_size`, the length of the batch and the powers of two below it are tried, the largest first, until
+    nothing is recomputed. The plan has the largest chunk size with the fewest recomputed FLOPs.
 
     Parameters
     ----------
@@ -271,6 +271,11 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
     meter, kept, kinds = Meter(), dict[str, int](), dict[str, Any]()
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if device.type == "meta" and any(map(torch.is_autocast_enabled, world.autocast_devices())):
+            raise OptionError(
+                'fit: autocast casts nothing on "meta", so the bytes would be wrong. Pass measure_on="cpu", '
+                "or the device of the model."
+            )
         kinds.setdefault(name, (_kind(block), *[x.shape for x in tensors_in((args, kwargs))]))
         kept[name] = -meter.live_bytes
 
