@@ -92,12 +92,13 @@ def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set]
     depend on others, so the recomputation of each set is counted, not added up from its values.
     """
 
+    written = [sum([call.outputs[i].nbytes for i in call.values]) for call in calls]
+
     def of(places: Iterable[Place]) -> _Set:
         used, again = recomputed(calls, read, frozenset(places))
         size = sum([calls[call].outputs[i].nbytes for call, i in used])
-        flops = sum([calls[call].flops for call in again])
-        moved = sum([calls[call].outputs[i].nbytes for call in again for i in calls[call].values])
-        return _Set(size, (flops, moved), frozenset(used))
+        cost = sum([calls[call].flops for call in again]), sum([written[call] for call in again])
+        return _Set(size, cost, frozenset(used))
 
     nothing = of(())
     everything = of([(call, i) for call, i in read if i in calls[call].values])
