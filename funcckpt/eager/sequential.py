@@ -114,7 +114,7 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
 # -- where to cut -----------------------------------------------------------------------------------
 
 
-_NEVER = 1 << 60
+_NEVER = 1 << 60  # more bytes than any plan takes
 
 
 class Cost(NamedTuple):
