@@ -297,7 +297,8 @@ def _reduced(
     with torch.no_grad(), chunks.meter or nullcontext():
         for part in chunks.split(batch):
             world.set_streams(states)
-            results.append(reduce(pytree.tree_leaves(per_sample(parameters, *part))))
+            with world.own_autocast_cache():  # which would keep the casts of each chunk
+                results.append(reduce(pytree.tree_leaves(per_sample(parameters, *part))))
         if not results:
             results.append(reduce([p.new_zeros(0, *p.shape) for p in pytree.tree_leaves(parameters)]))
     return torch.cat(results)

@@ -73,6 +73,17 @@ def test_the_sum_is_of_single_precision(dtype, chunk_size):
     torch.testing.assert_close(result.double(), x.double().sum(0), rtol=2**-7, atol=0.0)
 
 
+@pytest.mark.parametrize("options", [{"chunk_size": 4}, {"bytes": 200_000}], ids=str)
+def test_autocast_keeps_nothing_of_a_chunk(options):
+    p, xs = {"w": torch.randn(64, 64)}, torch.randn(100, 64)
+    loss = lambda p, x: torch.tanh(x @ p["w"]).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        few, many = [
+            measure(clipped_sum, loss, p, xs[:n], max_norm=1.0, **options).peak_bytes for n in (20, 100)
+        ]
+    assert many <= options.get("bytes", few + 2**12)
+
+
 def test_memory_of_a_clipped_sum():
     """At most `chunk_size` gradients, the sum, and the gradients of one chunk on the way to it."""
     torch.manual_seed(0)

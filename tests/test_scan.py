@@ -2,6 +2,7 @@
 carries counted exactly, and what is said of wrong input.
 """
 
+import contextvars
 import sys
 import types
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from oracles import F64, tensor
 from support import assert_same
+from torch import nn
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
@@ -273,6 +275,19 @@ def test_a_step_that_is_run_beside_the_loop_assigns_nothing(options):
         assert counts.steps == options["length"]
         if options["length"]:
             assert_same(found, transform(lambda x: run(x, plain_scan))(ONE))
+
+
+def test_what_a_measured_step_has_made_for_good_stays():
+    """A lazy module cannot be as before, nor a context variable without a value."""
+    lazy, log = nn.LazyLinear(D, dtype=F64), contextvars.ContextVar("log")
+
+    def step(x, _):
+        log.set([*log.get([]), 1])
+        return torch.tanh(lazy(x)), None
+
+    x = X.clone().requires_grad_()
+    scan(step, x, length=3, bytes=10**6)[0].sum().backward()
+    assert type(lazy) is nn.Linear and x.grad.any() and len(log.get()) >= 3
 
 
 @pytest.mark.parametrize(("n", "carries"), [(30, 50), (30, 70), (100, 70), (100, 120)])

@@ -230,7 +230,9 @@ def put_back(found: Found) -> None:
     """Undo what f has assigned since the call."""
     for number in found.changed():
         node = found.nodes[number]
-        if node.kind in _WRITABLE or node.kind in kinds.FIXED:
+        # (A context variable cannot be without a value again.)
+        has_value = node.kind is not kinds.VARIABLE or node.content[""] is not None
+        if has_value and (node.kind in _WRITABLE or node.kind in kinds.FIXED):
             _put(node.kind, node.value, kinds.read(node.kind, node.value, node.names), node.content)
 
 

@@ -203,6 +203,9 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             made = sizes.keys() - given
             rest = sum([sizes[key] for key in made - saved])
             gradients = sum([p.nbytes for p in parameters])
+            # Layers in front of it that only hand on their input would have the same memory written to.
+            for j in range(owner + 1, i) if writes else ():
+                costs[j] = costs[j]._replace(writes=True)
             costs.append(Cost(sum(sizes.values()), alive - rest, backward, gradients, writes))
             if made:  # else the layer returned its input
                 owner, unsaved = i, rest

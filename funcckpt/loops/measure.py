@@ -34,7 +34,8 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
     try:
         yield streams, lambda: bool(found.changed())
     finally:
-        put_back(found)
+        if not found.has_other_classes():  # as a lazy module has after its first call
+            put_back(found)
         world.set_streams(states)
         with torch.no_grad():
             for x, before in buffers:

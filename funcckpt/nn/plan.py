@@ -253,10 +253,15 @@ class _CopyTo(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NumbersOnCpu(world.Mode):
-    """Tensors made of a number keep their value: optimizers read their count of steps."""
+class _OnMeta(world.Mode):
+    """Tensors made of a number keep their value: optimizers read their count of steps. Refuses autocast."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(torch.is_autocast_enabled, world.autocast_devices())):
+            raise OptionError(
+                'fit: autocast casts nothing on "meta", so the bytes would be wrong. Pass measure_on="cpu", '
+                "or the device of the model."
+            )
         if func is torch.tensor and isinstance(args[0], (int, float)):
             kwargs = {"device": "cpu", **(kwargs or {})}
         return func(*args, **(kwargs or {}))
@@ -271,11 +276,6 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
     meter, kept, kinds = Meter(), dict[str, int](), dict[str, Any]()
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if device.type == "meta" and any(map(torch.is_autocast_enabled, world.autocast_devices())):
-            raise OptionError(
-                'fit: autocast casts nothing on "meta", so the bytes would be wrong. Pass measure_on="cpu", '
-                "or the device of the model."
-            )
         kinds.setdefault(name, (_kind(block), *[x.shape for x in tensors_in((args, kwargs))]))
         kept[name] = -meter.live_bytes
 
@@ -292,11 +292,11 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
         with ExitStack() as stack:
             if on_meta:
                 stack.enter_context(device)
-                stack.enter_context(_NumbersOnCpu())
+                stack.enter_context(_OnMeta())
             with meter:
                 step(model, *batch, **({} if chunk_size is None else {"chunk_size": chunk_size}))
     except Exception as error:
-        if not on_meta or isinstance(error, FuncckptError):
+        if not on_meta or isinstance(error, FuncckptError) or {*plan.values()} != {"keep"}:
             raise
         at = "" if meter.running is None else f" at {meter.running}"
         raise InputError(
