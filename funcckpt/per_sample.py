@@ -297,8 +297,7 @@ def _reduced(
     with torch.no_grad(), chunks.meter or nullcontext():
         for part in chunks.split(batch):
             world.set_streams(states)
-            with world.own_autocast_cache():  # which would keep the casts of each chunk
-                results.append(reduce(pytree.tree_leaves(per_sample(parameters, *part))))
+            results.append(reduce(pytree.tree_leaves(per_sample(parameters, *part))))
         if not results:
             results.append(reduce([p.new_zeros(0, *p.shape) for p in pytree.tree_leaves(parameters)]))
     return torch.cat(results)
@@ -325,7 +324,8 @@ class _Chunks:
                 before = meter.peak_bytes = meter.live_bytes
                 self.size = max(1, int((self.bytes - before) / self._of_one)) if self._measured else 1
             samples = slice(start, start + (self.size or count))
-            yield pytree.tree_map_only(Tensor, operator.itemgetter(samples), batch)
+            with world.own_autocast_cache():  # the cache would keep the casts of each chunk
+                yield pytree.tree_map_only(Tensor, operator.itemgetter(samples), batch)
             size, start = min(samples.stop, count) - start, samples.stop
             if meter is not None and size >= self._measured:
                 # A chunk takes some bytes whatever its size, and some for each sample. So a larger one takes

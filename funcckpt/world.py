@@ -48,6 +48,11 @@ def autocast_devices() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
+def autocasts() -> bool:
+    """Whether autocast is on, for the CPU or the accelerator."""
+    return any(map(torch.is_autocast_enabled, autocast_devices()))
+
+
 _CPU = torch.device("cpu")
 
 # Kernels of `scaled_dot_product_attention`, in the order in which `_state` tells whether they may be chosen.

@@ -278,16 +278,20 @@ def test_a_step_that_is_run_beside_the_loop_assigns_nothing(options):
 
 
 def test_what_a_measured_step_has_made_for_good_stays():
-    """A lazy module cannot be as before, nor a context variable without a value."""
+    """A lazy module cannot be as before, nor a context variable without a value. One with a default can."""
     lazy, log = nn.LazyLinear(D, dtype=F64), contextvars.ContextVar("log")
+    steps = contextvars.ContextVar("steps", default=None)
 
-    def step(x, _):
+    def step(x, _, layer=torch.sin):
         log.set([*log.get([]), 1])
-        return torch.tanh(lazy(x)), None
+        steps.set((steps.get() or 0) + 1)
+        return torch.tanh(layer(x)), None
 
     x = X.clone().requires_grad_()
     scan(step, x, length=3, bytes=10**6)[0].sum().backward()
-    assert type(lazy) is nn.Linear and x.grad.any() and len(log.get()) >= 3
+    assert steps.get() == 3 and len(log.get()) >= 3
+    scan(lambda x, y: step(x, y, lazy), x, length=3, bytes=10**6)[0].sum().backward()
+    assert type(lazy) is nn.Linear and x.grad.any()
 
 
 @pytest.mark.parametrize(("n", "carries"), [(30, 50), (30, 70), (100, 70), (100, 120)])

@@ -220,6 +220,8 @@ def may_draw(layers: Sequence[Layer]) -> bool:
 
 # Parts of the errors of an operator that gets a tensor of a vmap level where no vmap has that number.
 ESCAPED = "may have escaped", "batched == nullptr INTERNAL ASSERT FAILED"
+# What it says of some tensors of a level that is over.
+ASSERTS = "INTERNAL ASSERT FAILED"
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
         try:
             return {"": value.get()}
         except LookupError:  # it has no value, and no default
-            return {"": None}
+            return {}
     content = dict(zip(kind.parts, map(getattr, repeat(value), kind.parts), strict=False))
     if kind is FUNCTION:
         content.update(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))

@@ -230,9 +230,9 @@ def put_back(found: Found) -> None:
     """Undo what f has assigned since the call."""
     for number in found.changed():
         node = found.nodes[number]
-        # (A context variable cannot be without a value again.)
-        has_value = node.kind is not kinds.VARIABLE or node.content[""] is not None
-        if has_value and (node.kind in _WRITABLE or node.kind in kinds.FIXED):
+        if node.kind is kinds.VARIABLE and not node.content:
+            continue  # it cannot be without a value again
+        if node.kind in _WRITABLE or node.kind in kinds.FIXED:
             _put(node.kind, node.value, kinds.read(node.kind, node.value, node.names), node.content)
 
 
@@ -248,7 +248,7 @@ def _put(kind: kinds.Kind, there: Any, before: dict[Any, Any], after: dict[Any, 
         there.clear()
         there.update(after.values()) if isinstance(there, set) else there.extend(after.values())
     elif kind is kinds.VARIABLE:
-        there.set(after[""])
+        there.set(after.get(""))
     else:
         if kind in kinds.SPACES and kind is not kinds.CLASS:
             there = there.__dict__

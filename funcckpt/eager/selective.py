@@ -93,7 +93,7 @@ class _Mode(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self.ignored = SAC_IGNORED_OPS
-        if any(map(torch.is_autocast_enabled, world.autocast_devices())):
+        if world.autocasts():
             # One run may find in the cache of autocast what the other one casts.
             self.ignored = SAC_IGNORED_OPS | {torch.ops.aten._to_copy.default}
         return super().__enter__()

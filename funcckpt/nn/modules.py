@@ -145,7 +145,7 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     becomes = getattr(kind, "cls_to_become", None)
     if becomes is not None:  # a lazy module changes its class in its first call
         contents["cls_to_become"] = _checkpointed_class(becomes)
-    # In a class of this package, where the search for what the module refers to need not look.
+    # The search for what the module refers to skips classes of this package, and so this forward.
     around = type("RematForward", (Remat,), {"forward": forward, "__module__": __name__})
     return type(f"Remat{kind.__name__}", (around, kind), contents)
 

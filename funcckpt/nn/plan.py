@@ -257,7 +257,7 @@ class _OnMeta(world.Mode):
     """Tensors made of a number keep their value: optimizers read their count of steps. Refuses autocast."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(torch.is_autocast_enabled, world.autocast_devices())):
+        if world.autocasts():
             raise OptionError(
                 'fit: autocast casts nothing on "meta", so the bytes would be wrong. Pass measure_on="cpu", '
                 "or the device of the model."
@@ -296,7 +296,8 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
             with meter:
                 step(model, *batch, **({} if chunk_size is None else {"chunk_size": chunk_size}))
     except Exception as error:
-        if not on_meta or isinstance(error, FuncckptError) or {*plan.values()} != {"keep"}:
+        # The step has run on meta tensors with all blocks kept: another error is that of a recomputed block.
+        if not on_meta or isinstance(error, FuncckptError) or {*plan.values()} - {"keep"}:
             raise
         at = "" if meter.running is None else f" at {meter.running}"
         raise InputError(
