@@ -1,6 +1,7 @@
 """checkpoint under transforms, around them, and in forward mode: the functional path."""
 
 from contextlib import nullcontext
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -59,6 +60,19 @@ def test_what_f_assigns_before_a_transform_inside():
         return y.detach(), x.grad, counter.n, counter.sums, counter.mean
 
     assert_same(run(checkpoint), run(plain))
+
+
+def test_a_context_variable_that_f_sets_before_a_transform_inside():
+    calls = ContextVar("calls", default=None)
+
+    def f(x):
+        calls.set((calls.get() or 0) + 1)
+        return grad(lambda z: z.sin().sum())(x) * calls.get()
+
+    x = leaf(3)
+    y = checkpoint(f, x)
+    assert calls.get() == 1
+    assert_same(torch.autograd.grad(y.sum(), x)[0], -x.detach().sin())
 
 
 @pytest.mark.parametrize("around", [remat, lambda f: lambda x: checkpoint(f, x, policy=nothing_saveable)])
