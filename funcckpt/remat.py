@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from . import compiled
-from ._torch import autograd
 from .core.call import Call, Options
 from .errors import InputError
 from .policies.policies import Policy, chooser_of
@@ -255,8 +254,7 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
     program = Call(f, name, options, args, kwargs)
     if not program.is_looked_at():
         return f(*args, **kwargs)
-    # After a graph break outside, Dynamo would compile parts of this package that enter levels.
-    return autograd.without_dynamo(program.call)()
+    return program.call()
 
 
 def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any, kwargs: Any) -> Any:

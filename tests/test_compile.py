@@ -18,7 +18,7 @@ from torch.nn.functional import dropout
 from torch.utils import _pytree as pytree
 
 import funcckpt
-from funcckpt import checkpoint_name, remat
+from funcckpt import checkpoint, checkpoint_name, remat
 from funcckpt.meter import mark
 from funcckpt.nn import Remat, apply_remat
 
@@ -393,3 +393,127 @@ def test_names_and_marks_break_no_graph():
 
     run = vmap(grad(loss))
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="eager")(X), run(X))
+
+
+class Part(nn.Module):
+    """Statistics, a flag and an attribute: each may change between the forward and the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.scale = nn.Linear(3, 3), nn.BatchNorm1d(3), 2.0
+
+    def forward(self, x):
+        return x + self.norm(torch.tanh(self.first(x))) * self.scale
+
+
+def two_steps(model):
+    gradients = []
+    for _ in range(2):
+        gradients.append(torch.autograd.grad(model(X).pow(2).sum(), [*model.parameters()]))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients[-1], strict=True):
+                p -= 0.1 * g
+    return gradients
+
+
+def changed_before_the_backward(model):
+    loss = model(X).pow(2).sum()
+    model.eval()
+    for part in model.modules():
+        if isinstance(part, Part):
+            part.scale = 3.0
+    return torch.autograd.grad(loss, [*model.parameters()])
+
+
+def doubled(model):
+    return [2 * p.detach() for p in model.parameters()]
+
+
+def of_other_parameters(model, parameters):
+    names = dict(zip(dict(model.named_parameters()), parameters, strict=True))
+    return functional_call(model, names, (X,)).pow(2).sum()
+
+
+def plain_functional_call(model):
+    parameters = [p.requires_grad_() for p in doubled(model)]
+    return torch.autograd.grad(of_other_parameters(model, parameters), parameters)
+
+
+def grad_of_functional_call(model):
+    return grad(lambda parameters: of_other_parameters(model.eval(), parameters))(doubled(model))
+
+
+def compiled_in_place(module):
+    module.compile(backend="aot_eager")
+    return module
+
+
+def compiled_forward(module):
+    module.forward = torch.compile(module.forward, backend="aot_eager")
+    return module
+
+
+COMPILED = {
+    "module": partial(torch.compile, backend="aot_eager"),
+    "in place": compiled_in_place,
+    "forward": compiled_forward,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize("which", ["block", "norm"])
+@pytest.mark.parametrize("wrap", [remat, lambda f: partial(checkpoint, f)], ids=["remat", "checkpoint"])
+@pytest.mark.parametrize(
+    "program",
+    [two_steps, changed_before_the_backward, plain_functional_call, grad_of_functional_call],
+    ids=lambda program: program.__name__,
+)
+def test_compiled_modules_inside_of_a_checkpoint(program, wrap, which, how):
+    """What is rebuilt for a run is compiled as the original is, by the same code."""
+
+    class Model(nn.Module):
+        def __init__(self, wrap, compiled):
+            super().__init__()
+            torch.manual_seed(0)
+            part = Part().double()
+            if which == "norm":
+                part.norm = compiled(part.norm)
+            self.block, self.wrap = compiled(part) if which == "block" else part, wrap
+
+        def forward(self, x):
+            return self.wrap(self.block)(x)
+
+    plain, model = Model(none, none), Model(wrap, COMPILED[how])
+    assert_same(program(model), program(plain))
+    assert_same([*model.buffers()], [*plain.buffers()])
+    program(model)  # which may be in eval mode by now
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    program(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize("wrap", [remat, lambda f: partial(checkpoint, f)], ids=["remat", "checkpoint"])
+def test_a_backward_inside_of_a_compiled_function(wrap):
+    """It breaks the graph, and Dynamo then watches what autograd calls."""
+
+    def run(wrap, compiled):
+        torch.manual_seed(0)
+        parts = nn.ModuleList([Part(), Part()]).double()
+        optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+
+        @compiled
+        def update(loss):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        for _ in range(2):
+            y = X
+            for part in parts:
+                y = wrap(part)(y)
+            update(y.square().sum())
+        return parts.state_dict()
+
+    assert_same(run(wrap, partial(torch.compile, backend="aot_eager")), run(none, none))

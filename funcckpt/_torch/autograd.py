@@ -32,7 +32,6 @@ from torch._C._autograd import (  # type: ignore[attr-defined]
 )
 
 # Whether Dynamo watches the frames of this thread.
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch.eager_transforms import _autograd_grad, grad_and_value_impl
 
 # The members of a list of operators: those of aten, and higher-order ones.
@@ -332,11 +331,6 @@ def backward_id() -> Any:
 
 # Takes a function to call at the end of the backward that runs in this thread.
 at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-
-
-def without_dynamo(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, hidden from Dynamo, if Dynamo watches the frames of this thread."""
-    return f if get_eval_frame_callback() is None else torch.compiler.disable(f)
 
 
 def checkpoint_settings() -> tuple[bool | None, bool | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from .functorch import (
     T,
@@ -23,6 +24,19 @@ from .functorch import (
 def known_to_dynamo(f: T) -> T:
     """`torch.compiler.assume_constant_result`, without importing the compiler."""
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f
+
+
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # of the function, and of what it calls
+
+
+def hidden(f: T) -> T:
+    """`torch.compiler.disable(f)`, without importing the compiler, and at no cost in a call.
+
+    After a graph break, and in a compiled function that it cannot trace, Dynamo watches all frames. It would
+    compile parts of this package that enter levels, and hooks that autograd calls.
+    """
+    set_code_exec_strategy(f.__code__, _SKIP)  # type: ignore[attr-defined]
     return f
 
 

@@ -158,7 +158,7 @@ def without_memory(cls: Any, size: Any, strides: Any, offset: int, dtype: Any, d
 class UnguardedMode(TorchDispatchMode):
     """A dispatch mode whose operators torch does not guard against Dynamo: a guard costs more than they do.
 
-    Code that enters the mode guards once (`autograd.without_dynamo`).
+    Its method is `dynamo.hidden`.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""For the search in `closures`: the versions of dicts, and what a pullback of torch.func is.
+"""For the search in `closures`: versions of dicts, pullbacks of torch.func, and what torch.compile has made.
 
 `core.primitive` searches, too, where other private names are missing. So this module imports none of them.
 """
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from torch import nn
 
 # Gives the version of a dict, a number that each write changes: the guards of compiled code compare it. To
 # look at the content of all modules of a model takes ten times longer. That is done where the function is
@@ -26,3 +28,14 @@ def is_pullback(function: Any) -> bool:
         return False
     module: str = function.__globals__.get("__name__", "")  # another function may have been given this name
     return module == "torch._functorch.eager_transforms"
+
+
+def compiler_of(value: Any) -> Callable[[Any], Any] | None:
+    """What has made a compiled function or module: it compiles another one in the same way. Else None."""
+    if isinstance(value, nn.Module):
+        return getattr(value, "dynamo_ctx", None)
+    # (`functools.wraps` copies the attributes of a compiled function to others.)
+    if value.__dict__.get("_torchdynamo_wrapper_id") != id(value):
+        return None
+    cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+    return cells["self"].cell_contents if "self" in cells else None

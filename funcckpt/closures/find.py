@@ -34,7 +34,7 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._torch.objects import dict_version, is_pullback
+from .._torch.objects import compiler_of, dict_version, is_pullback
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
@@ -57,6 +57,7 @@ _SPECIAL |= {f"__{side}{name.strip('_')}__" for name in dir(operator) for side i
 # Names that torch looks up in modules and autograd functions, and Python in any object.
 _ALWAYS_NAMED = frozenset(
     {*kinds.PARTS, *_HOOKS, "training", "forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
+    | {"_compiled_call_impl"}
     | {*_SPECIAL, "__getattr__", "_value_"}
 )
 # By class: how it is flattened. (Without this table, what only these functions name is not found.)
@@ -170,9 +171,12 @@ class Found:
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
-                if kind is kinds.FUNCTION and not everything and is_pullback(value):
-                    self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
-                    continue
+                if kind is kinds.FUNCTION:
+                    if not everything and is_pullback(value):
+                        self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
+                        continue
+                    if compiler_of(value) is not None:
+                        kind = kinds.COMPILED
                 owner: Any = cls
                 if isinstance(value, type):
                     of, owner = about(value), value
@@ -428,6 +432,8 @@ class Found:
                 node.like = kinds.emptied(node.value)
             elif node.kind in kinds.OBJECTS and node.cls.__weakrefoffset__:
                 node.like = weakref.ref(node.value)
+            elif node.kind is kinds.COMPILED:
+                node.like = compiler_of(node.value)
             node.value = None
         stay = [*map(operator.not_, map(gone.__contains__, self._numbers))]
         of_dicts = self._numbers, self._dicts, self._versions

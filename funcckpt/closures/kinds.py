@@ -47,7 +47,7 @@ BUILTIN = Kind("__self__", "__name__")  # a bound method that is written in C
 PARTIAL = Kind("func", "args", "keywords", "__dict__")
 MEMBER = Kind("__func__")  # a staticmethod or classmethod
 PROPERTY = Kind("fget", "fset", "fdel")
-COMPILED = Kind("_orig_mod")  # a module that torch.compile has wrapped
+COMPILED = Kind()  # a function or a module that torch.compile has wrapped
 TUPLE = Kind(label="item {!r}")  # or a named tuple, or a frozenset
 LIST = Kind(label="item {!r}")  # or a deque, or a set
 DICT = Kind(label="item {!r}")
@@ -82,7 +82,7 @@ class Node:
 
     `names` are the names that count; None if all do. `parent` and `key` say where the object was found first.
     If it leads to a tensor that the graph owns, `seal` sets `value` to None; then `like` is an empty
-    container of its type, or a weak reference to the object.
+    container of its type, a weak reference to the object, or what has compiled it.
     """
 
     kind: Kind
@@ -224,6 +224,8 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
             return {"": value.get()}
         except LookupError:  # it has no value, and no default
             return {}
+    if kind is COMPILED:
+        return {"": value._orig_mod if isinstance(value, nn.Module) else value._torchdynamo_orig_callable}
     content = dict(zip(kind.parts, map(getattr, repeat(value), kind.parts), strict=False))
     if kind is FUNCTION:
         content.update(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))

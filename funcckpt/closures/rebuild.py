@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch.objects import compiler_of
 from . import kinds
 from .code import is_library
 from .find import Found
@@ -174,7 +175,8 @@ class Rebuilt:
             elif kind is kinds.TUPLE:
                 new = _tuple_of(cls, parts)
             elif kind is kinds.COMPILED:
-                (new,) = parts  # recomputed without compilation
+                compiler = compiler_of(value) if value is not None else node.like
+                new = compiler(*parts)  # the same code: nothing is compiled again
             else:
                 new = cls(*parts)
             self._built[number] = new

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import world
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from ..closures import Found, Rebuilt, code_of, exchange_stored, kinds, search, stored
 from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
@@ -133,6 +133,7 @@ class Call(UserProgram):
         looks = tensors.requires_grad if self.layers else wrappers.require_grad
         return any(map(looks, (*self._inputs, *self.found.tensors.values())))
 
+    @dynamo.hidden
     def call(self, program: Program | None = None) -> Any:
         """Run f under whatever transforms are active, keeping only its inputs.
 

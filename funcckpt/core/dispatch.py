@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import CheckpointError, InputError, MutationError
 from ..tape import recompute
 from . import net
@@ -277,6 +277,7 @@ class _Node(functorch.SingleLevelFunction):
         return outputs
 
     @staticmethod
+    @dynamo.hidden
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         level, needed = ctx.level, ctx.needs_input_grad
         try:
@@ -320,7 +321,6 @@ class _Node(functorch.SingleLevelFunction):
         vjp = Vjp(program, ctx.call_level, arity, wrt, of, level > 0)
         arguments += compress(cotangents, given)
         del cotangents
-        run = autograd.without_dynamo(bind)  # as in `remat`
         flags = needed[leading:]
         # Only what is differentiated again depends on them: other threads may use the same leaves.
         records = torch.is_grad_enabled() and not level
@@ -328,10 +328,10 @@ class _Node(functorch.SingleLevelFunction):
         with handing_out, _as_frozen_before(arguments, flags) if is_changed else _NOTHING:
             if last is not None:
                 arguments = wrappers.unwrapped_for_grad(arguments, level)
-                results = functorch.below(last, run, vjp, arguments)
+                results = functorch.below(last, bind, vjp, arguments)
                 results = tuple(wrappers.wrapped_for_grad(results, level))
             else:
-                results = run(vjp, arguments)
+                results = bind(vjp, arguments)
         gradients = dict(zip(compress(wrt, vjp.connected), results, strict=True))
         return *(None,) * leading, *map(gradients.get, range(arity))
 

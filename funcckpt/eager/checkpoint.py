@@ -190,7 +190,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if region.is_lazy:
         return f(*args, **kwargs)
     try:
-        return autograd.without_dynamo(region.run)(f, args, kwargs)
+        return region.run(f, args, kwargs)
     except RuntimeError as error:
         # If the caller has saved-tensor hooks, the transform refuses those, too.
         if autograd.REFUSES_HOOKS not in str(error) or autograd.top_saved_tensors_hooks() is not None:

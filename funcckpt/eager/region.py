@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from ..closures import Rebuilt, kinds, put_back, search
 from ..core import tensors
 from ..core.call import check_no_opacus
@@ -175,6 +175,7 @@ class Region:
 
     # -- the forward --------------------------------------------------------------------------------
 
+    @dynamo.hidden
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found, first_node = self._found, functorch.next_sequence_number()
         began, older = first_node, set[autograd.Edge]()
@@ -229,6 +230,7 @@ class Region:
                 "and then uses a torch.func transform. Use funcckpt.remat, or make the change outside."
             )
 
+    @dynamo.hidden
     def _pack(self, x: Tensor) -> Slot:
         slot = Slot()
         self._slots.append(weakref.ref(slot))
@@ -267,6 +269,7 @@ class Region:
 
     # -- the backward -------------------------------------------------------------------------------
 
+    @dynamo.hidden
     def unpack(self, slot: Slot) -> Tensor:
         key = autograd.backward_id()
         with self._lock:
@@ -338,6 +341,7 @@ class Region:
             # What f stores of this run refers to `pack`, and must not keep the region alive.
             count, is_over, me = 0, False, weakref.ref(self)
 
+            @dynamo.hidden
             def pack(x: Tensor) -> Tensor:
                 nonlocal count, is_over
                 i, count, region = count, count + 1, me()
@@ -365,7 +369,7 @@ class Region:
                 functorch.set_grad_enabled(True)
                 release = rebuilt.release if rebuilt is not None and rebuilt.is_cyclic else None
                 del given, instead, rebuilt, root, contexts
-                _call(autograd.without_dynamo(f), args, kwargs, pack, lambda x: x, self._contexts[1])
+                _call(f, args, kwargs, pack, lambda x: x, self._contexts[1])
             except (_Stop, Exception):
                 if not is_over:  # TorchScript, and code of f that catches everything, raise something else
                     raise

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import world
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from ..core.tensors import version_of
 from ..errors import TransformError
 from ..tape.operators import TensorMeta, is_plain, is_subclass_first, results, run_operator, written
@@ -293,6 +293,7 @@ class _Block(TorchDispatchMode):
             self.is_over = True
             self._operations.clear()
 
+    @dynamo.hidden
     def unpack(self, slot: _Slot) -> Tensor:
         with self._lock:
             if slot.value is None:
@@ -352,6 +353,7 @@ class _Slot:
 # -- what is saved, and who saves it ------------------------------------------------------------------
 
 
+@dynamo.hidden
 def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
     """A pack hook: a slot for a tensor that a block has made, the tensor itself for all others."""
     found, block = _find(x), _current()

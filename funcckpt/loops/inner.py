@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._torch import autograd, functorch, wrappers
+from .._torch import functorch, wrappers
 from ..closures import Rebuilt
 from ..core.call import Call, Options
 from ..core.program import Program, Tensors, Vjp, Vmap, is_differentiable
@@ -105,8 +105,7 @@ def inner_grad(
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
         places = {id(x): i for i, x in enumerate(call._inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
-        run = autograd.without_dynamo(call.call)  # as in `remat`
-        outputs = run(_Gradient(call, call.call_level, len(places), wrt))
+        outputs = call.call(_Gradient(call, call.call_level, len(places), wrt))
         of = pytree.tree_unflatten([*outputs], structure)
         gradients = (*[of[i % len(args)] for i in numbers],)
         return gradients if isinstance(argnums, tuple) else gradients[0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import world
-from .._torch import functorch
+from .._torch import dynamo, functorch
 from . import operators
 from .operators import TensorMeta, kind_of, results, tensors_of
 
@@ -171,6 +171,7 @@ class Watch(functorch.UnguardedMode):
     def note_graph(self, outputs: Sequence[Tensor], own: Any = (), first_node: int = 0) -> None:
         """Called with the outputs of f, if autograd has recorded them."""
 
+    @dynamo.hidden
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Runs for each operator of a recomputation. If the operator just runs, this is the only frame.
         kwargs = kwargs or {}
