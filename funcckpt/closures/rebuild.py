@@ -175,7 +175,7 @@ class Rebuilt:
             elif kind is kinds.TUPLE:
                 new = _tuple_of(cls, parts)
             elif kind is kinds.COMPILED:
-                compiler = compiler_of(value) if value is not None else node.like
+                compiler: Any = node.like if value is None else compiler_of(value)
                 new = compiler(*parts)  # the same code: nothing is compiled again
             else:
                 new = cls(*parts)

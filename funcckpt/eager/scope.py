@@ -33,7 +33,17 @@ from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
 from ..core.tensors import version_of
 from ..errors import TransformError
-from ..tape.operators import TensorMeta, is_plain, is_subclass_first, results, run_operator, written
+from ..tape.operators import (
+    TensorMeta,
+    draws,
+    is_plain,
+    is_subclass_first,
+    kind_of,
+    name_of,
+    results,
+    run_operator,
+    written,
+)
 from ..tape.tape import unwatched
 from .region import Versioned
 
@@ -112,6 +122,7 @@ class _Made:
     """A storage that a block has made."""
 
     version: int | None = None  # at the end of the block
+    is_filled = True  # not so if it was allocated only, and no operator has written to it
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
@@ -127,6 +138,14 @@ def _find(x: Tensor, block: _Block | None = None) -> tuple[_Block, _Made] | None
     """The block that made the storage of `x` and can still replay it; with `block`, only that block."""
     found: tuple[_Block, _Made] | None = getattr(_storage(x), "_funcckpt_made", None)
     return None if found is None or found[0].is_over or block not in (None, found[0]) else found
+
+
+def _leave(x: Tensor, block: _Block) -> None:
+    """Keep this storage of a block from now on: something else than a recorded operator writes to it."""
+    if x.layout is torch.strided and not wrappers.is_functorch_wrapped_tensor(x):
+        storage: Any = x.untyped_storage()
+        if getattr(storage, "_funcckpt_made", (None,))[0] is block:
+            del storage._funcckpt_made
 
 
 class _Kept:
@@ -240,18 +259,30 @@ class _Block(TorchDispatchMode):
         if is_subclass_first(types):
             return NotImplemented  # this mode sees its inner tensors later
         # Results of a higher-order operator are kept.
-        if _current() is not self or isinstance(func, autograd.HigherOrderOperator):
+        if isinstance(func, autograd.HigherOrderOperator):
+            return run_operator(func, args, kwargs)
+        if _current() is not self:  # a block or a backward inside of this one
+            for x in written(func, args, kwargs):
+                _leave(x, self)
             return run_operator(func, args, kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
+        changed = {*map(id, written(func, args, kwargs))}
+        kind, fills = kind_of(func), name_of(func) in _FILL or draws(func, args, kwargs)
+        for x in tensors.values():
+            if id(x) in changed and _storage(x) is None:
+                _leave(x, self)  # it writes to a conjugate, or as another class
+            elif kind != "view" and (made := _find(x, self)) is not None and not made[1].is_filled:
+                if not (id(x) in changed and (fills or x is kwargs.get("out"))):
+                    _leave(x, self)  # a kernel that torch does not dispatch has filled it
+                made[1].is_filled = True
         # Taken before the operator runs: it may exchange or resize a storage.
         views = {
             i: _View(found[1], TensorMeta.of(x))
             for i, x in tensors.items()
             if (found := _find(x, self)) is not None
         }
-        changed = {*map(id, written(func, args, kwargs))}
         copied = [i for i, x in tensors.items() if id(x) in changed and i not in views]
         # Beside what they make, some operators write to buffers, and no version tells (observers of ranges).
         makes_new = copied and any([x.alias_info is None for x in func._schema.returns])
@@ -267,6 +298,7 @@ class _Block(TorchDispatchMode):
                 # (It may be known already: a selective checkpoint hands out results of the forward.)
                 if storage is not None and storage._cdata not in given and _find(y, self) is None:
                     makes[position] = _Made()
+                    makes[position].is_filled = not name_of(func).startswith(("empty", "new_empty"))
                     storage._funcckpt_made = self, makes[position]  # type: ignore[attr-defined]
         writes = {views[i].source for i, x in tensors.items() if id(x) in changed and i in views}
         if makes or writes:
@@ -363,6 +395,9 @@ def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
         return _Kept(x, below)
     if found[1].version not in (None, version_of(x)):
         return _Kept(x, below)  # written to after the block: a replay gives the old value
+    if not found[1].is_filled:
+        _leave(x, found[0])
+        return _Kept(x, below)
     return found[0].slot(found[1], x)
 
 
@@ -394,6 +429,7 @@ class ScopedTensor(Tensor):
         return out
 
 
+_FILL = ("fill_", "zero_", "copy_")
 _OF_PLAIN_TENSORS = {
     *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),

@@ -1,5 +1,6 @@
 """checkpoint_scope: gradients, what is kept, what is recomputed when, and who else is around."""
 
+import ctypes
 import gc
 import weakref
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from support import Counter, Storages, assert_same
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcckpt import checkpoint, checkpoint_scope
+from funcckpt import checkpoint, checkpoint_scope, remat
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import MutationError, TransformError
 
@@ -370,3 +371,113 @@ def test_forward_mode():
         with checkpoint_scope():
             x = forward_ad.make_dual(one, one).sin()
         assert_same(forward_ad.unpack_dual(x * x).tangent, 2 * one.sin() * one.cos())
+
+
+class Marked(torch.Tensor):
+    """Does nothing of its own."""
+
+
+def through_a_conjugate(scope, x, call):
+    with scope():
+        y = x * (1 + 2j)
+        y.mH.add_(torch.ones(3, 3, dtype=torch.complex128))
+        y.conj().imag.mul_(-3)
+        return (y * x).abs()
+
+
+def as_another_class(scope, x, call):
+    with scope():
+        y = x.detach() * 2
+        y.as_subclass(Marked).clamp_(0, 1)
+        return y * x
+
+
+def in_a_scope_of_a_checkpoint(scope, x, call):
+    def f(x):
+        y = x * 2
+        with scope():
+            y += torch.ones(3, 3)
+        return y
+
+    with scope():
+        return call(f, x) * x
+
+
+def by_a_hook_in_a_backward(scope, x, call):
+    with scope():
+        seen = torch.zeros(3, 3, dtype=D)
+        y = x * 2
+        y.register_hook(lambda g: (seen.add_(g), None)[1])
+        torch.autograd.grad((y * y).sum(), x)
+        return seen * x
+
+
+def into_a_gradient(scope, x, call):
+    p = leaf(3, 3)
+    with scope():
+        p.grad = torch.zeros_like(p)
+        (p * p).sum().backward()
+    return p.grad * x
+
+
+class Kernel(torch.autograd.Function):
+    """Stands for a kernel that torch does not dispatch: Triton, or a C extension."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.empty_like(x)
+        values = (ctypes.c_double * x.numel()).from_address(out.data_ptr())
+        values[:] = [3 * value for value in x.flatten().tolist()]
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g + 0 * ctx.saved_tensors[0]
+
+
+def by_a_kernel(scope, x, call):
+    with scope():
+        return Kernel.apply(x.detach()) * x + Kernel.apply(x)
+
+
+def by_a_generator_of_points(scope, x, call):
+    engine = torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
+    with scope():
+        return engine.draw(3, dtype=D) * x
+
+
+@pytest.mark.parametrize(
+    "call", [plain, checkpoint, lambda f, x: remat(f)(x)], ids=["plain", "hooks", "remat"]
+)
+@pytest.mark.parametrize(
+    "f",
+    [
+        *(through_a_conjugate, as_another_class, in_a_scope_of_a_checkpoint, by_a_hook_in_a_backward),
+        *(into_a_gradient, by_a_kernel, by_a_generator_of_points),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_what_no_operator_of_the_block_has_written_is_kept(f, call):
+    def run(scope, call):
+        torch.manual_seed(0)
+        x = leaf(3, 3)
+        y = f(scope, x, call)
+        return y.detach().as_subclass(torch.Tensor), torch.autograd.grad(y.sum(), x)
+
+    assert_same(run(checkpoint_scope, call), run(nullcontext, plain))
+
+
+@pytest.mark.parametrize(
+    "fill", [torch.Tensor.uniform_, torch.Tensor.zero_, lambda x: torch.mul(2, leaf(64), out=x)]
+)
+def test_what_is_allocated_and_then_filled_is_not_kept(fill):
+    a = leaf(64)
+    with Storages().known(a) as storages:
+        with checkpoint_scope():
+            x = torch.empty(64, dtype=D)
+            with torch.no_grad():
+                fill(x)
+        y = x * a
+        del x
+        assert storages.live == y.nbytes
