@@ -8,12 +8,14 @@ each chunk is reduced before the next one is computed. All functions have these 
   belong into the closure of `loss`.
 * `batch` : pytrees of tensors of shape ``[batch, ...]``, all of one length. An empty batch is allowed.
 * `chunk_size` : how many gradients are alive at a time; None for all.
-* `bytes` : instead of `chunk_size`, how many bytes a chunk may take, beside the parameters and the batch. The
-  first chunk is one sample, and is measured. Each chunk sets the size of the next one.
+* `bytes` : instead of `chunk_size`, how many bytes a chunk may take, beside the parameters, the batch and
+  twice the result. The first chunk is one sample, and is measured. Each chunk sets the size of the next.
 * `randomness` : that of `torch.func.vmap`.
 
+In plain autograd the results are constants. For a penalty on gradients, use ``vmap(grad(loss))``.
+
 An invalid option, or too few `bytes` for one sample, is an OptionError; parameters that are no tensors, or a
-batch whose tensors have no common first dimension, an InputError.
+batch with anything but tensors of a common first dimension, an InputError.
 """
 
 from __future__ import annotations
@@ -159,7 +161,7 @@ def noise_scale(
     total: list[Tensor] = []
 
     def reduce(gradients: list[Tensor]) -> Tensor:
-        _add(total, [g.sum(0) for g in gradients])
+        _add(total, [g.sum(0, dtype=_single(g)) for g in gradients])
         return _norms(gradients)
 
     of_each = _reduced(_Chunks("noise_scale", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
@@ -343,9 +345,9 @@ class _Chunks:
 def _check(name: str, loss: Any, parameters: Any) -> None:
     if not callable(loss):
         raise InputError(f"{name}: loss is a function of parameters and a sample, not {type(loss).__name__}.")
-    for x in pytree.tree_leaves(parameters):
+    for x in pytree.tree_leaves(parameters) or [None]:
         if not (isinstance(x, Tensor) and is_differentiable(x)):
-            what = describe(x) if isinstance(x, Tensor) else type(x).__name__
+            what = describe(x) if isinstance(x, Tensor) else "nothing" if x is None else type(x).__name__
             raise InputError(
                 f"{name}: parameters is a pytree of floating-point tensors, and has {what} in it. Of a "
                 "module, pass dict(module.named_parameters()), and let the loss use functional_call."
@@ -355,20 +357,27 @@ def _check(name: str, loss: Any, parameters: Any) -> None:
 def _count(name: str, batch: tuple[Any, ...]) -> int:
     if isinstance(batch, Tensor):
         raise InputError(f"{name}: train and test are tuples of what the loss takes: write (x,), not x.")
-    tensors = tensors_in(batch)
-    lengths = {x.shape[0] if x.dim() else -1 for x in tensors}
+    leaves = pytree.tree_leaves(batch)
+    lengths = {x.shape[0] if isinstance(x, Tensor) and x.dim() else -1 for x in leaves}
     if len(lengths) != 1 or -1 in lengths:
+        given = [describe(x) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
         raise InputError(
-            f"{name}: the first dimension of each tensor in the batch must be that of the samples. Given: "
-            f"{', '.join(map(describe, tensors)) or 'no tensor at all'}. Put what all samples share into "
-            "the closure of the loss."
+            f"{name}: a batch has only tensors, whose first dimension is that of the samples. Given: "
+            f"{', '.join(given) or 'no tensor at all'}. Put what all samples share into the closure of "
+            "the loss."
         )
     return lengths.pop()
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
     rows = [g.reshape(len(g), math.prod(g.shape[1:])) for g in gradients]
-    return torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows]).norm(dim=0)
+    norms = [torch.linalg.vector_norm(row, dim=1, dtype=_single(row)) for row in rows]
+    return torch.stack(norms).norm(dim=0)
+
+
+def _single(x: Tensor) -> torch.dtype:
+    """The dtype of x, or single precision if that is more."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
@@ -378,6 +387,6 @@ def _dot(a: list[Tensor], b: list[Tensor]) -> Tensor:
 def _add(total: list[Tensor], terms: list[Tensor]) -> None:
     """total += terms, where an empty total is zero, of single precision at least."""
     if not total:
-        total += [term.to(torch.promote_types(term.dtype, torch.float32)) for term in terms]
+        total += [term.to(_single(term)) for term in terms]
     else:
         total[:] = [x.add_(term) for x, term in zip(total, terms, strict=True)]

@@ -73,6 +73,26 @@ def test_the_sum_is_of_single_precision(dtype, chunk_size):
     torch.testing.assert_close(result.double(), x.double().sum(0), rtol=2**-7, atol=0.0)
 
 
+@pytest.mark.parametrize("chunk_size", [None, 1, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_are_of_single_precision(dtype, chunk_size):
+    """The gradients themselves are of half precision: those below are the samples."""
+    loss, zeros = lambda p, x: (p * x).sum(), torch.zeros(64, dtype=dtype)
+    x = (0.05 * torch.randn(256, 64, generator=torch.Generator().manual_seed(0)) + 1).to(dtype)
+    exact = noise_scale(loss, zeros.double(), x.double())
+    found = noise_scale(loss, zeros, x, chunk_size=chunk_size)
+    torch.testing.assert_close([*map(float, found)], [*map(float, exact)], rtol=1e-3, atol=0.0)
+    large = torch.full((3, 64), 3e4, dtype=dtype)
+    torch.testing.assert_close(
+        gradient_norms(loss, zeros, large, chunk_size=chunk_size).double(),
+        large.double().norm(dim=1),
+        rtol=1e-6,
+        atol=0.0,
+    )
+    total = clipped_sum(loss, zeros, large, max_norm=8.0, chunk_size=chunk_size).sum
+    torch.testing.assert_close(total.double(), torch.full((64,), 3.0, dtype=F64), rtol=2**-7, atol=0.0)
+
+
 @pytest.mark.parametrize("options", [{"chunk_size": 4}, {"bytes": 200_000}], ids=str)
 def test_autocast_keeps_nothing_of_a_chunk(options):
     p, xs = {"w": torch.randn(64, 64)}, torch.randn(100, 64)
@@ -226,6 +246,8 @@ def test_influence_errors():
             funcckpt.InputError, match=r"has Linear in it.*pass dict\(module\.named_parameters"
         ):
             run(loss, nn.Linear(3, 3))
+        with pytest.raises(funcckpt.InputError, match="has nothing in it"):
+            run(loss, {})
         with pytest.raises(funcckpt.InputError, match="and a sample, not Tensor"):
             run(w, w)
 
@@ -237,6 +259,7 @@ def test_influence_errors():
         ((torch.ones(2, 3),), {"bytes": 1.5}, funcckpt.OptionError, r"bytes=1\.5"),
         ((torch.ones(2, 3),), {"bytes": 9, "chunk_size": 2}, funcckpt.OptionError, "not both"),
         ((), {}, funcckpt.InputError, "no tensor at all"),
+        ((torch.ones(2, 3), {"mask": None}), {}, funcckpt.InputError, r"float32\[2, 3\], NoneType\. Put"),
         ((torch.ones(2, 3),), {"chunk_size": 0}, funcckpt.OptionError, "chunk_size=0"),
         ((torch.ones(2, 3),), {"max_norm": float("nan")}, funcckpt.OptionError, "max_norm"),
     ],

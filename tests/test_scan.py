@@ -294,6 +294,93 @@ def test_what_a_measured_step_has_made_for_good_stays():
     assert type(lazy) is nn.Linear and x.grad.any()
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, grad], ids=["plain", "grad"])
+@pytest.mark.parametrize("start", [0, 0.0])
+def test_a_step_that_is_run_beside_the_loop_writes_nothing(start, transform):
+    """To the carry, or to a captured tensor. (Without such a step, a checkpoint refuses it, too.)"""
+    captured, x = torch.tensor(start), X.clone().requires_grad_(transform is not grad)
+
+    def of_carry(c, _=None):
+        c[0].add_(1)
+        return c[0].clone(), torch.tanh(c[1] * c[0].detach())
+
+    def of_captured(c, _=None):
+        captured.add_(1)
+        return c[0], torch.tanh(c[1] * captured.detach())
+
+    for step in (of_carry, of_captured):
+        for loop in (
+            lambda f, c: scan(lambda c, x: (f(c), None), c, length=3, bytes=10**6)[0],
+            lambda f, c: while_loop(lambda c: c[1].sum() < 5, f, c, max_steps=3),
+        ):
+            count = torch.tensor(start)
+            with pytest.raises(RuntimeError, match=r"in.place"):  # ours, or torch's for the plain loop
+                transform(lambda x, loop=loop, step=step, count=count: loop(step, (count, x))[1].sum())(x)
+    carry = (torch.tensor(start), X)
+    scan(lambda c, x: (of_carry(c), None), carry, length=0)
+    assert carry[0] == start
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_bytes_of_a_carry_that_is_batched_after_the_first_steps(how):
+    """It begins with zeros, which no vmap has batched."""
+    samples, w = tensor(64, 40, 1), tensor(32, 32) / 8
+
+    def total(w, bytes=None):
+        def step(c, x):
+            return (torch.tanh(c[0] @ w + x), c[0] * 2), None
+
+        zeros = torch.zeros(2, 32, dtype=F64)
+        return vmap(lambda x: scan(step, (*zeros,), x, bytes=bytes)[0][1].sum())(samples).sum()
+
+    def run(bytes):
+        v = w.clone().requires_grad_(how == "backward")
+        return torch.autograd.grad(total(v, bytes), v)[0] if how == "backward" else grad(total)(w, bytes)
+
+    with pytest.raises(OptionError, match="A carry takes 32768 bytes") as said:
+        run(1000)
+    least = int(str(said.value).split()[-1].rstrip("."))
+    for bytes in (least, 2 * least):
+        found = measure(run, bytes)
+        assert found.peak_bytes <= bytes + 4 * 32768 + 4 * w.nbytes
+        torch.testing.assert_close(found.result, grad(total)(w))
+
+
+def test_bytes_with_running_statistics_in_the_carry():
+    norm = nn.BatchNorm1d(D, dtype=F64)
+    statistics = {name: x.clone() for name, x in norm.named_buffers()}
+
+    def step(carry, x):
+        h, buffers = carry
+        buffers = {name: b.clone() for name, b in buffers.items()}
+        return (torch.func.functional_call(norm, buffers, (h * x,)), buffers), None
+
+    run = lambda w, **options: scan(step, (V * w, statistics), XS, **options)[0][0].square().sum()
+    torch.testing.assert_close(
+        grad(lambda w: run(w, checkpoint="every"))(W), grad(lambda w: run(w, checkpoint=None))(W)
+    )
+    with pytest.raises(OptionError, match="Pass checkpoints= instead"):
+        grad(lambda w: run(w, bytes=10**6))(W)
+
+
+class Unkeyed(types.SimpleNamespace):
+    """A node of a pytree that gives no keys to its items."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+pytree.register_pytree_node(Unkeyed, lambda node: ([node.x], None), lambda items, _: Unkeyed(*items))
+
+
+def test_nodes_without_keys():
+    def run(x, loop):
+        carry, ys = loop(lambda c, x: (Unkeyed(c.x @ W + x.x), Unkeyed(c.x)), Unkeyed(x), Unkeyed(XS))
+        return (carry.x * ys.x).sum()
+
+    assert_same(grad(run)(X, scan), grad(run)(X, plain_scan))
+
+
 @pytest.mark.parametrize(("n", "carries"), [(30, 50), (30, 70), (100, 70), (100, 120)])
 def test_what_grad_keeps_of_light_steps(n, carries):
     """It holds the last unit, with the inputs of its steps, until it returns."""
@@ -423,6 +510,11 @@ def two(c, x):
             r"step 6 returned carry\[1\] as a float, but was given an int",
         ),
         (lambda: scan(lambda c, x: (c + x.sum(), None), 0.0, XS), r"given a float. Begin with a tensor"),
+        (lambda: scan(lambda c, x: ([*c], None), (X, X), XS), r"carry as a list, but was given a tuple"),
+        (lambda: scan(lambda c, x: ({"a": [c["a"][0]]}, None), {"a": (X,)}, XS), r"carry\['a'\] as a list"),
+        (lambda: scan(lambda c, x: ((c, c), None), X, XS), r"carry as a tuple, but was given a leaf"),
+        (lambda: scan(lambda c, x: (Unkeyed(c.x.float()), None), Unkeyed(X), XS), r"carry\[0\] as float32"),
+        (lambda: scan(lambda c, x: (c, None), X, Unkeyed(object())), r"xs\[0\] is an object"),
         (lambda: fori_loop(0, 3, lambda i, c: c[None], X), r"fori_loop\(.*\): step 0 returned carry as"),
         (lambda: scan(two, X, length=0, checkpoint="log"), r"checkpoint='log' is not None, a"),
         (lambda: fori_loop(0, 2.5, lambda i, c: c, X), r"upper=2.5 is not a whole number"),

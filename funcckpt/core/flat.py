@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from .._torch import wrappers
 from ..closures import Found, kinds
 from ..errors import MutationError, OutputError, describe
-from .tensors import Tensors, is_close
+from .tensors import Tensors, is_close, with_paths
 
 # Types of arguments and outputs that hold no other object.
 LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -103,7 +103,7 @@ class Arguments:
 
     def where_leaf(self, i: int) -> str:
         tree = self.unflatten([torch.empty(0)] * len(self._numbers), [0] * len(self.others))
-        paths = pytree.tree_flatten_with_path(tree)[0]
+        paths = with_paths(tree)
         return f"argument {pytree.keystr(paths[i][0][1:])}"
 
 

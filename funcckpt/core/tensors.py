@@ -27,6 +27,14 @@ Tensors = tuple[Tensor, ...]
 PLAIN = frozenset({Tensor, nn.Parameter})
 
 
+def with_paths(tree: Any) -> list[tuple[Any, Any]]:
+    """The leaves of a pytree, with their paths; with numbers, if a node of the user has no keys."""
+    try:
+        return pytree.tree_flatten_with_path(tree)[0]
+    except ValueError:
+        return [((pytree.SequenceKey(i),), x) for i, x in enumerate(pytree.tree_leaves(tree))]
+
+
 def has_lazy(tensors: Collection[Tensor]) -> bool:
     """Whether some tensors are parameters of lazy modules, which get a shape in their first call."""
     return not PLAIN.issuperset(map(type, tensors)) and any(map(is_lazy, tensors))

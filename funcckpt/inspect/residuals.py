@@ -36,6 +36,7 @@ from .._torch import autograd, functorch, wrappers
 from ..closures import Found
 from ..core.dispatch import Owner, program_of
 from ..core.program import is_differentiable
+from ..core.tensors import with_paths
 from ..errors import InputError
 from ..meter import storages
 from ..policies.policies import current_name
@@ -237,7 +238,7 @@ def _arguments(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
     except (TypeError, ValueError):  # a builtin, or a wrapper without a signature
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     for name, tree in arguments.items():
-        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        for path, leaf in with_paths(tree):
             if isinstance(leaf, Tensor):
                 yield f"argument {name}{pytree.keystr(path)}", leaf
 

@@ -27,6 +27,7 @@ from .._torch import functorch, wrappers
 from ..closures import Rebuilt
 from ..core.call import Call, Options
 from ..core.program import Program, Tensors, Vjp, Vmap, is_differentiable
+from ..core.tensors import with_paths
 from ..errors import InputError, OptionError
 from ..remat import name_and_check, remat
 from .steps import in_words
@@ -88,7 +89,7 @@ def inner_grad(
         leaves, structure = pytree.tree_flatten(chosen)
         for j, x in enumerate(leaves):
             if not isinstance(x, Tensor) or not is_differentiable(x):
-                path = pytree.keystr(pytree.tree_flatten_with_path(chosen)[0][j][0])
+                path = pytree.keystr(with_paths(chosen)[j][0])
                 raise InputError(
                     f"inner_grad({name}): argument {path[1:].replace(']', '', 1)} is {in_words(x)}, which "
                     "has no gradient. Select other arguments with argnums."

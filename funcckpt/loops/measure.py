@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import world
-from .._torch import functorch, wrappers
+from .._torch import autograd, functorch, wrappers
 from ..closures import Found, put_back
 from ..core.program import is_differentiable
-from ..errors import OptionError
+from ..core.tensors import changed_inside, version_of, versions_of
+from ..errors import MutationError, OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
 from .schedules import Schedule, fewest, fit, held
@@ -22,17 +23,29 @@ from .steps import Loop, record, step
 
 
 @contextmanager
-def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callable[[], bool]]]:
+def leaving_nothing(
+    name: str, functions: Any, given: Any
+) -> Iterator[tuple[list[world.Stream], Callable[[], bool]]]:
     """Restore random streams, buffers and what f assigns after the block: the same steps will run again.
 
-    Gives the streams, and a function that tells whether the block has assigned something.
+    Gives the streams, and a function that tells whether the block has assigned something. A write to what the
+    steps are `given`, or to another captured tensor, is a MutationError.
     """
     found = Found(functions)
     streams = world.random_streams(found.streams, found.draws_elsewhere)
     states = world.states(streams)
     buffers = [(x, x.clone()) for x in found.buffers_in_training()]
+    others = {id(x): x for x in (*tensors_in(given), *found.tensors.values())}
+    for x, _ in buffers:
+        others.pop(id(x), None)
+    versions = versions_of([*others.values()])
     try:
         yield streams, lambda: bool(found.changed())
+        is_lazy = found.has_other_classes()
+        for x, version in zip(others.values(), versions, strict=True):
+            if version_of(x) != version and not is_lazy:
+                where = found.where(id(x)) if id(x) in found.tensors else "the carry or xs"
+                raise changed_inside(name, x, where)
     finally:
         if not found.has_other_classes():  # as a lazy module has after its first call
             put_back(found)
@@ -46,15 +59,39 @@ def leaving_nothing(functions: Any) -> Iterator[tuple[list[world.Stream], Callab
 def no_ys(loop: Loop, init: Any, xs: Any) -> Any:
     """The ys of no step, which look like those of a first one."""
     x = pytree.tree_map(lambda x: x if x is None else x.new_zeros((1, *x.shape[1:])), xs)
-    with leaving_nothing(loop.f), torch.no_grad():
+    init = pytree.tree_map_only(Tensor, torch.clone, init)  # to which a step may write
+    with leaving_nothing(loop.name, loop.f, ()), torch.no_grad():
         _, ys = record(loop, 0, 1, init, x)
     return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 
 
 def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs: Any) -> Schedule:
     """The schedule that runs the fewest steps within `bytes`."""
-    carry = sum([wrappers.physical(x)[0].nbytes for x in tensors_in(init)])
-    saved, peak, stays = _measure_step(loop, first, init, xs)
+    x = pytree.tree_map(lambda x: None if x is None else x[-1 if loop.reverse else 0], xs)
+    carry, depth = _bytes_of(init), [layer.kind for layer in functorch.active_layers()].count("vmap")
+    for _ in range(steps):
+        if all([wrappers.physical(leaf)[1] == depth for leaf in tensors_in(init)]):
+            break
+        # After a step, more of the carry may be batched.
+        with leaving_nothing(loop.name, loop.f, (init, x)), torch.no_grad():
+            after = step(loop, first, init, x)[0]
+        if _bytes_of(after) <= carry:
+            break
+        init, carry = after, _bytes_of(after)
+    try:
+        saved, peak, stays = _measure_step(loop, first, init, x)
+    except RuntimeError as error:
+        if any([words in str(error) for words in autograd.WRITES_TO_INPUT]):
+            raise MutationError(
+                f"{loop.name}: a step writes in place to its carry, or to what it captured. Work on a copy "
+                "(x.clone()) inside of the function."
+            ) from error
+        if "is not differentiable with respect to argument" in str(error):
+            raise OptionError(
+                f"{loop.name}: bytes= measures a step that is differentiated in all of the carry, which this "
+                "step does not allow (running statistics). Pass checkpoints= instead."
+            ) from error
+        raise
     found = fit(steps, bytes, carry, saved, peak, stays)
     if found is None:
         carries = min([held(steps, k) for k in range(1, fewest(steps, 2) + 1)])
@@ -65,11 +102,14 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
     return found
 
 
-def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int, int]:
+def _bytes_of(carry: Any) -> int:
+    return sum([wrappers.physical(x)[0].nbytes for x in tensors_in(carry)])
+
+
+def _measure_step(loop: Loop, first: int, init: Any, x: Any) -> tuple[int, int, int]:
     """In bytes: what the first step saves when it is recorded, the peak of its forward and backward, and what
     `torch.func.grad` still keeps after them, with its input, which is the output of the step before.
     """
-    x = pytree.tree_map(lambda x: None if x is None else x[-1 if loop.reverse else 0], xs)
     leaves, structure = pytree.tree_flatten(init)
     chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
 
@@ -83,7 +123,7 @@ def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int,
 
     given = [leaves[i].detach() for i in chosen]
     plain = functorch.peek_interpreter_stack() is None
-    with leaving_nothing(loop.f), Meter() as meter:
+    with leaving_nothing(loop.name, loop.f, (init, x)), Meter() as meter:
         if plain:
             given = [x.requires_grad_() for x in given]
             outputs: Any = [y for y in run(*given) if y.requires_grad]
@@ -95,6 +135,6 @@ def _measure_step(loop: Loop, first: int, init: Any, xs: Any) -> tuple[int, int,
             torch.autograd.grad(outputs, given, ones, allow_unused=True) if plain else pull(ones)
     if not given or all([layer.kind != "grad" for layer in functorch.active_layers()]):
         return saved, meter.peak_bytes, 0
-    with leaving_nothing(loop.f), Meter() as whole:
+    with leaving_nothing(loop.name, loop.f, (init, x)), Meter() as whole:
         torch.func.grad(total, tuple(range(len(given))))(*given)
     return saved, meter.peak_bytes, whole.peak_bytes + sum([x.nbytes for x in given])

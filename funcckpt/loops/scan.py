@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from .. import world
 from .._torch import functorch, wrappers
 from ..closures import Found
+from ..core.tensors import with_paths
 from ..errors import InputError, MutationError, OptionError, describe
 from ..policies.budget import Budget
 from ..policies.policies import Policy, chooser_of
@@ -118,7 +119,8 @@ def scan(
     (tensor(10), tensor([ 0,  1,  3,  6, 10]))
     """
     loop = _loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, progress, reverse)
-    xs = pytree.tree_map_with_path(lambda path, x: as_tensor(x, f"xs{pytree.keystr(path)}", loop.name), xs)
+    leaves = [as_tensor(x, f"xs{pytree.keystr(path)}", loop.name) for path, x in with_paths(xs)]
+    xs = pytree.tree_unflatten(leaves, pytree.tree_structure(xs))
     return _start(loop, 0, _steps(xs, length, loop.name), init, xs)
 
 
@@ -206,7 +208,7 @@ def while_loop(
         bars = bars_of(loop.name, None) if progress else None
         return _sweep(cond_fun, loop._replace(bars=bars), init_val, max_steps, ())[0]
     # Only values are computed here: no transform looks at them.
-    with leaving_nothing((cond_fun, body_fun)) as (streams, has_assigned):
+    with leaving_nothing(loop.name, (cond_fun, body_fun), init_val) as (streams, has_assigned):
         with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
             steps = _sweep(cond_fun, loop, init_val, max_steps, streams)[1]  # and no carry
         if has_assigned():
@@ -330,7 +332,7 @@ def _number_of_steps(x: Any, option: str, name: str) -> int:
 def _steps(xs: Any, length: int | None, name: str) -> int:
     """The number of steps, on which `length` and all of xs have to agree."""
     found = None if length is None else ("length", _number_of_steps(length, "length", name))
-    for path, x in pytree.tree_flatten_with_path(xs)[0]:
+    for path, x in with_paths(xs):
         if x is None:
             continue
         where = f"xs{pytree.keystr(path)}"

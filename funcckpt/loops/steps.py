@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..core.call import Options
+from ..core.tensors import with_paths
 from ..errors import InputError, OptionError, describe
 from ..policies.offload import Stored, fetch, store
 from ..policies.policies import Chooser
@@ -161,11 +162,13 @@ def stack(ys: list[Any], name: str, first: int) -> Any:
     for i, y in enumerate(ys):
         check_alike("y", ys[0], y, f"{name}: step {first + i}", f"step {first} as")
 
-    def stacked(path: Any, *leaves: Any) -> Tensor | None:
-        where = f"y{pytree.keystr(path)}"
+    wheres = iter([f"y{pytree.keystr(path)}" for path, _ in with_paths(ys[0])])
+
+    def stacked(*leaves: Any) -> Tensor | None:
+        where = next(wheres)
         return None if leaves[0] is None else torch.stack([as_tensor(y, where, name) for y in leaves])
 
-    return pytree.tree_map_with_path(stacked, *ys)
+    return pytree.tree_map(stacked, *ys)
 
 
 def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
@@ -182,13 +185,29 @@ def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> Non
     """Raise unless two carries, or two ys, have the same structure, shapes, dtypes and devices."""
     if _look(before) == _look(after):
         return
-    at = pytree.tree_flatten_with_path
-    old, new = ({pytree.keystr(path): in_words(x) for path, x in at(tree)[0]} for tree in (before, after))
+    where = _other_kind(pytree.tree_structure(before), pytree.tree_structure(after))
+    old, new = ({pytree.keystr(path): in_words(x) for path, x in with_paths(t)} for t in (before, after))
+    if where is not None and ("" in (*old, *new) or old.keys() == new.keys()):
+        old, new = {where[0]: where[1]}, {where[0]: where[2]}
     for key in {**old, **new}:  # The order of the keys of a dict does not matter.
         if old.get(key) != new.get(key):
             returned, was = new.get(key, "nothing"), old.get(key, "nothing")
-            advice = " Begin with a tensor: torch.tensor(0.0)." if was in ("a float", "an int") else ""
+            is_number = what == "carry" and was in ("a float", "an int")
+            advice = " Begin with a tensor: torch.tensor(0.0)." if is_number else ""
             raise InputError(f"{who} returned {what}{key} as {returned}, but {other} {was}.{advice}")
+
+
+def _other_kind(a: Any, b: Any, path: str = "") -> tuple[str, str, str] | None:
+    """Where two structures have nodes of other types: the path, and these types in words."""
+    if a.type is not b.type:
+        before, after = ["a leaf" if x.type is None else f"a {x.type.__name__}" for x in (a, b)]
+        return path, before, after
+    keys = [x.context if a.type is dict else range(x.num_children) for x in (a, b)]
+    children = [dict(zip(k, x.children(), strict=True)) for k, x in zip(keys, (a, b), strict=True)]
+    for key in children[0].keys() & children[1].keys():
+        if found := _other_kind(children[0][key], children[1][key], f"{path}[{key!r}]"):
+            return found
+    return None
 
 
 def _look(tree: Any) -> Any:
