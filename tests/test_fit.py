@@ -263,6 +263,7 @@ def test_a_step_that_reads_values_is_measured_on_real_tensors():
         (OptionError, "fit: a policy is", backward, {"policies": ("dots_saveable",)}),
         (OptionError, "bytes='8GB' is not a positive number", backward, {"bytes": "8GB"}),
         (InputError, "select='blocks.*' selects nothing. Pass a class", backward, {"select": "blocks.*"}),
+        (InputError, "takes no Linear. Pass its class", backward, {"select": nn.Linear(2, 2)}),
         (InputError, "step calls no block", lambda model, x: x.sum(), {}),
         (OptionError, 'autocast casts nothing on "meta".*measure_on="cpu"', under_autocast, {}),
         (InputError, 'at aten._local_scalar_dense.default: (.|\n)*measure_on="cpu"', reads_values, {}),
@@ -272,3 +273,11 @@ def test_a_step_that_reads_values_is_measured_on_real_tensors():
 def test_errors(error, text, step, options):
     with pytest.raises(error, match=text):
         fit(a_model(1, 2), step, X, **{"bytes": 2**30, **options})
+    with pytest.raises(InputError, match="a model, then a step: function is no"):
+        fit(step, a_model(1, 2), X, bytes=2**30)
+
+
+def test_blocks_inside_of_blocks_are_not_planned():
+    """Nor is the whole model, if it is not alone."""
+    plan = fit(a_model(1, 3), backward, X, bytes=700_000, select=(Model, Block, nn.Linear))
+    assert [block.name for block in plan.blocks] == ["narrow.0", "wide.0", "wide.1", "wide.2", "head"]

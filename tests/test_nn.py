@@ -337,6 +337,11 @@ LAYERS = [f"layers.{i}" for i in range(5)]
         ("layers.*", LAYERS, Model),
         ("every 2", ["layers.0", "layers.2", "layers.4", "head.0", "head.2"], Model),
         ("every 2", ["0.0", "0.1", "2.0", "2.1"], PAIRS),
+        (
+            "every 1",
+            ["0", "2"],
+            lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)),
+        ),
         ("Tanh", [*[f"layers.{i}.1" for i in range(5)], "head.1"], Model),
         ("*.layers.*", [f"inner.model.{name}" for name in LAYERS], LONGER),
         ("layers.*", [f"inner.model.{name}" for name in LAYERS], LONGER),
@@ -357,6 +362,7 @@ def test_select(select, names, make):
         ("every 0", "'every 0' selects nothing"),
         (("0", "1"), r"select=\('0', '1'\) is not a class"),
         (3, "select=3 is not a class, a pattern or a function"),
+        (nn.Linear(2, 2), "select= takes no Linear. Pass its class or name; or use Remat on it"),
         (lambda name, m: name in ("embed", "layers"), "has no forward"),  # all or nothing
         ("Parent", "has no forward"),
     ],

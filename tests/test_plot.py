@@ -88,6 +88,8 @@ def test_tradeoff(pyplot):
 def test_errors(pyplot, monkeypatch):
     with pytest.raises(InputError, match="a function and its arguments, not list"):
         plot_memory([torch.sin], X)
+    with pytest.raises(InputError, match="runs no operator"):
+        plot_memory(lambda: 1.0)
     with pytest.raises(InputError, match="no checkpoint in f"):
         plot_tradeoff(deep(lambda f: f), PS, X, policies=[None])
 

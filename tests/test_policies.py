@@ -167,6 +167,13 @@ def test_what_a_policy_keeps_is_learned_once(monkeypatch):
         assert measured.flops - without.flops == again * 2 * N * D * D
         assert bool(asked) == is_asked
 
+    product = remat(lambda x, w: torch.tanh(x @ w).sum(), policy=policies.dots_saveable)
+    turns = [(x, True), (x.mT.contiguous().mT, True), (x, False), (x.to("meta"), True), (x, False)]
+    for given, is_asked in turns:  # what is learned for one device or layout does not serve another one
+        asked.clear()
+        assert measure(grad(product), given, w.to(given.device)).ops["aten.mm.default"] == 2
+        assert bool(asked) == is_asked
+
     for number, is_asked in ((1, True), (2, True), (1, False), (2, False)):  # as of a loop over layers
         asked.clear()
         grad(remat(lambda x: f(x, 1) / number, policy=policies.dots_saveable))(x)  # noqa: B023

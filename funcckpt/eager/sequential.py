@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +52,8 @@ def checkpoint_sequential(
     segments : int, sequence of int, or None
         The number of segments; or the number of functions in each segment, as :func:`plan_segments` returns;
         or None, for the square root of the number of functions. An OptionError if the functions cannot be
-        divided so.
+        divided so. With a number or None, a segment that would start with modules with ``inplace=True``
+        starts behind them.
     input
         The argument of the first function.
     use_reentrant, **options
@@ -68,7 +69,10 @@ def checkpoint_sequential(
     torch.Size([2, 4])
     """
     layers = _layers(functions)
-    *recomputed, _ = _lengths(len(layers), segments)
+    lengths = _lengths(len(layers), segments)
+    if not isinstance(segments, Sequence):
+        lengths = _behind_writers(layers, lengths)
+    *recomputed, _ = lengths
     start = 0
     for length in recomputed:
         segment = chain(layers[start : start + length])
@@ -111,6 +115,15 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
     return lengths
 
 
+def _behind_writers(layers: Sequence[Any], lengths: list[int]) -> list[int]:
+    """Lengths of segments of which none but the first starts with a layer that writes to its input."""
+    _, *starts, end = accumulate(lengths, initial=0)
+    for k, start in enumerate(starts):
+        writers = takewhile(lambda layer: getattr(layer, "inplace", False), layers[start:])
+        starts[k] += len([*writers])
+    return [b - a for a, b in pairwise(sorted({0, *starts, end}))] or lengths
+
+
 # -- where to cut -----------------------------------------------------------------------------------
 
 
@@ -128,7 +141,7 @@ class Cost(NamedTuple):
 
 
 def plan_segments(functions: Functions, input: Any, segments: int | None = None) -> list[int]:
-    """Measure each layer, and find the segments with the lowest peak of live bytes.
+    """Measure each layer, and find the segments with the lowest peak of live bytes in the backward.
 
     The layers run one after another, each followed by its backward. Random streams and buffers are restored,
     and no gradient is accumulated. Plan once, for the largest input.
@@ -233,7 +246,9 @@ def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[in
             inside = max(inside, kept + costs[j - 1].backward + after[j - 1])
             if j in best:
                 peak, inputs, lengths = best[j]
-                found.append((entry[i] + max(inside, peak), entry[i] + inputs, [j - i, *lengths]))
+                # The last segment is not recomputed.
+                first = _NEVER if i == 0 and costs[0].writes and j < n else entry[i]
+                found.append((first + max(inside, peak), first + inputs, [j - i, *lengths]))
         return min(found)
 
     if segments is None:

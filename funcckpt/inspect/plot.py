@@ -58,6 +58,8 @@ def plot_memory(
         if g is f and calls.of:
             lines[f"{name}, without remat"] = _Timeline(subject, Calls(lambda key, i: True))
         lines[name] = line
+    if not all([line.alive for line in lines.values()]):
+        raise InputError("plot_memory: f runs no operator. (A generator function runs when it is iterated.)")
     unit, size = unit_for(max(line.peak_bytes for line in lines.values()), BYTES)
     for (name, line), colour in zip(lines.items(), cycle(_COLOURS), strict=False):
         alive, peak = [n / size for n in line.alive], line.peak_bytes / size

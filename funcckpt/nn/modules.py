@@ -181,8 +181,9 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
         Which modules. A class, or its name (``"Block"``): the modules of this class. A pattern for names,
         such as ``"layers.*"`` or ``"*.block[0-4]"``; a star stands for a part of a name without dots. If no
         name matches, those whose last parts match. ``"every 2"``: the first, third, fifth, ... member of each
-        outermost `ModuleList` or `Sequential`; if a member has no forward, the modules inside of it. A
-        function: those for which ``select(name, module)`` is true.
+        outermost `ModuleList` or `Sequential`; if a member has no forward, the modules inside of it; but
+        no activation with ``inplace=True``, which writes to its input. A function: those for which
+        ``select(name, module)`` is true.
     **options
         Those of :class:`Remat`.
 
@@ -227,6 +228,10 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
         ends = [(name, m) for name, m in parts if all(map(fnmatch.fnmatchcase, name[::-1], pattern[::-1]))]
         ends = [(name, m) for name, m in ends if len(name) >= len(pattern)]
         return [m for name, m in ends if len(name) == len(pattern)] or [m for _, m in ends]
+    if isinstance(select, nn.Module):
+        raise InputError(
+            f"select= takes no {type(select).__name__}. Pass its class or name; or use Remat on it."
+        )
     if not callable(select):
         raise InputError(f"select={select!r} is not a class, a pattern or a function of name and module.")
     return [m for name, m in named if select(name, m)]
@@ -234,7 +239,8 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
 
 def _every(module: nn.Module, n: int) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return [found for member in list(module)[::n] for found in called(member).values()]
+        members = [found for member in list(module)[::n] for found in called(member).values()]
+        return [m for m in members if not getattr(m, "inplace", False)]
     return [member for child in module.children() for member in _every(child, n)]
 
 

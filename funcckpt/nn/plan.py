@@ -109,8 +109,9 @@ def fit(
     bytes : int
         The most bytes that the step may have alive at a time, beside the model and the batch.
     select : class, tuple of classes, str, or callable
-        The blocks, as for :func:`apply_remat`. If not given: the members of each `ModuleList` or `Sequential`
-        whose members are of one class; if these have no forward, the modules inside of them.
+        The blocks, as for :func:`apply_remat`, but none inside of another one. If not given: the members of
+        each `ModuleList` or `Sequential` whose members are of one class; if these have no forward, the
+        modules inside of them.
     policies : sequence
         Policies to try for each block, beside keeping all and recomputing all.
     measure_on : str or torch.device
@@ -146,6 +147,8 @@ def fit(
     """
     if not (isinstance(bytes, (int, float)) and bytes > 0):
         raise OptionError(f"fit: bytes={bytes!r} is not a positive number.")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"fit takes a model, then a step: {type(model).__name__} is no nn.Module.")
     names = _blocks(model, select)
     if not callable(step) or not isinstance(policies, Sequence) or isinstance(policies, str):
         raise OptionError("fit: step must be a function of model and batch, and policies= a list or tuple.")
@@ -182,7 +185,10 @@ def _blocks(model: nn.Module, select: Any) -> list[str]:
         why = "there is no ModuleList or Sequential of modules of one class. Pass select=, "
     else:
         chosen = set(modules._selected(model, select))
-        names = [name for name, module in model.named_modules() if module in chosen]
+        named = [name for name, module in model.named_modules() if module in chosen]
+        named = [*filter(None, named)] or named  # the whole model only if it is alone
+        inside = {n for n in named for outer in named if n.startswith(f"{outer}.")}
+        names = [name for name in named if name not in inside]
         why = f"select={select!r} selects nothing. Pass "
     if not names:
         raise InputError(f"fit: in {type(model).__name__} {why}a class or a pattern, as to apply_remat.")

@@ -3,9 +3,9 @@
 `Record` writes a tape of the forward, and holds the values that the policy saves. At the end the graph shows
 what the backward reads. A value is kept if it is read, or needed to compute a value that is read.
 
-This is learned once for each function, policy, and shapes and dtypes of inputs. The next run writes no tape,
-and keeps the values of the same calls. If the run took other operators or shapes, it keeps nothing, and the
-policy is asked again in each run from then on.
+This is learned once for each function, policy, and shapes, strides, dtypes and devices of inputs. The next
+run writes no tape, and keeps the values of the same calls. If the run took other operators or shapes, it
+keeps nothing, and the policy is asked again in each run from then on.
 
 Inside of a checkpoint by hooks nothing is kept: it counts what is saved, and another run may keep less.
 """
@@ -68,7 +68,7 @@ class Record(Watch):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
-        looks = [(wrappers.below_wrappers(x).shape, x.dtype, x.requires_grad) for x in inputs]
+        looks = [(operators.look(wrappers.below_wrappers(x)), x.requires_grad) for x in inputs]
         self._key = *self._key, *looks
         if self._chooser.known is not None and (plan := _plans.get(self._key)) is not None:
             self.tape, (self.known, self._last) = None, plan

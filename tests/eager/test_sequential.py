@@ -123,6 +123,29 @@ def test_no_segment_starts_with_a_layer_that_writes_to_its_input(segments, hande
     checkpoint_sequential(layers, lengths, x).sum().backward()
 
 
+@pytest.mark.parametrize("segments", [*range(1, 8), None])
+def test_a_number_of_segments_of_layers_that_write_to_their_input(segments):
+    """A segment that would start with one starts behind it; torch cuts elsewhere."""
+    layers = [layer for _ in range(7) for layer in (nn.Linear(8, 8), nn.ReLU(inplace=True))]
+    x = torch.randn(4, 8)
+    run = lambda f: torch.autograd.grad(f(x).sum(), [p for layer in layers[::2] for p in layer.parameters()])
+    assert_same(run(lambda x: checkpoint_sequential(layers, segments, x)), run(nn.Sequential(*layers)))
+    counters = [Counter(torch.sin) for _ in range(6)]
+    counters[2].inplace = counters[3].inplace = True
+    y = torch.ones(3, requires_grad=True)
+    checkpoint_sequential(counters, 3, y, early_stop=False).sum().backward()
+    assert [layer.calls for layer in counters] == [2, 2, 2, 2, 1, 1]
+
+
+def test_the_first_layer_writes_to_its_input():
+    """Only a segment that is not recomputed may start with it."""
+    layers = [nn.ReLU(inplace=True), *[Wide(8, 64, 8) for _ in range(4)]]
+    stem, x = nn.Linear(8, 8), torch.randn(4, 8)
+    plan = plan_segments(layers, stem(x))
+    assert plan == [5]
+    checkpoint_sequential(layers, plan, stem(x)).sum().backward()
+
+
 def test_no_other_cuts_are_better():
     """All divisions of a small uneven chain, run and metered."""
     net, x = nn.Sequential(*[Wide(8, n, 8) for n in (200, 8, 100, 8, 8, 50, 8)]), torch.randn(32, 8)
