@@ -385,6 +385,24 @@ def test_the_eager_backend_recomputes(name):
     assert counts[0] == counts[1] > 0
 
 
+def test_the_recomputation_casts_as_the_forward():
+    """Autocast is on around the call alone, not in the backward."""
+
+    def loss(wrap):
+        def f(p, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = wrap(lambda p, x: torch.tanh(x @ p) @ p.mT)(p, x)
+            return y.float().square().sum()
+
+        return f
+
+    p, x = tensor(3, 3).float(), X.float()
+    run = lambda wrap: grad(loss(wrap))(p, x)
+    torch.testing.assert_close(
+        torch.compile(run, fullgraph=True, backend="aot_eager")(remat), run(none), rtol=0, atol=0
+    )
+
+
 def test_names_and_marks_break_no_graph():
     def loss(x):
         y = remat(lambda x: checkpoint_name(x.sin(), "sine").exp())(x)

@@ -227,7 +227,7 @@ class Region:
         for x in self._changed():
             raise MutationError(
                 f"{self._name}: the function changes {self._found.where(id(x))} ({describe(x)}) in place, "
-                "and then uses a torch.func transform. Use funcckpt.remat, or make the change outside."
+                "and then uses a torch.func transform. Return the new value, or make the change outside."
             )
 
     @dynamo.hidden
