@@ -125,7 +125,9 @@ def clipped_sum(
         norms = _norms(gradients)
         factors = (max_norm / (norms + eps)).clamp(max=1.0)
         with autograd.without_autocast():
-            _add(total, [torch.tensordot(factors.to(g.dtype), g, dims=1) for g in gradients])
+            _add(
+                total, [torch.tensordot(factors.to(_single(g)), g.to(_single(g)), dims=1) for g in gradients]
+            )
         return norms
 
     norms = _reduced(_Chunks("clipped_sum", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
@@ -345,9 +347,11 @@ class _Chunks:
 def _check(name: str, loss: Any, parameters: Any) -> None:
     if not callable(loss):
         raise InputError(f"{name}: loss is a function of parameters and a sample, not {type(loss).__name__}.")
-    for x in pytree.tree_leaves(parameters) or [None]:
+    if not (leaves := pytree.tree_leaves(parameters)):
+        raise InputError(f"{name}: there are no parameters. Is each of them frozen?")
+    for x in leaves:
         if not (isinstance(x, Tensor) and is_differentiable(x)):
-            what = describe(x) if isinstance(x, Tensor) else "nothing" if x is None else type(x).__name__
+            what = describe(x) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(
                 f"{name}: parameters is a pytree of floating-point tensors, and has {what} in it. Of a "
                 "module, pass dict(module.named_parameters()), and let the loss use functional_call."

@@ -281,3 +281,19 @@ def test_blocks_inside_of_blocks_are_not_planned():
     """Nor is the whole model, if it is not alone."""
     plan = fit(a_model(1, 3), backward, X, bytes=700_000, select=(Model, Block, nn.Linear))
     assert [block.name for block in plan.blocks] == ["narrow.0", "wide.0", "wide.1", "wide.2", "head"]
+
+
+def test_a_block_inside_of_one_block_and_beside_it():
+    """A module that is shared has one name, which may be that of the place inside."""
+    inner = Block(8)
+
+    class Outer(Block):
+        def forward(self, x):
+            return super().forward(self.inner(x))
+
+    outer, model = Outer(64), nn.Module()
+    outer.inner = inner
+    model.first, model.second = inner, outer
+    step = lambda model, x: model.second(model.first(x)).sum().backward()
+    plan = fit(model, step, torch.randn(64, 16), bytes=2**20, select=Block)
+    assert [block.name for block in plan.blocks] == ["second"]

@@ -5,6 +5,7 @@ carries counted exactly, and what is said of wrong input.
 import contextvars
 import sys
 import types
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
@@ -291,6 +292,9 @@ def test_what_a_measured_step_has_made_for_good_stays():
     scan(step, x, length=3, bytes=10**6)[0].sum().backward()
     assert steps.get() == 3 and len(log.get()) >= 3
     scan(lambda x, y: step(x, y, lazy), x, length=3, bytes=10**6)[0].sum().backward()
+    norm = nn.LazyBatchNorm1d(dtype=F64)
+    scan(lambda x, _: (norm(x), None), XS * x, length=3, bytes=10**6)[0].sum().backward()
+    assert type(norm) is nn.BatchNorm1d
     assert type(lazy) is nn.Linear and x.grad.any()
 
 
@@ -344,6 +348,33 @@ def test_bytes_of_a_carry_that_is_batched_after_the_first_steps(how):
         found = measure(run, bytes)
         assert found.peak_bytes <= bytes + 4 * 32768 + 4 * w.nbytes
         torch.testing.assert_close(found.result, grad(total)(w))
+
+
+def test_dicts_are_one_type_of_carry_and_y():
+    """As the parameters of a module, which the first step of an inner loop makes a plain dict."""
+
+    def step(p, x, loop=None):
+        g = grad(lambda p: torch.tanh(p["w"] @ x + p["b"]).square().sum())(p)
+        new = {name: p[name] - 0.1 * g[name] for name in reversed([*p])}
+        return new, OrderedDict(new) if x[0] > 0 else new
+
+    def run(w, loop):
+        p, ys = loop(step, defaultdict(list, OrderedDict(b=X, w=w)), XS)
+        return sum([x.square().sum() for x in (*p.values(), *ys.values())])
+
+    assert_same(grad(run)(W, scan), grad(run)(W, plain_scan))
+
+
+def test_a_carry_that_grows_is_refused_at_once():
+    def run(w):
+        step = lambda c, _: (torch.cat([c, c]), None)
+        return scan(step, torch.ones(4) * w.detach().sum(), length=60, bytes=10**6)[0].sum() * w
+
+    with pytest.raises(InputError, match=r"step 0 returned carry as float32\[8\]"):
+        vmap(grad(lambda w: run(w)))(torch.ones(3))
+    with pytest.raises(InputError, match=r"step 0 returned carry as float32\[8\]"):
+        step = lambda c, _: (torch.cat([c, c]), None)
+        vmap(grad(lambda w: scan(step, torch.ones(4), length=60, bytes=10**6)[0].sum() * w))(torch.ones(3))
 
 
 def test_bytes_with_running_statistics_in_the_carry():

@@ -52,8 +52,8 @@ def checkpoint_sequential(
     segments : int, sequence of int, or None
         The number of segments; or the number of functions in each segment, as :func:`plan_segments` returns;
         or None, for the square root of the number of functions. An OptionError if the functions cannot be
-        divided so. With a number or None, a segment that would start with modules with ``inplace=True``
-        starts behind them.
+        divided so. With a number or None, a segment that would start with activations with ``inplace=True``
+        starts behind them, except the last.
     input
         The argument of the first function.
     use_reentrant, **options
@@ -108,19 +108,27 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
         # Longer segments first: towards the end more inputs of segments are alive.
         size, rest = divmod(count, max(segments, 1))
         lengths = [size + 1] * rest + [size] * (segments - rest)
-    if not all(isinstance(n, int) and (n > 0 or not count) for n in lengths) or sum(lengths) != count:
+    if (
+        not lengths
+        or not all(isinstance(n, int) and (n > 0 or not count) for n in lengths)
+        or sum(lengths) != count
+    ):
         raise OptionError(
             f"checkpoint_sequential: {count} functions cannot be divided into segments of {lengths}."
         )
     return lengths
 
 
+def writes_to_input(layer: Any) -> bool:
+    """Whether a layer is an activation that says so."""
+    return isinstance(layer, nn.Module) and not layer._modules and bool(getattr(layer, "inplace", False))
+
+
 def _behind_writers(layers: Sequence[Any], lengths: list[int]) -> list[int]:
-    """Lengths of segments of which none but the first starts with a layer that writes to its input."""
+    """Lengths of segments of which none starts with such layers, but for the first and the last."""
     _, *starts, end = accumulate(lengths, initial=0)
-    for k, start in enumerate(starts):
-        writers = takewhile(lambda layer: getattr(layer, "inplace", False), layers[start:])
-        starts[k] += len([*writers])
+    for k, start in enumerate(starts[:-1]):
+        starts[k] = min(start + len([*takewhile(writes_to_input, layers[start:])]), starts[-1])
     return [b - a for a, b in pairwise(sorted({0, *starts, end}))] or lengths
 
 
@@ -246,7 +254,7 @@ def best_segments(costs: Sequence[Cost], segments: int | None = None) -> list[in
             inside = max(inside, kept + costs[j - 1].backward + after[j - 1])
             if j in best:
                 peak, inputs, lengths = best[j]
-                # The last segment is not recomputed.
+                # As the only segment it is not recomputed.
                 first = _NEVER if i == 0 and costs[0].writes and j < n else entry[i]
                 found.append((first + max(inside, peak), first + inputs, [j - i, *lengths]))
         return min(found)

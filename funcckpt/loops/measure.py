@@ -14,12 +14,12 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found, put_back
 from ..core.program import is_differentiable
-from ..core.tensors import changed_inside, version_of, versions_of
+from ..core.tensors import changed_inside, has_lazy, version_of, versions_of
 from ..errors import MutationError, OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
 from .schedules import Schedule, fewest, fit, held
-from .steps import Loop, record, step
+from .steps import Loop, check_alike, record, step
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def leaving_nothing(
     found = Found(functions)
     streams = world.random_streams(found.streams, found.draws_elsewhere)
     states = world.states(streams)
-    buffers = [(x, x.clone()) for x in found.buffers_in_training()]
+    buffers = [(x, x.clone()) for x in found.buffers_in_training() if not has_lazy((x,))]
     others = {id(x): x for x in (*tensors_in(given), *found.tensors.values())}
     for x, _ in buffers:
         others.pop(id(x), None)
@@ -75,6 +75,7 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
         # After a step, more of the carry may be batched.
         with leaving_nothing(loop.name, loop.f, (init, x)), torch.no_grad():
             after = step(loop, first, init, x)[0]
+        check_alike("carry", init, after, f"{loop.name}: step {first}", "was given")
         if _bytes_of(after) <= carry:
             break
         init, carry = after, _bytes_of(after)
@@ -88,8 +89,8 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
             ) from error
         if "is not differentiable with respect to argument" in str(error):
             raise OptionError(
-                f"{loop.name}: bytes= measures a step that is differentiated in all of the carry, which this "
-                "step does not allow (running statistics). Pass checkpoints= instead."
+                f"{loop.name}: bytes= differentiates a step in all of its carry, and this step has no "
+                "derivative in a part of it (running statistics). Pass checkpoints= instead."
             ) from error
         raise
     found = fit(steps, bytes, carry, saved, peak, stays)

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..eager.checkpoint import call, check_options
 from ..eager.region import Options
-from ..eager.sequential import chain
+from ..eager.sequential import chain, writes_to_input
 from ..errors import InputError, OptionError
 from ..policies.policies import as_function
 
@@ -240,7 +240,7 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
 def _every(module: nn.Module, n: int) -> list[nn.Module]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         members = [found for member in list(module)[::n] for found in called(member).values()]
-        return [m for m in members if not getattr(m, "inplace", False)]
+        return [m for m in members if not writes_to_input(m)]
     return [member for child in module.children() for member in _every(child, n)]
 
 

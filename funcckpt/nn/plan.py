@@ -185,10 +185,9 @@ def _blocks(model: nn.Module, select: Any) -> list[str]:
         why = "there is no ModuleList or Sequential of modules of one class. Pass select=, "
     else:
         chosen = set(modules._selected(model, select))
-        named = [name for name, module in model.named_modules() if module in chosen]
-        named = [*filter(None, named)] or named  # the whole model only if it is alone
-        inside = {n for n in named for outer in named if n.startswith(f"{outer}.")}
-        names = [name for name in named if name not in inside]
+        chosen = chosen - {model} or chosen  # the whole model only if it is alone
+        inside = {m for outer in chosen for m in outer.modules() if m is not outer}
+        names = [name for name, module in model.named_modules() if module in chosen - inside]
         why = f"select={select!r} selects nothing. Pass "
     if not names:
         raise InputError(f"fit: in {type(model).__name__} {why}a class or a pattern, as to apply_remat.")
