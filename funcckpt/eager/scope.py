@@ -35,7 +35,6 @@ from ..core.tensors import version_of
 from ..errors import TransformError
 from ..tape.operators import (
     TensorMeta,
-    draws,
     is_plain,
     is_subclass_first,
     kind_of,
@@ -269,12 +268,13 @@ class _Block(TorchDispatchMode):
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
         changed = {*map(id, written(func, args, kwargs))}
-        kind, fills = kind_of(func), name_of(func) in _FILL or draws(func, args, kwargs)
+        # `mul_` reads what it writes to; `copy_`, `index_put_` and `mul(out=)` do not.
+        reads = torch.Tag.pointwise in func.tags and "out" not in kwargs
         for x in tensors.values():
             if id(x) in changed and _storage(x) is None:
                 _leave(x, self)  # it writes to a conjugate, or as another class
-            elif kind != "view" and (made := _find(x, self)) is not None and not made[1].is_filled:
-                if not (id(x) in changed and (fills or x is kwargs.get("out"))):
+            elif kind_of(func) != "view" and (made := _find(x, self)) is not None and not made[1].is_filled:
+                if reads or id(x) not in changed:
                     _leave(x, self)  # a kernel that torch does not dispatch has filled it
                 made[1].is_filled = True
         # Taken before the operator runs: it may exchange or resize a storage.
@@ -429,7 +429,6 @@ class ScopedTensor(Tensor):
         return out
 
 
-_FILL = ("fill_", "zero_", "copy_")
 _OF_PLAIN_TENSORS = {
     *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),

@@ -441,6 +441,18 @@ def by_a_kernel(scope, x, call):
         return Kernel.apply(x.detach()) * x + Kernel.apply(x)
 
 
+def in_parts(scope, x, call):
+    """An operator fills it bit by bit, and each part is read before the next is there."""
+    y = x
+    with scope():
+        own = torch.empty(3, 3, dtype=D)
+        for i in range(3):
+            own[i] = y.detach()[i].sin()
+            y = y * own[: i + 1].sum(0).exp()
+        own[torch.tensor([2, 0, 1])] = torch.ones(3, 3, dtype=D)
+        return y * own.exp()
+
+
 def by_a_generator_of_points(scope, x, call):
     engine = torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
     with scope():
@@ -454,7 +466,7 @@ def by_a_generator_of_points(scope, x, call):
     "f",
     [
         *(through_a_conjugate, as_another_class, in_a_scope_of_a_checkpoint, by_a_hook_in_a_backward),
-        *(into_a_gradient, by_a_kernel, by_a_generator_of_points),
+        *(into_a_gradient, by_a_kernel, in_parts, by_a_generator_of_points),
     ],
     ids=lambda f: f.__name__,
 )
