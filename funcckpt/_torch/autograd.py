@@ -30,8 +30,6 @@ from torch._C._autograd import (  # type: ignore[attr-defined]
     _saved_tensors_hooks_is_enabled,
     _top_saved_tensors_default_hooks,
 )
-
-# Whether Dynamo watches the frames of this thread.
 from torch._functorch.eager_transforms import _autograd_grad, grad_and_value_impl
 
 # The members of a list of operators: those of aten, and higher-order ones.

@@ -57,8 +57,7 @@ _SPECIAL |= {f"__{side}{name.strip('_')}__" for name in dir(operator) for side i
 # Names that torch looks up in modules and autograd functions, and Python in any object.
 _ALWAYS_NAMED = frozenset(
     {*kinds.PARTS, *_HOOKS, "training", "forward", "setup_context", "backward", "vjp", "jvp", "vmap"}
-    | {"_compiled_call_impl"}
-    | {*_SPECIAL, "__getattr__", "_value_"}
+    | {*_SPECIAL, "__getattr__", "_value_", "_compiled_call_impl"}
 )
 # By class: how it is flattened. (Without this table, what only these functions name is not found.)
 _PYTREES: dict[Any, Any] = getattr(pytree, "SUPPORTED_NODES", {})
