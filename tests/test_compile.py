@@ -535,3 +535,29 @@ def test_a_backward_inside_of_a_compiled_function(wrap):
         return parts.state_dict()
 
     assert_same(run(wrap, partial(torch.compile, backend="aot_eager")), run(none, none))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize("wrap", [remat, lambda f: partial(checkpoint, f)], ids=["remat", "checkpoint"])
+def test_what_is_put_on_something_compiled(wrap):
+    """Attributes of a compiled function, which f reads and writes, and hooks of a compiled module."""
+
+    def run(wrap, compiled):
+        x = X.clone().requires_grad_()
+        t, part = x.exp(), Part().double().eval()
+        f, module = compiled(lambda x: x.sin() * t), compiled(part)
+        f.scale, f.calls, f.tensor = 2.0, 0, x * 3
+        module.register_forward_hook(lambda module, args, out: out * t)
+
+        def g(x):
+            f.calls = f.calls + 1
+            return module(f(x) * f.scale * f.tensor) * f.calls
+
+        y = wrap(g)(x)
+        f.scale = part.scale = 5.0
+        return torch.autograd.grad(y.sum(), x), f.calls
+
+    torch.manual_seed(0)
+    compiled = run(wrap, partial(torch.compile, backend="aot_eager"))
+    torch.manual_seed(0)
+    assert_same(compiled, run(none, lambda f: f))

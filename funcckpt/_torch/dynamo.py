@@ -31,7 +31,7 @@ _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # of the funct
 
 
 def hidden(f: T) -> T:
-    """`torch.compiler.disable(f)`, without importing the compiler, and at no cost in a call.
+    """f, hidden from Dynamo with what it calls, without importing the compiler, and at no cost in a call.
 
     After a graph break, and in a compiled function that it cannot trace, Dynamo watches all frames. It would
     compile parts of this package that enter levels, and hooks that autograd calls.

@@ -174,7 +174,7 @@ class Found:
                     if not everything and is_pullback(value):
                         self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
                         continue
-                    if value.__dict__ and compiler_of(value) is not None:
+                    if value.__dict__ and compiler_of(value) is not None:  # few have attributes
                         kind = kinds.COMPILED
                 owner: Any = cls
                 if isinstance(value, type):

@@ -225,7 +225,10 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
         except LookupError:  # it has no value, and no default
             return {}
     if kind is COMPILED:
-        return {"": value._orig_mod if isinstance(value, nn.Module) else value._torchdynamo_orig_callable}
+        if not isinstance(value, nn.Module):
+            return {"": value._torchdynamo_orig_callable}
+        hooks = {name: x for name, x in value.__dict__.items() if "_hooks" in name and x}
+        return {"": value._orig_mod, **hooks}
     content = dict(zip(kind.parts, map(getattr, repeat(value), kind.parts), strict=False))
     if kind is FUNCTION:
         content.update(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))

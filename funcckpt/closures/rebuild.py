@@ -176,7 +176,8 @@ class Rebuilt:
                 new = _tuple_of(cls, parts)
             elif kind is kinds.COMPILED:
                 compiler: Any = node.like if value is None else compiler_of(value)
-                new = compiler(*parts)  # the same code: nothing is compiled again
+                new = compiler(items.pop(""))  # the same code: nothing is compiled again
+                new.__dict__.update(items)
             else:
                 new = cls(*parts)
             self._built[number] = new

@@ -121,7 +121,7 @@ class _Made:
     """A storage that a block has made."""
 
     version: int | None = None  # at the end of the block
-    is_filled = True  # not so if it was allocated only, and no operator has written to it
+    is_filled = True  # False while it is only allocated: no operator has written to it
 
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
@@ -273,7 +273,7 @@ class _Block(TorchDispatchMode):
         for x in tensors.values():
             if id(x) in changed and _storage(x) is None:
                 _leave(x, self)  # it writes to a conjugate, or as another class
-            elif kind_of(func) != "view" and (made := _find(x, self)) is not None and not made[1].is_filled:
+            elif (made := _find(x, self)) is not None and not made[1].is_filled and kind_of(func) != "view":
                 if reads or id(x) not in changed:
                     _leave(x, self)  # a kernel that torch does not dispatch has filled it
                 made[1].is_filled = True
@@ -287,6 +287,10 @@ class _Block(TorchDispatchMode):
         # Beside what they make, some operators write to buffers, and no version tells (observers of ranges).
         makes_new = copied and any([x.alias_info is None for x in func._schema.returns])
         before = {i: tensors[i].clone() for i in copied} if makes_new else {}
+        # In a dispatch mode, these count no versions.
+        if name_of(func).startswith("_foreach"):
+            for i in copied:
+                torch.autograd.graph.increment_version(tensors[i])
         streams = world.states_drawn_from(func, args, kwargs)
         with unwatched():  # a policy would hand out what an earlier run has made in a scope
             out = run_operator(func, args, kwargs)
@@ -296,10 +300,11 @@ class _Block(TorchDispatchMode):
                 self._tensors.append(weakref.ref(y))
                 storage = _storage(y)
                 # (It may be known already: a selective checkpoint hands out results of the forward.)
-                if storage is not None and storage._cdata not in given and _find(y, self) is None:
+                is_new = storage is not None and storage._cdata not in given and _find(y, self) is None
+                if is_new and name_of(func) not in _READS_GRAD_MODE:
                     makes[position] = _Made()
                     makes[position].is_filled = not name_of(func).startswith(("empty", "new_empty"))
-                    storage._funcckpt_made = self, makes[position]  # type: ignore[attr-defined]
+                    storage._funcckpt_made = self, makes[position]  # type: ignore[union-attr]
         writes = {views[i].source for i, x in tensors.items() if id(x) in changed and i in views}
         if makes or writes:
             for i, x in tensors.items():
@@ -429,6 +434,8 @@ class ScopedTensor(Tensor):
         return out
 
 
+# Without grad mode, as in a replay, it gives less. Its results are kept.
+_READS_GRAD_MODE = ("mkldnn_rnn_layer",)
 _OF_PLAIN_TENSORS = {
     *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),

@@ -493,3 +493,24 @@ def test_what_is_allocated_and_then_filled_is_not_kept(fill):
         y = x * a
         del x
         assert storages.live == y.nbytes
+
+
+def test_a_kernel_that_reads_the_grad_mode():
+    lstm, x = torch.nn.LSTM(8, 8), torch.randn(5, 2, 8, requires_grad=True)
+
+    def run(scope):
+        with scope():
+            y = lstm(x.sin())[0]
+        return torch.autograd.grad(y.square().sum(), [x, *lstm.parameters()])
+
+    torch.testing.assert_close(run(checkpoint_scope), run(nullcontext))
+
+
+def test_a_write_by_foreach_is_noticed():
+    x, a = leaf(3), torch.ones(3, dtype=D)
+    with checkpoint_scope():
+        b = a.exp()
+        torch._foreach_add_([a], 1.0)
+        y = x * b
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()
