@@ -138,7 +138,7 @@ class _Graph(UserProgram):
             try:
                 out = dynamo.interpret(self._graph, self._level, *args)
             except RuntimeError as error:
-                if any(words in str(error) for words in autograd.WRITES_TO_INPUT):
+                if autograd.is_about_writes(error):
                     raise self._changed([args[i] for i in self._inputs]) from error
                 raise
         self.random = bool(self._drawn.results)

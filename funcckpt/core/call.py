@@ -264,7 +264,7 @@ class Call(UserProgram):
             try:
                 out = f(*args, **kwargs)
             except RuntimeError as error:
-                if not any(words in str(error) for words in autograd.WRITES_TO_INPUT):
+                if not autograd.is_about_writes(error):
                     raise
                 # f gets its arguments as leaves, and autograd refuses writes to leaves.
                 leaves = [
@@ -275,7 +275,7 @@ class Call(UserProgram):
                 # Torch does not say which tensor. A normalization in training writes to this one first.
                 captured = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
                 counts = [where for where in map(found.where, map(id, captured)) if "num_batches_" in where]
-                if counts and autograd.WRITES_TO_INPUT[1] in str(error):
+                if counts and autograd.WRITES_TO_CAPTURED in str(error):
                     what = f"{counts[0]}, which it captured"
                     way = "Pass the buffers, too, to the function that is transformed, or call eval()."
                 raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error

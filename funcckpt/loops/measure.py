@@ -82,7 +82,7 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
     try:
         saved, peak, stays = _measure_step(loop, first, init, x)
     except RuntimeError as error:
-        if any([words in str(error) for words in autograd.WRITES_TO_INPUT]):
+        if autograd.is_about_writes(error):
             raise MutationError(
                 f"{loop.name}: a step writes in place to its carry, or to what it captured. Work on a copy "
                 "(x.clone()) inside of the function."
