@@ -128,6 +128,21 @@ def a_hook_that_refers_to_its_tensor(wrap):
 
 
 @program
+def a_hook_on_an_argument(wrap):
+    """As MuZero scales the gradient that enters each step of its model."""
+    w, x = leaf(3, 3, seed=1), leaf(3)
+
+    def f(h):
+        h.register_hook(lambda g: g * 0.5)
+        return (h @ w).tanh()
+
+    h = x.sin()
+    for _ in range(3):
+        h = wrap(f)(h)
+    return torch.autograd.grad(h.sum(), (w, x))
+
+
+@program
 def an_argument_made_to_require_grad(wrap):
     """Forces, as machine-learned potentials compute them."""
     w, position = leaf(3, 4, seed=1), tensor(5, 3)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch import autograd, dynamo, functorch, wrappers
-from ..errors import ClosureError, describe
+from ..errors import CheckpointError, ClosureError, describe
 from ..tape import recompute, recording
 from .program import Program, Recording, UserProgram, here
 from .tensors import Tensors, versions_of
@@ -40,9 +40,15 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         with torch.no_grad():
             return recompute.run(program, inputs)
     except RuntimeError as error:
-        if program.source.has_pullbacks and functorch.ASSERTS in str(error):
+        if functorch.ASSERTS not in str(error):
+            raise
+        if program.source.has_pullbacks:
             raise not_given(program.source, "of a level that is over") from error
-        raise
+        raise CheckpointError(
+            f"remat({program.source.name}): torch fails in the recomputation. If the backward of an "
+            "autograd.Function in it calls torch.func.vjp, give that views of the saved tensors: "
+            "x.view_as(x). (They belong to a transform that is over, as inside of torch.func.vjp.)"
+        ) from error
 
 
 def run_first(

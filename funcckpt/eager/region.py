@@ -102,6 +102,7 @@ class _Stop(BaseException):
 
 
 _NOTHING: Any = nullcontext()
+_WITH_VIEWS = (torch.strided, torch.jagged)
 _TORCHSCRIPT = torch.jit.ScriptModule, torch.jit.ScriptFunction
 
 
@@ -275,8 +276,13 @@ class Region:
         with self._lock:
             # Some tensors are read twice in a backward: in double backward, what `exp_` saves of a view.
             if key not in slot:
-                with unwatched() if functorch.number_of_dispatch_modes() else _NOTHING:
-                    self._recompute(key)
+                is_recording = torch.is_grad_enabled()
+                functorch.set_grad_enabled(True)
+                try:
+                    with unwatched() if functorch.number_of_dispatch_modes() else _NOTHING:
+                        self._recompute(key)
+                finally:
+                    functorch.set_grad_enabled(is_recording)
                 if isinstance(key, int):
                     autograd.at_end_of_backward(partial(_forget, weakref.ref(self), key))
             x, version = slot.pop(key)
@@ -310,6 +316,8 @@ class Region:
         for i, requires_grad in enumerate(self._require_grad):
             if given[i].requires_grad != requires_grad:
                 given[i] = wrappers.requires_grad_(given[i].detach(), requires_grad)
+            elif requires_grad and given[i].layout in _WITH_VIEWS:  # a hook of f must not act on it again
+                given[i] = given[i].view_as(given[i])
             attributes, cls = self._marks[i]
             if attributes or cls is not Tensor:
                 tensors.put_marks(given[i], attributes, cls)
@@ -331,7 +339,6 @@ class Region:
             # Random numbers are those of the forward: a vmap around the backward must not change them.
             functorch.in_vmap_mode() and functorch.without_vmap_mode(),
         ]
-        is_recording = torch.is_grad_enabled()
         with ExitStack() if any(contexts) else _NOTHING as stack:
             for context in filter(None, contexts):
                 stack.enter_context(context)
@@ -366,15 +373,12 @@ class Region:
                 return kept
 
             try:
-                functorch.set_grad_enabled(True)
                 release = rebuilt.release if rebuilt is not None and rebuilt.is_cyclic else None
                 del given, instead, rebuilt, root, contexts
                 _call(f, args, kwargs, pack, lambda x: x, self._contexts[1])
             except (_Stop, Exception):
                 if not is_over:  # TorchScript, and code of f that catches everything, raise something else
                     raise
-            finally:
-                functorch.set_grad_enabled(is_recording)
         if release is not None:
             del f, args, kwargs, others
             release()

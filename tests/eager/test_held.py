@@ -114,14 +114,15 @@ def test_a_region_that_draws_nothing_leaves_the_streams_alone(monkeypatch):
 @pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 def test_what_f_sees_of_an_argument_beside_its_value(hooks):
     """Hooks give back another tensor."""
-    f = lambda p: (p * getattr(p, "scale", 1.0) * (2 if isinstance(p, nn.Parameter) else 1)).sin().exp()
+    seen = lambda p: p * getattr(p, "scale", 1.0) * (2 if isinstance(p, nn.Parameter) else 1)
+    f = lambda p, q: (seen(p) * seen(q)).sin().exp()
 
     def run(*around):
-        p = nn.Parameter(torch.tensor([0.3], dtype=D))
-        p.scale = 2.0
+        p, q = nn.Parameter(torch.tensor([0.3], dtype=D)), torch.tensor([0.2], dtype=D, requires_grad=True)
+        p.scale, q.scale = 2.0, 3.0
         with hooks():
-            y = functools.reduce(lambda f, wrap: functools.partial(wrap, f), around, f)(p)
-        return torch.autograd.grad(y.sum(), p)
+            y = functools.reduce(lambda f, wrap: functools.partial(wrap, f), around, f)(p, q)
+        return torch.autograd.grad(y.sum(), (p, q))
 
     for around in ((checkpoint,), (checkpoint, checkpoint)):
         assert_same(run(*around), run())
