@@ -45,6 +45,15 @@ class Attributes:
         self.w = w
 
 
+class OwnPartial(functools.partial):
+    """As handlers of pyro are: the slot hides the attribute of a partial."""
+
+    __slots__ = ("func",)
+
+    def __init__(self, func):
+        self.func = func
+
+
 class Slots:
     __slots__ = ("__weakref__", "w")
 
@@ -188,6 +197,7 @@ LIFTED |= {
     "frozen_dataclass": held_by(FrozenData, lambda o: o.w),
     "named_tuple": held_by(Doubled, lambda o: o.left),
     "partial": held_by(lambda w: (f := functools.partial(w.mul), setattr(f, "w", w))[0], lambda f: f(f.w)),
+    "own_partial": held_by(lambda w: OwnPartial(functools.partial(w.mul)), lambda f: f(f(2.0))),
     "cyclic_object": held_by(
         lambda w: (o := Attributes(w), setattr(o, "me", [o]))[0], lambda o: o.me[0].me[0].w
     ),

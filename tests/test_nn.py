@@ -195,6 +195,21 @@ def test_other_instances_of_the_class():
     assert_same(part(torch.ones(1, 2)), nn.Sequential(*part)(torch.ones(1, 2)))
 
 
+def test_a_registry_of_classes_stays_as_it_is():
+    registry = {}
+
+    class Named(nn.Module):
+        def __init_subclass__(cls, name, **options):
+            super().__init_subclass__(**options)
+            registry[name] = cls
+
+    class Double(Named, name="double"):
+        def forward(self, x):
+            return 2 * x
+
+    assert Remat(Double())(torch.ones(())) == 2 and registry == {"double": Double}
+
+
 def test_hooks_on_the_module_run_once():
     block, seen = Remat(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), []
     block.register_forward_pre_hook(lambda m, args: seen.append("pre"))

@@ -18,6 +18,7 @@ import functools
 import operator
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -345,7 +346,11 @@ class _Block(TorchDispatchMode):
         return x
 
     def _replay(self, slots: Sequence[_Slot]) -> None:
-        needed = {slot.view.source for slot in slots}
+        # By storage, those that were saved first at the end.
+        waiting: dict[_Source, list[_Slot]] = defaultdict(list)
+        for slot in sorted(slots, key=operator.attrgetter("before"), reverse=True):
+            waiting[slot.view.source].append(slot)
+        needed = {*waiting}
         # Operators, last first, with the storages that no later operator or slot uses.
         steps: list[tuple[int, _Operation, set[_Source]]] = []
         for i, operation in reversed([*enumerate(self._operations)]):
@@ -361,8 +366,9 @@ class _Block(TorchDispatchMode):
                     values[source] = source.unpack()  # other hooks may recompute it
             # Autocast is off: casts were recorded as operators.
             with torch.no_grad(), autograd.plain(), autograd.without_autocast():
-                for slot in slots if operation.writes else ():
-                    if slot.before <= i and slot.value is None and slot.view.source in operation.writes:
+                for source in waiting.keys() & operation.writes:
+                    while waiting[source] and waiting[source][-1].before <= i:
+                        slot = waiting[source].pop()
                         slot.value = slot.view.on(values).clone()
                 operation.run(values)
             for source in last:

@@ -145,8 +145,10 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     becomes = getattr(kind, "cls_to_become", None)
     if becomes is not None:  # a lazy module changes its class in its first call
         contents["cls_to_become"] = _checkpointed_class(becomes)
-    # The search for what the module refers to skips classes of this package, and so this forward.
-    around = type("RematForward", (Remat,), {"forward": forward, "__module__": __name__})
+    # The search for what the module refers to skips classes of this package, and so this forward. And a
+    # registry of classes must not get this one.
+    of_around = {"forward": forward, "__module__": __name__, "__init_subclass__": lambda cls: None}
+    around = type("RematForward", (Remat,), of_around)
     return type(f"Remat{kind.__name__}", (around, kind), contents)
 
 
