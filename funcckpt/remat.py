@@ -188,7 +188,7 @@ class _Checkpointed:
         functools.update_wrapper(self, wrapped, assigned=assigned, updated=updated)
         self._made_of = f, name, options
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return call(*self._made_of, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -193,11 +193,13 @@ def test_updates_at_a_level_inside_of_another_checkpoint():
 
 
 class Outer(nn.Module):
-    def __init__(self, wrap, model):
+    def __init__(self, wrap, model, before):
         super().__init__()
-        self.model, self.wrap = model, wrap
+        self.model, self.wrap, self.before = model, wrap, before
 
     def forward(self, x):
+        for _ in range(self.before):
+            x = self.model(x)
         return self.wrap(self.model)(x)
 
 
@@ -205,7 +207,8 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("transform", ["grad", "grad_grad", "vjp", "jvp", "vmap_grad"])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("last", [lambda: nn.BatchNorm1d(3, dtype=F64), Codes], ids=["norm", "codes"])
-def test_statistics_under_transforms(wrap, transform, given, last):
+@pytest.mark.parametrize("before", [0, 1])  # a plain call saves the statistics
+def test_statistics_under_transforms(wrap, transform, given, last, before):
     """The module's own; or made and written to inside of the transform, which torch allows under vmap, too."""
 
     def run(wrap):
@@ -219,7 +222,7 @@ def test_statistics_under_transforms(wrap, transform, given, last):
             buffers = {name: b + zero.to(b.dtype) for name, b in own.items()} if given else {}
             state = {"0.bias": bias, "0.weight": other * bias.exp(), **buffers}
             state = {f"model.{name}": x for name, x in state.items()}
-            y = functional_call(Outer(wrap, model), state, (tensor(4, 3),))
+            y = functional_call(Outer(wrap, model, before), state, (tensor(4, 3),))
             return total(y) + sum(b.detach().sum() for b in buffers.values())
 
         return (REVERSE | FORWARD)[transform](loss, tensor(3)), [b.clone() for b in model.buffers()]

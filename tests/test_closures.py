@@ -197,7 +197,7 @@ LIFTED |= {
     "frozen_dataclass": held_by(FrozenData, lambda o: o.w),
     "named_tuple": held_by(Doubled, lambda o: o.left),
     "partial": held_by(lambda w: (f := functools.partial(w.mul), setattr(f, "w", w))[0], lambda f: f(f.w)),
-    "own_partial": held_by(lambda w: OwnPartial(functools.partial(w.mul)), lambda f: f(f(2.0))),
+    "own_partial": held_by(lambda w: OwnPartial(functools.partial(torch.mul, w)), lambda f: f(f(2.0))),
     "cyclic_object": held_by(
         lambda w: (o := Attributes(w), setattr(o, "me", [o]))[0], lambda o: o.me[0].me[0].w
     ),

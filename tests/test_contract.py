@@ -595,6 +595,98 @@ def test_what_f_stores_inside_of_others_is_there_in_the_next_call(wrap):
     assert_same(run(wrap), run(no_remat))
 
 
+class Chooses(nn.Module):
+    """Decides in its first call how it computes, as with a kernel that fits the input."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.linear, self.scales = nn.Linear(3, 3, dtype=torch.float64), {"k": 2.0, "p": 3}
+        self.choose, self.kernel = choose, None
+
+    def scaled(self, x, power=1):
+        return torch.tanh(self.linear(x)) * self.scales["k"] ** power
+
+    def forward(self, x):
+        if self.kernel is None:
+            self.kernel = self.choose(self)
+        if x.shape[-1] != 3:
+            raise ValueError("another shape")
+        return self.kernel(x)
+
+
+class Head:
+    def __init__(self, owner):
+        self.owner = owner
+
+    def __call__(self, x):
+        return self.owner.scaled(x)
+
+
+# What it stores then, which leads to itself.
+CHOICES = {
+    "method": lambda m: m.scaled,
+    "function": lambda m: lambda x: m.scaled(x),
+    "default": lambda m: lambda x, *, at=m: at.scaled(x),
+    "partial": lambda m: functools.partial(m.scaled, power=2),
+    "method in C": lambda m: functools.partial(lambda get, x: m.linear(x) * get("k"), m.scales.get),
+    "decorated": lambda m: functools.wraps(m.scaled)(lambda x: m.scaled(x, 3)),
+    "object": Head,
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_f_makes_and_stores_leads_to_the_original(choice, fails, wrap):
+    """In the next step as well, and after a call that has raised."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        block = Chooses(CHOICES[choice])
+        net = Calls(block, wrap)
+        p = {name: x.detach() for name, x in net.named_parameters()}
+        step = vmap(grad(lambda p, x: functional_call(net, p, (x,)).square().sum()), (None, 0))
+        if fails:
+            with pytest.raises(ValueError, match="another shape"):
+                step(p, torch.ones(2, 4, dtype=torch.float64))
+        gradients = []
+        for _ in range(3):
+            gradients.append(step(p, torch.stack(inputs()[:1])))
+            p = {name: x * 0.5 for name, x in p.items()}
+            block.scales["k"] += 1.0
+        return gradients
+
+    assert_same(run(wrap), run(no_remat))
+
+
+@pytest.mark.parametrize("kind", ["partial", "function", "tuple"])
+def test_what_refers_to_itself_is_one_object(kind, wrap):
+    def run(wrap):
+        def handle(bus, k, x):
+            return torch.sin(x * bus.gain * k)
+
+        make = {
+            "partial": lambda k: functools.partial(handle, bus, k),
+            "function": lambda k: lambda x: handle(bus, k, x),
+            "tuple": lambda k: (bus, k),
+        }[kind]
+        bus = types.SimpleNamespace(gain=1.0)
+        bus.handlers = [make(1.0), make(3.0)]
+        avoided = bus.handlers[1]  # found before the list
+
+        def f(x):
+            for h in bus.handlers:
+                if h is not avoided:
+                    x = handle(*h, x) if kind == "tuple" else h(x)
+            return x
+
+        x = inputs()[0].requires_grad_()
+        y = wrap(f)(x)
+        bus.gain = 5.0
+        return torch.autograd.grad(y.sum(), x)
+
+    assert_same(run(wrap), run(no_remat))
+
+
 Pair = collections.namedtuple("Pair", "new old")
 # What a function keeps of its last call, with the new value.
 HISTORIES = {

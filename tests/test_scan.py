@@ -394,6 +394,56 @@ def test_bytes_with_running_statistics_in_the_carry():
         grad(lambda w: run(w, bytes=10**6))(W)
 
 
+class Norms(nn.Module):
+    """Calls a block in training by itself, and then in loops that run more steps than they count."""
+
+    def __init__(self, loop):
+        super().__init__()
+        self.norm, self.loop = nn.BatchNorm1d(D, dtype=F64), loop
+
+    def step(self, x):
+        return torch.tanh(self.norm(x)) + x
+
+    def forward(self, x):
+        return self.loop(self.step, self.loop(self.step, self.step(x)))
+
+
+NORM_LOOPS = {
+    "while_loop": lambda f, x: while_loop(lambda c: c[1] < 3, lambda c: (f(c[0]), c[1] + 1), (x, 0))[0],
+    "bytes": lambda f, x: scan(lambda x, _: (f(x), None), x, length=3, bytes=10**6)[0],
+    "no steps": lambda f, x: f(f(f(x))) + 0 * scan(lambda x, _: (f(x), x), x, length=0)[1].sum(),
+}
+
+
+@pytest.mark.parametrize("loop", NORM_LOOPS)
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
+def test_statistics_that_were_saved_before_an_extra_step(loop, transform):
+    def run(loop):
+        net = Norms(loop)
+        p, b = (
+            {k: x.detach().clone() for k, x in at} for at in (net.named_parameters(), net.named_buffers())
+        )
+
+        def loss(p, b):
+            b = {k: x.clone() for k, x in b.items()}
+            return torch.func.functional_call(net, (p, b), (XS,)).pow(2).sum(), b
+
+        if transform == "backward":
+            p = {k: x.requires_grad_() for k, x in p.items()}
+            out, b = loss(p, b)
+            return torch.autograd.grad(out, [*p.values()]), b
+        if transform == "vmap_grad":
+            p, b = ({k: torch.stack([x, x * 2]) for k, x in each.items()} for each in (p, b))
+            return vmap(grad(loss, has_aux=True))(p, b)
+        return grad(loss, has_aux=True)(p, b)
+
+    if loop == "bytes" and transform != "backward":
+        with pytest.raises(OptionError, match="Pass checkpoints= instead"):
+            run(NORM_LOOPS[loop])
+    else:
+        torch.testing.assert_close(run(NORM_LOOPS[loop]), run(lambda f, x: f(f(f(x)))))
+
+
 class Unkeyed(types.SimpleNamespace):
     """A node of a pytree that gives no keys to its items."""
 

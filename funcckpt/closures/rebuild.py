@@ -26,7 +26,7 @@ from .code import is_library
 from .find import Found
 from .kinds import Hole, Node
 
-_DEEPEST = 20  # tuples in each other: deeper ones are chains, and no tables
+_DEEPEST = 20  # tuples and functions in each other: deeper ones are chains, and no tables
 _WRITABLE = frozenset({kinds.CELL, kinds.LIST, kinds.RECORD, *kinds.MAPPINGS, *kinds.OBJECTS})
 
 
@@ -159,27 +159,16 @@ class Rebuilt:
                 _put(kind, new, {}, items)
         else:
             items = self._items(node.content)
-            parts = items.values()
-            if kind is kinds.FUNCTION:
-                code, namespace, name, defaults, *_ = parts
-                cells = (*map(items.__getitem__, code.co_freevars),) or None
-                new = types.FunctionType(code, namespace, name, defaults, cells)
-                self._spaces.append(cells)
-                for name in kind.parts[4:]:
-                    setattr(new, name, items[name])
-            elif kind is kinds.BUILTIN:
-                new = getattr(*parts)
-            elif kind is kinds.PARTIAL:
-                new = cls.__new__(cls, items["func"])
-                new.__setstate__((*parts,))
-            elif kind is kinds.TUPLE:
-                new = _tuple_of(cls, parts)
-            elif kind is kinds.COMPILED:
+            if number in self._built:  # it refers to itself, and is made already
+                return self._built[number]
+            if kind is kinds.COMPILED:
                 compiler: Any = node.like if value is None else compiler_of(value)
                 new = compiler(items.pop(""))  # the same code: nothing is compiled again
                 new.__dict__.update(items)
             else:
-                new = cls(*parts)
+                new = _made_of(kind, cls, items)
+            if kind is kinds.FUNCTION:
+                self._spaces.append(new.__closure__)
             self._built[number] = new
         self.originals.setdefault(id(new), value)
         self._made.append(new)
@@ -300,10 +289,31 @@ def exchange_stored(
     return {*after}
 
 
-def _tuple_of(cls: Any, items: Iterable[Any]) -> Any:
+# Kinds of objects that are made anew around other parts; all others are filled anew.
+_MADE_OF_PARTS = frozenset({kinds.FUNCTION, kinds.METHOD, kinds.BUILTIN, kinds.PARTIAL, kinds.TUPLE})
+
+
+def _made_of(kind: kinds.Kind, cls: Any, items: dict[Any, Any]) -> Any:
+    """An object of a kind that does not change, of its parts."""
+    parts = items.values()
+    if kind is kinds.FUNCTION:
+        code, namespace, name, defaults, *_ = parts
+        cells = (*map(items.__getitem__, code.co_freevars),) or None
+        new: Any = types.FunctionType(code, namespace, name, defaults, cells)
+        for name in kind.parts[4:]:
+            setattr(new, name, items[name])
+        return new
+    if kind is kinds.BUILTIN:
+        return getattr(*parts)
+    if kind is kinds.PARTIAL:
+        new = cls.__new__(cls, items["func"])
+        new.__setstate__((*parts,))
+        return new
+    if kind is not kinds.TUPLE:
+        return cls(*parts)
     if cls is frozenset or hasattr(cls, "n_sequence_fields"):
-        return cls([*items])
-    return tuple.__new__(cls, items)  # not by the __new__ of a named tuple, which may be the user's
+        return cls([*parts])
+    return tuple.__new__(cls, parts)  # not by the __new__ of a named tuple, which may be the user's
 
 
 def _exchanged(
@@ -315,11 +325,18 @@ def _exchanged(
     if id(x) not in after:
         if kind is kinds.TENSOR:
             after[id(x)] = alive(x)
-        elif kind is kinds.TUPLE and depth < _DEEPEST:
+        elif kind in _MADE_OF_PARTS and depth < _DEEPEST:
             after[id(x)] = x
-            items = [_exchanged(item, after, alive, places, depth + 1) for item in x]
-            if any(map(operator.is_not, items, x)):
-                after[id(x)] = _tuple_of(cls, items)
+            parts = kinds.read(kind, x)
+            # (All globals would be too many: those of f are known.)
+            items = {
+                name: after.get(id(part), part)
+                if name == "__globals__"
+                else _exchanged(part, after, alive, places, depth + 1)
+                for name, part in parts.items()
+            }
+            if any(map(operator.is_not, items.values(), parts.values())):
+                after[id(x)] = _made_of(kind, cls, items)
         elif kind in _WRITABLE:
             after[id(x)] = x
             places.append(Node(kind, cls, x, {}, 0, ""))

@@ -261,8 +261,10 @@ class Call(UserProgram):
         drawn = self._drawn = drawing.Drawn(self.name) if functorch.is_tracing() else None
         with self._around(rebuilt, drawn):
             f, args, kwargs = self._callable(inputs, rebuilt)
+            failed = True
             try:
                 out = f(*args, **kwargs)
+                failed = False
             except RuntimeError as error:
                 if not autograd.is_about_writes(error):
                     raise
@@ -282,6 +284,8 @@ class Call(UserProgram):
             finally:
                 if rebuilt is not None:
                     rebuilt.write_back()
+                    if failed:  # what f has made and stored may be used all the same
+                        exchange_stored(found, found.changed(), rebuilt.originals, wrappers.alive)
         moved = bool(world.moved(self._states) or (drawn and drawn.results))
         self.random = moved or found.moves_streams
         if moved:

@@ -242,6 +242,15 @@ def _is_like_statistics(x: Tensor) -> bool:
     return x.dim() == (1 if x.is_floating_point() else 0)
 
 
+def refill(buffer: Tensor, value: Tensor) -> None:
+    """Write to a buffer as batch normalization does: no version tells. An earlier call may have saved it."""
+    layers = [buffer]
+    while wrappers.is_functorch_wrapped_tensor(layers[-1]):
+        layers.append(wrappers.get_unwrapped(layers[-1]))
+    with torch.no_grad(), autograd.version_kept((*layers,)):
+        buffer.copy_(value)
+
+
 class GivenBuffers:
     """Inputs that may be buffers, as `functional_call` gets them.
 
@@ -256,6 +265,8 @@ class GivenBuffers:
         self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if id(x) in found}
         # The numbers of buffers of levels; after the first run, only of those that it has updated.
         self._at_levels = [i for i, x in self._originals.items() if wrappers.is_functorch_wrapped_tensor(x)]
+        # Of these, those whose versions do not tell of the update.
+        self._untold: set[int] = set()
 
     def __contains__(self, i: int) -> bool:
         return i in self._originals
@@ -285,13 +296,15 @@ class GivenBuffers:
         """The buffers of levels that the first run has updated. They are returned beside the outputs of f."""
         for i in [*self._at_levels]:
             old = wrappers.physical(before[i])[0]
-            if not inputs[i]._version and is_same(inputs[i], old, may_wait=True):
-                self._at_levels.remove(i)
+            if not inputs[i]._version:
+                self._untold.add(i)
+                if is_same(inputs[i], old, may_wait=True):
+                    self._at_levels.remove(i)
         return [inputs[i] for i in self._at_levels]
 
     def settle(self, updated: Sequence[Tensor]) -> None:
         """After the first run: update the buffers of levels with the last of what f returned."""
         with torch.no_grad():
             for i, x in zip(reversed(self._at_levels), reversed(updated), strict=False):
-                self._originals[i].copy_(x)
+                refill(self._originals[i], x) if i in self._untold else self._originals[i].copy_(x)
         self._originals = dict.fromkeys(self._originals)

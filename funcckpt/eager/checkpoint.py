@@ -163,7 +163,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     elif options.policy is not None or options.determinism_check == "values":
         return _functional(f, args, kwargs, options)
     elif torch.compiler.is_compiling() or (
-        functorch.maybe_current_level() is None and functorch.is_tracing()
+        functorch.maybe_current_level() is None and functorch.is_tracing() and not wrappers.in_dual_level()
     ):
         theirs = autograd.original_checkpoint
     if theirs is not None:

@@ -418,6 +418,8 @@ _unpack: Callable[[Any], Tensor] = operator.methodcaller("unpack")
 class ScopedTensor(Tensor):
     """A tensor that was made in a `checkpoint_scope`, after the end of the block."""
 
+    __module__ = "torch"  # by which libraries (opt_einsum) tell tensors from arrays
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

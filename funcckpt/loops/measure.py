@@ -14,7 +14,7 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found, put_back
 from ..core.program import is_differentiable
-from ..core.tensors import changed_inside, has_lazy, version_of, versions_of
+from ..core.tensors import changed_inside, has_lazy, refill, version_of, versions_of
 from ..errors import MutationError, OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
@@ -50,10 +50,9 @@ def leaving_nothing(
         if not found.has_other_classes():  # as a lazy module has after its first call
             put_back(found)
         world.set_streams(states)
-        with torch.no_grad():
-            for x, before in buffers:
-                if not torch.equal(x, before):
-                    x.copy_(before)
+        for x, before in buffers:
+            if not torch.equal(wrappers.physical(x)[0], wrappers.physical(before)[0]):
+                refill(x, before)
 
 
 def no_ys(loop: Loop, init: Any, xs: Any) -> Any:
@@ -82,15 +81,17 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
     try:
         saved, peak, stays = _measure_step(loop, first, init, x)
     except RuntimeError as error:
-        if autograd.is_about_writes(error):
+        writes, at_level = autograd.is_about_writes(error), functorch.peek_interpreter_stack() is not None
+        has_statistics = writes and at_level and bool(Found(loop.f).buffers_in_training())
+        if has_statistics or "is not differentiable with respect to argument" in str(error):
+            raise OptionError(
+                f"{loop.name}: bytes= cannot measure a step that updates running statistics in its carry, or "
+                "under a transform. Pass checkpoints= instead."
+            ) from error
+        if writes:
             raise MutationError(
                 f"{loop.name}: a step writes in place to its carry, or to what it captured. Work on a copy "
                 "(x.clone()) inside of the function."
-            ) from error
-        if "is not differentiable with respect to argument" in str(error):
-            raise OptionError(
-                f"{loop.name}: bytes= differentiates a step in all of its carry, and this step has no "
-                "derivative in a part of it (running statistics). Pass checkpoints= instead."
             ) from error
         raise
     found = fit(steps, bytes, carry, saved, peak, stays)

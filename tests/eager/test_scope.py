@@ -256,7 +256,8 @@ def test_casts_of_autocast_are_those_of_a_block():
     assert_same(run(checkpoint, checkpoint_scope), run(lambda f, x: f(x), nullcontext))
 
 
-def test_the_looks_of_a_replay_at_slots_are_linear(monkeypatch):
+@pytest.mark.parametrize("step", [lambda x: x.sin(), lambda x: x.sin().mul_(2)], ids=["pure", "writes"])
+def test_the_looks_of_a_replay_at_slots_are_linear(step, monkeypatch):
     class Slots(list):
         looks = 0
 
@@ -271,10 +272,17 @@ def test_the_looks_of_a_replay_at_slots_are_linear(monkeypatch):
         x, Slots.looks = leaf(3), 0
         with checkpoint_scope():
             for _ in range(operators):
-                x = x.sin()
+                x = step(x)
         x.sum().backward()
         counts.append(Slots.looks)
     assert 0 < counts[1] < 5 * counts[0]
+
+
+def test_libraries_take_it_for_a_tensor():
+    """Some tell tensors from arrays by the module of their class."""
+    with checkpoint_scope():
+        x = torch.ones(3)
+    assert type(x) is not torch.Tensor and type(x).__module__ == "torch"
 
 
 def test_changed_after_the_block():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from support import Changing, assert_same
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, linearize, vmap
 from torch.utils.checkpoint import CheckpointError
 
 from funcckpt import checkpoint, remat
@@ -16,6 +16,13 @@ from funcckpt.errors import MutationError, OptionError
 from funcckpt.policies import nothing_saveable
 
 from .implementations import D, leaf, plain, theirs
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # linearize itself
+def test_linearize():
+    f, x = lambda x: torch.sin(x) * x, leaf(3).detach()
+    out, push = linearize(lambda x: checkpoint(f, x), x)
+    assert_same((out, push(x)), jvp(f, (x,), (x,)))
 
 
 def test_f_with_a_transform_inside():
