@@ -105,8 +105,8 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
         raise InputError(f"Remat({name}): a TorchScript module cannot be wrapped. Wrap it before scripting.")
     if "forward" in module.__dict__:
         raise InputError(
-            f"Remat({name}): a forward was assigned to this instance, as torch.compile and accelerate do. Wrap "
-            "the module before that, or use funcckpt.checkpoint(module, ...) where it is called."
+            f"Remat({name}): a forward was assigned to this instance, as torch.compile and accelerate do. "
+            "Wrap the module before that, or use funcckpt.checkpoint(module, ...) where it is called."
         )
     if type(module).forward is nn.Module.forward:
         raise InputError(f"Remat({name}): the module has no forward. Wrap the modules inside of it.")
