@@ -177,7 +177,7 @@ def test_a_backward_that_calls_vjp(views):
             vmap(lambda x: vjp(Sine.apply, x)[1](x))(tensor(3))
         with pytest.raises(CheckpointError) as raised:
             run(remat)
-        assert_says(raised.value, "Function.apply", r"vjp", r"x\.view_as\(x\)")
+        assert_says(raised.value, r"\w+\.apply", r"vjp", r"x\.view_as\(x\)")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
