@@ -230,6 +230,39 @@ def test_statistics_under_transforms(wrap, transform, given, last, before):
     compare(lambda each: run(wrap if each is remat else no_remat), remat, allowed=(MutationError,))
 
 
+class Centers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=F64))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0) * 0.1)
+        return (x - self.mean).tanh()
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_an_update_in_a_batch_of_what_another_call_has_read(wrap):
+    """Its version tells, though that of the batched tensor does not. Right, or an error."""
+
+    def run(wrap):
+        module = Centers()
+
+        def both(x, mean):
+            again = lambda x: wrap(lambda m: functional_call(module, {"mean": m}, (x,)))
+            mean = mean.clone()
+            module.eval()
+            y = again(x)(mean)
+            module.train()
+            return total(y) + total(again(2 * x)(mean).pow(2))
+
+        x = tensor(2, 5, 3, requires_grad=True)
+        return torch.autograd.grad(vmap(both)(x, tensor(2, 3, seed=1)).sum(), x)
+
+    compare(lambda each: run(wrap if each is remat else no_remat), remat, allowed=(MutationError,))
+
+
 @pytest.mark.parametrize("wrap", [*WRAPS.values(), partial(remat, determinism_check="values")])
 def test_fake_tensors(wrap):
     """Nobody knows whether their values have changed."""

@@ -631,6 +631,8 @@ CHOICES = {
     "method in C": lambda m: functools.partial(lambda get, x: m.linear(x) * get("k"), m.scales.get),
     "decorated": lambda m: functools.wraps(m.scaled)(lambda x: m.scaled(x, 3)),
     "object": Head,
+    "static": lambda m: staticmethod(m.scaled),
+    "compiled": lambda m: torch.compile(m.linear, backend="eager"),
 }
 
 
@@ -654,6 +656,25 @@ def test_what_f_makes_and_stores_leads_to_the_original(choice, fails, wrap):
             p = {name: x * 0.5 for name, x in p.items()}
             block.scales["k"] += 1.0
         return gradients
+
+    assert_same(run(wrap), run(no_remat))
+
+
+@pytest.mark.parametrize("by_f", [False, True])
+def test_an_attribute_that_a_partial_is_given(by_f, wrap):
+    def run(wrap):
+        h = functools.partial(torch.sin)
+
+        def f(x):
+            if by_f:
+                h.calls = getattr(h, "calls", 0) + 1
+            return (h(x) * getattr(h, "calls", 1)).exp()
+
+        x = inputs()[0].requires_grad_()
+        y = wrap(f)(x)
+        if not by_f:
+            h.calls = 5
+        return torch.autograd.grad(y.sum(), x), h.calls
 
     assert_same(run(wrap), run(no_remat))
 

@@ -143,6 +143,20 @@ def a_hook_on_an_argument(wrap):
 
 
 @program
+def forces_with_respect_to_an_argument(wrap):
+    """Another argument was computed from it outside. (`remat` cannot know that: see the contract.)"""
+    w, position = leaf(3, seed=1), leaf(4, 3)
+    edges = position[1:] - position[:-1]
+
+    def f(position, edges):
+        energy = ((edges * w).square().sum() + (position * w).sum()).tanh()
+        return energy, torch.autograd.grad(energy, position, create_graph=True)[0]
+
+    energy, forces = (f if wrap is remat else wrap(f))(position, edges)
+    return torch.autograd.grad(energy + forces.pow(2).sum(), w)
+
+
+@program
 def an_argument_made_to_require_grad(wrap):
     """Forces, as machine-learned potentials compute them."""
     w, position = leaf(3, 4, seed=1), tensor(5, 3)

@@ -230,7 +230,8 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
         hooks = {name: x for name, x in value.__dict__.items() if "_hooks" in name and x}
         return {"": value._orig_mod, **hooks}
     if kind is PARTIAL:  # a subclass may have attributes with these names (as in pyro)
-        return dict(zip(kind.parts, functools.partial.__reduce__(value)[2], strict=True))
+        state = *functools.partial.__reduce__(value)[2][:3], value.__dict__
+        return dict(zip(kind.parts, state, strict=True))
     content = dict(zip(kind.parts, map(getattr, repeat(value), kind.parts), strict=False))
     if kind is FUNCTION:
         content.update(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))

@@ -161,12 +161,8 @@ class Rebuilt:
             items = self._items(node.content)
             if number in self._built:  # it refers to itself, and is made already
                 return self._built[number]
-            if kind is kinds.COMPILED:
-                compiler: Any = node.like if value is None else compiler_of(value)
-                new = compiler(items.pop(""))  # the same code: nothing is compiled again
-                new.__dict__.update(items)
-            else:
-                new = _made_of(kind, cls, items)
+            compiler = compiler_of(value) if kind is kinds.COMPILED and value is not None else node.like
+            new = _made_of(kind, cls, items, compiler)
             if kind is kinds.FUNCTION:
                 self._spaces.append(new.__closure__)
             self._built[number] = new
@@ -290,11 +286,11 @@ def exchange_stored(
 
 
 # Kinds of objects that are made anew around other parts; all others are filled anew.
-_MADE_OF_PARTS = frozenset({kinds.FUNCTION, kinds.METHOD, kinds.BUILTIN, kinds.PARTIAL, kinds.TUPLE})
+_MADE_OF_PARTS = kinds.CONSTANT | {kinds.FUNCTION}
 
 
-def _made_of(kind: kinds.Kind, cls: Any, items: dict[Any, Any]) -> Any:
-    """An object of a kind that does not change, of its parts."""
+def _made_of(kind: kinds.Kind, cls: Any, items: dict[Any, Any], compiler: Any = None) -> Any:
+    """An object of a kind that does not change, of its parts. `compiler` has compiled the original."""
     parts = items.values()
     if kind is kinds.FUNCTION:
         code, namespace, name, defaults, *_ = parts
@@ -302,6 +298,10 @@ def _made_of(kind: kinds.Kind, cls: Any, items: dict[Any, Any]) -> Any:
         new: Any = types.FunctionType(code, namespace, name, defaults, cells)
         for name in kind.parts[4:]:
             setattr(new, name, items[name])
+        return new
+    if kind is kinds.COMPILED:
+        new = compiler(items.pop(""))  # the same code: nothing is compiled again
+        new.__dict__.update(items)
         return new
     if kind is kinds.BUILTIN:
         return getattr(*parts)
@@ -323,6 +323,11 @@ def _exchanged(
     cls: Any = type(x)
     kind: Any = None if cls in kinds.ATOMS else kinds.about(cls).kind
     if id(x) not in after:
+        compiler = (
+            compiler_of(x) if kind is kinds.COMPILED or (kind is kinds.FUNCTION and x.__dict__) else None
+        )
+        if compiler is not None:
+            kind = kinds.COMPILED
         if kind is kinds.TENSOR:
             after[id(x)] = alive(x)
         elif kind in _MADE_OF_PARTS and depth < _DEEPEST:
@@ -336,7 +341,7 @@ def _exchanged(
                 for name, part in parts.items()
             }
             if any(map(operator.is_not, items.values(), parts.values())):
-                after[id(x)] = _made_of(kind, cls, items)
+                after[id(x)] = _made_of(kind, cls, items, compiler)
         elif kind in _WRITABLE:
             after[id(x)] = x
             places.append(Node(kind, cls, x, {}, 0, ""))

@@ -45,9 +45,9 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         if program.source.has_pullbacks:
             raise not_given(program.source, "of a level that is over") from error
         raise CheckpointError(
-            f"remat({program.source.name}): torch fails in the recomputation. If the backward of an "
-            "autograd.Function in it calls torch.func.vjp, give that views of the saved tensors: "
-            "x.view_as(x). (They belong to a transform that is over, as inside of torch.func.vjp.)"
+            f"remat({program.source.name}): torch fails in the recomputation, as it does with tensors of a "
+            "transform that is over. Store none of those outside of the function. And if the backward of an "
+            "autograd.Function in it calls torch.func.vjp, give that views of what is saved: x.view_as(x)."
         ) from error
 
 

@@ -296,7 +296,7 @@ class GivenBuffers:
         """The buffers of levels that the first run has updated. They are returned beside the outputs of f."""
         for i in [*self._at_levels]:
             old = wrappers.physical(before[i])[0]
-            if not inputs[i]._version:
+            if not wrappers.physical(inputs[i])[0]._version:
                 self._untold.add(i)
                 if is_same(inputs[i], old, may_wait=True):
                     self._at_levels.remove(i)

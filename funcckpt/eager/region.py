@@ -102,7 +102,6 @@ class _Stop(BaseException):
 
 
 _NOTHING: Any = nullcontext()
-_WITH_VIEWS = (torch.strided, torch.jagged)
 _TORCHSCRIPT = torch.jit.ScriptModule, torch.jit.ScriptFunction
 
 
@@ -276,13 +275,8 @@ class Region:
         with self._lock:
             # Some tensors are read twice in a backward: in double backward, what `exp_` saves of a view.
             if key not in slot:
-                is_recording = torch.is_grad_enabled()
-                functorch.set_grad_enabled(True)
-                try:
-                    with unwatched() if functorch.number_of_dispatch_modes() else _NOTHING:
-                        self._recompute(key)
-                finally:
-                    functorch.set_grad_enabled(is_recording)
+                with unwatched() if functorch.number_of_dispatch_modes() else _NOTHING:
+                    self._recompute(key)
                 if isinstance(key, int):
                     autograd.at_end_of_backward(partial(_forget, weakref.ref(self), key))
             x, version = slot.pop(key)
@@ -316,8 +310,9 @@ class Region:
         for i, requires_grad in enumerate(self._require_grad):
             if given[i].requires_grad != requires_grad:
                 given[i] = wrappers.requires_grad_(given[i].detach(), requires_grad)
-            elif requires_grad and given[i].layout in _WITH_VIEWS:  # a hook of f must not act on it again
-                given[i] = given[i].view_as(given[i])
+            elif requires_grad and "register_hook" in found.names:  # a hook must not act on it again
+                with torch.enable_grad():
+                    given[i] = given[i].view_as(given[i])
             attributes, cls = self._marks[i]
             if attributes or cls is not Tensor:
                 tensors.put_marks(given[i], attributes, cls)
@@ -339,6 +334,7 @@ class Region:
             # Random numbers are those of the forward: a vmap around the backward must not change them.
             functorch.in_vmap_mode() and functorch.without_vmap_mode(),
         ]
+        is_recording = torch.is_grad_enabled()
         with ExitStack() if any(contexts) else _NOTHING as stack:
             for context in filter(None, contexts):
                 stack.enter_context(context)
@@ -373,12 +369,15 @@ class Region:
                 return kept
 
             try:
+                functorch.set_grad_enabled(True)
                 release = rebuilt.release if rebuilt is not None and rebuilt.is_cyclic else None
                 del given, instead, rebuilt, root, contexts
                 _call(f, args, kwargs, pack, lambda x: x, self._contexts[1])
             except (_Stop, Exception):
                 if not is_over:  # TorchScript, and code of f that catches everything, raise something else
                     raise
+            finally:
+                functorch.set_grad_enabled(is_recording)
         if release is not None:
             del f, args, kwargs, others
             release()

@@ -86,7 +86,8 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
         if has_statistics or "is not differentiable with respect to argument" in str(error):
             raise OptionError(
                 f"{loop.name}: bytes= cannot measure a step that updates running statistics in its carry, or "
-                "under a transform. Pass checkpoints= instead."
+                "under a transform: pass checkpoints= instead. (If it writes to other tensors, work on "
+                "copies.)"
             ) from error
         if writes:
             raise MutationError(
