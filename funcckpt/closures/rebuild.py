@@ -30,11 +30,15 @@ _DEEPEST = 20  # tuples and functions in each other: deeper ones are chains, and
 _WRITABLE = frozenset({kinds.CELL, kinds.LIST, kinds.RECORD, *kinds.MAPPINGS, *kinds.OBJECTS})
 
 
-def put_class(x: Tensor, cls: Any) -> None:
-    """Give a tensor that stands for another one its class, if torch keeps nothing else of that."""
-    if type(x) is not Tensor:
+def put_marks(x: Tensor, attributes: dict[str, Any], cls: Any) -> None:
+    """Give a tensor that stands for another one what f can see of that: its attributes, and its class.
+
+    Not a class for which torch keeps something else.
+    """
+    x.__dict__.update(attributes | x.__dict__)
+    if cls is Tensor or type(x) is not Tensor:
         return
-    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if cls is not nn.Parameter and cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
         x.__class__ = cls
     elif nn.Parameter in cls.__mro__:
         x._is_param = True  # type: ignore[attr-defined]
@@ -54,13 +58,12 @@ class Rebuilt:
         self._built: dict[int, Any] = {**mapped}
         for number, x in mapped.items():
             original = found.tensors.get(number)
-            marks = found.marks.get(number, {}) if original is None else original.__dict__
-            x.__dict__.update(marks | x.__dict__)
+            attributes = found.marks.get(number, {}) if original is None else original.__dict__
             cls = found.classes.get(number, Tensor) if original is None else type(original)
-            if cls is nn.Parameter:
+            if cls is nn.Parameter and not attributes:  # as nearly always: without a call
                 x._is_param = True  # type: ignore[attr-defined]
-            elif cls is not Tensor:
-                put_class(x, cls)
+            elif attributes or cls is not Tensor:
+                put_marks(x, attributes, cls)
         known = found.tensors
         self.originals: dict[int, Any] = {id(x): known[n] for n, x in mapped.items() if n in known}
         # The initial content of copies to which f may write.

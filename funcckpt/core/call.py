@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
-from ..closures import Found, Rebuilt, code_of, exchange_stored, kinds, search, stored
+from ..closures import Found, Rebuilt, code_of, exchange_stored, kinds, put_marks, search, stored
 from ..errors import CheckpointError, EscapeError, InputError, MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import drawing
@@ -238,7 +238,7 @@ class Call(UserProgram):
     def run(self, *inputs: Tensor) -> Tensors:
         for x, (attributes, cls) in zip(inputs, self._marks, strict=False):
             if attributes or cls is not Tensor:
-                tensors.put_marks(x, attributes, cls)
+                put_marks(x, attributes, cls)
         return self._run_first(inputs) if self._outputs is None else self._run_again(inputs)
 
     def _run_first(self, inputs: Tensors) -> Tensors:

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from .. import world
 from .._torch import autograd, functorch, wrappers
-from ..closures import put_class
 from ..errors import MutationError, describe
 from ..tape.tape import unwatched
 
@@ -77,15 +76,6 @@ def requires_grad(x: Tensor) -> bool:
 
 
 attributes_of = operator.attrgetter("__dict__")
-
-
-def put_marks(x: Tensor, attributes: dict[str, Any], cls: type) -> None:
-    """Give a tensor that stands for an argument what f can see of that: its attributes, and its class."""
-    x.__dict__.update(attributes | x.__dict__)
-    if cls is nn.Parameter and type(x) is Tensor:
-        x._is_param = True  # type: ignore[attr-defined]
-    elif cls is not Tensor:
-        put_class(x, cls)
 
 
 def version_of(x: Tensor) -> int | None:

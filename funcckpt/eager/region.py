@@ -32,7 +32,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
-from ..closures import Rebuilt, kinds, put_back, search
+from ..closures import Rebuilt, kinds, put_back, put_marks, search
 from ..core import tensors
 from ..core.call import check_no_opacus
 from ..core.flat import Arguments
@@ -315,7 +315,7 @@ class Region:
                     given[i] = given[i].view_as(given[i])
             attributes, cls = self._marks[i]
             if attributes or cls is not Tensor:
-                tensors.put_marks(given[i], attributes, cls)
+                put_marks(given[i], attributes, cls)
         for number, i in self._both.items():
             if id(given[i]) != number:
                 instead[number] = given[i]
