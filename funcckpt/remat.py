@@ -162,8 +162,7 @@ def name_of(f: Any) -> str:
     while isinstance(f, functools.partial):
         f = f.func
     # To ask an nn.Module for an attribute that it lacks is slow.
-    name: str = (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
-    return name
+    return (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
 
 
 def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:

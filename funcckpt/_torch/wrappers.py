@@ -103,8 +103,7 @@ def wrap_legacy(x: Tensor, dim: int | None) -> Tensor:
     if dim is None:
         return x
     x = x.resolve_conj().resolve_neg()  # this vmap has no rules for such views
-    batched: Tensor = torch._add_batch_dim(x, dim, _legacy_level())  # type: ignore[attr-defined]
-    return batched
+    return torch._add_batch_dim(x, dim, _legacy_level())  # type: ignore[attr-defined]
 
 
 def _legacy_level() -> int:

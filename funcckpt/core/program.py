@@ -262,8 +262,7 @@ class Functional(Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         remove = "mutations" if self.adds_back_views else "mutations_and_views"
-        outputs: Tensors = torch.func.functionalize(self.inner.run, remove=remove)(*inputs)
-        return outputs
+        return torch.func.functionalize(self.inner.run, remove=remove)(*inputs)
 
 
 @dataclass(eq=False)

@@ -415,8 +415,7 @@ def _call(f: Any, args: Any, kwargs: Any, pack: Any, unpack: Any, contexts: Sequ
         with ExitStack() if contexts else _NOTHING as stack, autograd.parametrizations_anew() or _NOTHING:
             for context in contexts:
                 stack.enter_context(context)
-            out = f(*args, **kwargs)
-        return out
+            return f(*args, **kwargs)
     finally:
         autograd.pop_hooks()
 

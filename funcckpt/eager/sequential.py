@@ -72,13 +72,10 @@ def checkpoint_sequential(
     lengths = _lengths(len(layers), segments)
     if not isinstance(segments, Sequence):
         lengths = _behind_writers(layers, lengths)
-    *recomputed, _ = lengths
-    start = 0
-    for length in recomputed:
-        segment = chain(layers[start : start + length])
-        input = checkpoint(use_reentrant=use_reentrant, **options)(segment)(input)
-        start += length
-    return chain(layers[start:])(input)
+    *starts, _ = accumulate(lengths, initial=0)
+    for start, end in pairwise(starts):
+        input = checkpoint(use_reentrant=use_reentrant, **options)(chain(layers[start:end]))(input)
+    return chain(layers[starts[-1] :])(input)
 
 
 def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:

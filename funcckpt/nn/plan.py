@@ -14,7 +14,7 @@ import inspect
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
@@ -294,12 +294,8 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
     on_meta = device.type == "meta"
     streams = world.states(world.random_streams(Found(step).streams, of_the_process=True))
     try:
-        with ExitStack() as stack:
-            if on_meta:
-                stack.enter_context(device)
-                stack.enter_context(_OnMeta())
-            with meter:
-                step(model, *batch, **({} if chunk_size is None else {"chunk_size": chunk_size}))
+        with device if on_meta else nullcontext(), _OnMeta() if on_meta else nullcontext(), meter:
+            step(model, *batch, **({} if chunk_size is None else {"chunk_size": chunk_size}))
     except Exception as error:
         # The step has run on meta tensors with all blocks kept: another error is that of a recomputed block.
         if not on_meta or isinstance(error, FuncckptError) or {*plan.values()} - {"keep"}:

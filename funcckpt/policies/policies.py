@@ -57,10 +57,9 @@ def checkpoint_name(x: T, name: str) -> T:
         return x
     before, _current.name = current_name(), name
     try:
-        named: T = pytree.tree_map_only(Tensor, aten.alias.default, x)
+        return pytree.tree_map_only(Tensor, aten.alias.default, x)
     finally:
         _current.name = before
-    return named
 
 
 def current_name() -> str | None:
