@@ -8,7 +8,8 @@ every device. On ``meta`` and under ``FakeTensorMode`` it counts the bytes that 
 A storage is new when it first appears as the output of an op. It is alive until its last reference is gone;
 tensors in reference cycles live until Python's collector runs. Views add nothing. A storage that existed
 before (an argument, a parameter) counts only by what it grows. What `storage.resize_()` frees is noticed by
-the next op that gets the storage, and at a `mark`. Not counted are memory that no op allocates
+the next op that gets the storage, and at a `mark`. Files that are mapped into memory (``offload="disk"``)
+count like memory. Not counted are memory that no op allocates
 (workspace inside of an op, tensors in opaque (MKL-DNN) and compressed sparse layouts),
 threads that f starts, and FLOPs other than those of products, convolutions and attention. Under a dispatch
 mode, such as this one, torch runs compiled functions eagerly (and refuses those with ``fullgraph=True``), and

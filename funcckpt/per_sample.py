@@ -6,7 +6,8 @@ each chunk is reduced before the next one is computed. All functions have these 
 * `loss` : ``loss(parameters, *sample)`` is the loss of one sample, a scalar.
 * `parameters` : any pytree of tensors, with respect to which the loss is differentiated. Frozen parameters
   belong into the closure of `loss`.
-* `batch` : pytrees of tensors of shape ``[batch, ...]``, all of one length. An empty batch is allowed.
+* `batch` : pytrees of tensors of shape ``[batch, ...]``, all of one length. It may be empty, but
+  `noise_scale` needs two samples, and `influence` one in `train`.
 * `chunk_size` : how many gradients are alive at a time; None for all.
 * `bytes` : instead of `chunk_size`, how many bytes a chunk may take, beside the parameters, the batch and
   twice the result. The first chunk is one sample, and is measured. Each chunk sets the size of the next.
@@ -169,7 +170,7 @@ def noise_scale(
     of_each = _reduced(_Chunks("noise_scale", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
     n = len(of_each)
     if n < 2:
-        raise InputError("noise_scale: noise cannot be estimated from one sample. Pass at least two.")
+        raise InputError("noise_scale: noise cannot be estimated from so few samples. Pass at least two.")
     of_mean = _dot(total, total) / n**2
     noise = (of_each.square().mean() - of_mean) * n / (n - 1)
     return NoiseScale(noise, of_mean - noise / n)

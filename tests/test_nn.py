@@ -376,7 +376,7 @@ def test_select(select, names, make):
         (nn.Conv2d, r"selects nothing in Model.*such as 'layers\.\*'"),
         ("every 0", "'every 0' selects nothing"),
         (("0", "1"), r"select=\('0', '1'\) is not a class"),
-        (3, "select=3 is not a class, a pattern or a function"),
+        (3, "select=3 is not a class or a tuple of them"),
         (nn.Linear(2, 2), "select= takes no Linear. Pass its class or name; or use Remat on it"),
         (lambda name, m: name in ("embed", "layers"), "has no forward"),  # all or nothing
         ("Parent", "has no forward"),

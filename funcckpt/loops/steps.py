@@ -195,7 +195,7 @@ def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> Non
         if old.get(key) != new.get(key):
             returned, was = new.get(key, "nothing"), old.get(key, "nothing")
             is_number = what == "carry" and was in ("a float", "an int")
-            advice = " Begin with a tensor: torch.tensor(0.0)." if is_number else ""
+            advice = " Begin with a tensor of that dtype: torch.tensor(0.0, dtype=...)." if is_number else ""
             raise InputError(f"{who} returned {what}{key} as {returned}, but {other} {was}.{advice}")
 
 

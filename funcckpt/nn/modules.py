@@ -237,7 +237,10 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
             f"select= takes no {type(select).__name__}. Pass its class or name; or use Remat on it."
         )
     if not callable(select):
-        raise InputError(f"select={select!r} is not a class, a pattern or a function of name and module.")
+        raise InputError(
+            f"select={select!r} is not a class or a tuple of them, not a pattern, and not a function of name "
+            "and module."
+        )
     return [m for name, m in named if select(name, m)]
 
 

@@ -100,9 +100,10 @@ def fit(
     """Choose which blocks to recompute, so that a step fits into `bytes` with the fewest recomputed FLOPs.
 
     ``step(model, *batch)`` does all the work on a batch: `backward()`, transforms, an optimizer that it makes
-    itself. It runs ten to fifty times or more, on copies of `model` and `batch`. If it has a parameter
-    `chunk_size`, the length of the batch and the powers of two below it are tried, the largest first, until
-    nothing is recomputed. The plan has the largest chunk size with the fewest recomputed FLOPs.
+    itself. It runs on copies of `model` and `batch`: once if all fits, otherwise ten to fifty times or more.
+    If it has a parameter `chunk_size`, the length of the batch and the powers of two below it are tried, the
+    largest first, until nothing is recomputed. The plan has the largest chunk size with the fewest
+    recomputed FLOPs.
 
     Parameters
     ----------
