@@ -298,6 +298,24 @@ def test_stored_tensor_is_right_or_named(place, transform):
         assert_says(error, "[sS]tores", LOOK, "return|detach")
 
 
+def test_what_is_stored_too_deep_is_named():
+    def run(w):
+        stored = []
+
+        def f(x):
+            inner = (w,)
+            for _ in range(24):
+                inner = (inner,)
+            stored.append(inner)
+            return (x * w).sum()
+
+        return remat(f)(torch.ones(3, dtype=F64))
+
+    with pytest.raises(EscapeError) as caught:
+        grad(run)(tensor(3))
+    assert_says(caught.value, "stored", LOOK, "Return it")
+
+
 def test_closure_error_has_all_the_words():
     def call(w):
         fetch = iter(lambda: w, None).__next__  # through which no search of Python objects can see

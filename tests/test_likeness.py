@@ -143,6 +143,43 @@ def a_hook_on_an_argument(wrap):
 
 
 @program
+def a_hook_and_an_argument_without_views(wrap):
+    w = leaf(3, 3, seed=1)
+
+    def f(x, w):
+        h = w * w
+        h.register_hook(lambda g: 2 * g)
+        return torch.sparse.mm(x, h).sin()
+
+    x = torch.eye(3, dtype=F64).to_sparse()
+    return torch.autograd.grad(wrap(f)(x.requires_grad_(), w).sum(), w)
+
+
+@program
+def a_hook_in_a_batched_backward(wrap):
+    def f(x):
+        x.register_hook(lambda g: 2 * g)
+        return x.sin().exp() * x
+
+    x = leaf(3)
+    y = wrap(f)(x * 1)
+    return vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.eye(3, dtype=F64))
+
+
+@program
+def a_pullback_that_f_makes_and_stores(wrap):
+    stored, w = [], leaf(3, seed=1).detach()
+
+    def f(x):
+        y, pull = torch.func.vjp(torch.sin, w)
+        stored.append(pull)
+        return (x * y).sum()
+
+    x = leaf(3)
+    return torch.autograd.grad(wrap(f)(x), x), stored[0](torch.ones_like(w))
+
+
+@program
 def forces_with_respect_to_an_argument(wrap):
     """Another argument was computed from it outside. (`remat` cannot know that: see the contract.)"""
     w, position = leaf(3, seed=1), leaf(4, 3)

@@ -39,14 +39,14 @@ class Kind:
 # Also its cells, under the names of the closure variables.
 FUNCTION = Kind(
     *("__code__", "__globals__", "__name__", "__defaults__", "__kwdefaults__", "__dict__", "__qualname__"),
-    *("__doc__", "__annotations__" if sys.version_info < (3, 14) else "__annotate__"),
+    *("__doc__", "__module__", "__annotations__" if sys.version_info < (3, 14) else "__annotate__"),
     label="closure variable {!r}",
 )
 METHOD = Kind("__func__", "__self__")
 BUILTIN = Kind("__self__", "__name__")  # a bound method that is written in C
 PARTIAL = Kind("func", "args", "keywords", "__dict__")
 MEMBER = Kind("__func__")  # a staticmethod or classmethod
-PROPERTY = Kind("fget", "fset", "fdel")
+PROPERTY = Kind("fget", "fset", "fdel", "__doc__")
 COMPILED = Kind()  # a function or a module that torch.compile has wrapped
 TUPLE = Kind(label="item {!r}")  # or a named tuple, or a frozenset
 LIST = Kind(label="item {!r}")  # or a deque, or a set

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch.objects import compiler_of
+from .._torch.objects import compiler_of, is_pullback
 from . import kinds
 from .code import is_library
 from .find import Found
@@ -269,8 +269,8 @@ def exchange_stored(
 ) -> set[int]:
     """Replace what f stored in `changed` objects, and in the containers and objects that it made and stored.
 
-    `instead` has replacements by id; other tensors are replaced by `alive(x)`. Returns the ids of all that
-    was looked at.
+    `instead` has replacements by id; other tensors are replaced by `alive(x)`. Returns the ids of all else
+    that was looked at.
     """
     places: list[Any] = [*map(found.nodes.__getitem__, changed)]
     # By id: what is there after this, also of what is not exchanged. What was there at the call stays.
@@ -285,7 +285,7 @@ def exchange_stored(
                 then, now = dict(zip(keys, then.values(), strict=True)), {}
         if now.keys() != then.keys() or not all(map(operator.is_, then.values(), now.values())):
             _put(node.kind, node.value, now, then)
-    return {*after}
+    return after.keys() - instead.keys()
 
 
 # Kinds of objects that are made anew around other parts; all others are filled anew.
@@ -326,11 +326,12 @@ def _exchanged(
     cls: Any = type(x)
     kind: Any = None if cls in kinds.ATOMS else kinds.about(cls).kind
     if id(x) not in after:
-        compiler = (
-            compiler_of(x) if kind is kinds.COMPILED or (kind is kinds.FUNCTION and x.__dict__) else None
-        )
-        if compiler is not None:
-            kind = kinds.COMPILED
+        if kind is kinds.FUNCTION and is_pullback(x):
+            return x  # its tensors belong together
+        compiler = None
+        if kind is kinds.COMPILED or (kind is kinds.FUNCTION and x.__dict__):
+            compiler = compiler_of(x)
+            kind = kind if compiler is None else kinds.COMPILED
         if kind is kinds.TENSOR:
             after[id(x)] = alive(x)
         elif kind in _MADE_OF_PARTS and depth < _DEEPEST:

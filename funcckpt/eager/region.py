@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
@@ -311,8 +311,8 @@ class Region:
             if given[i].requires_grad != requires_grad:
                 given[i] = wrappers.requires_grad_(given[i].detach(), requires_grad)
             elif requires_grad and "register_hook" in found.names:  # a hook must not act on it again
-                with torch.enable_grad():
-                    given[i] = given[i].view_as(given[i])
+                with functorch.without_levels(), torch.enable_grad(), suppress(RuntimeError):
+                    given[i] = given[i].view_as(given[i])  # but some layouts have no views
             attributes, cls = self._marks[i]
             if attributes or cls is not Tensor:
                 put_marks(given[i], attributes, cls)
