@@ -272,6 +272,10 @@ def test_a_graph_of_a_backward_through_a_transform():
     assert_same(make_fx(step(remat))(w)(w * 2), step(plain)(w * 2))
 
 
+def test_a_keyword_argument_named_self():
+    assert remat(lambda x, **options: x * options["self"])(torch.ones(()), self=2) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_graph_of_torch_jit():
     for f in (remat(torch.sin), functools.partial(checkpoint, torch.sin)):
