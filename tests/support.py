@@ -39,6 +39,24 @@ def default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
+class Sine(torch.autograd.Function):
+    """Without a rule for forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+
+
 def registered(table):
     """A decorator that puts functions into a table, by their names."""
 

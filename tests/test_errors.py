@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from oracles import F64, FORWARD, REVERSE, assert_same, compare, of_one, plain, state, tensor, total
+from support import Sine
 from torch import nn
 from torch.func import grad, vjp, vmap
 
@@ -153,28 +154,18 @@ WRONG = {
 def test_a_backward_that_calls_vjp(views):
     """Torch itself fails so inside of torch.func.vjp, and not inside of grad."""
 
-    class Sine(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x.sin()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
+    class ByVjp(Sine):
         @staticmethod
         def backward(ctx, cotangent):
             (x,) = ctx.saved_tensors
             return vjp(torch.sin, x.view_as(x) if views else x)[1](cotangent)
 
-    run = lambda wrap: vmap(grad(lambda x: wrap(Sine.apply)(x) * 2))(tensor(3))
+    run = lambda wrap: vmap(grad(lambda x: wrap(ByVjp.apply)(x) * 2))(tensor(3))
     if views:
         assert_same(run(remat), run(plain))
     else:
         with pytest.raises(RuntimeError):
-            vmap(lambda x: vjp(Sine.apply, x)[1](x))(tensor(3))
+            vmap(lambda x: vjp(ByVjp.apply, x)[1](x))(tensor(3))
         with pytest.raises(CheckpointError) as raised:
             run(remat)
         assert_says(raised.value, r"\w+\.apply", r"vjp", r"x\.view_as\(x\)")

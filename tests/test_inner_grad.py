@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from support import assert_same
+from support import Sine, assert_same
 from test_scan import LOOPS, tensor
 from torch import nn, special
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
@@ -227,22 +227,6 @@ def stopped(y):
     return (y / norm).sin()
 
 
-class WithoutJvp(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].cos()
-
-
 # Torch has no forward mode of these, a wrong one, or one that goes through `no_grad`; or no vmap without autograd.
 OPERATORS = {
     "layer_norm": NORM,
@@ -250,7 +234,7 @@ OPERATORS = {
     "solve": lambda y: torch.linalg.solve(y @ y.mT + 1, y),
     "power": lambda y: y.square() ** torch.tensor([2.0, 2, 3], dtype=F64),
     "no_grad": stopped,
-    "function": WithoutJvp.apply,
+    "function": Sine.apply,
     "no_forward_mode": lambda y: special.zeta(2.0, y.square() + 2),
     "scripted": torch.jit.CompilationUnit("def f(y):\n    return torch.layer_norm(y, [3])\n").f,
     "in_a_checkpoint": lambda y: remat(NORM)(y),

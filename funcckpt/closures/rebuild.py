@@ -328,22 +328,19 @@ def _exchanged(
     if id(x) not in after:
         if kind is kinds.FUNCTION and is_pullback(x):
             return x  # its tensors belong together
-        compiler = None
-        if kind is kinds.COMPILED or (kind is kinds.FUNCTION and x.__dict__):
-            compiler = compiler_of(x)
-            kind = kind if compiler is None else kinds.COMPILED
+        compiler = compiler_of(x) if kind is kinds.COMPILED or kind is kinds.FUNCTION else None
+        if compiler is not None:
+            kind = kinds.COMPILED
         if kind is kinds.TENSOR:
             after[id(x)] = alive(x)
         elif kind in _MADE_OF_PARTS and depth < _DEEPEST:
             after[id(x)] = x
-            parts = kinds.read(kind, x)
-            # (All globals would be too many: those of f are known.)
-            items = {
-                name: after.get(id(part), part)
-                if name == "__globals__"
-                else _exchanged(part, after, alive, places, depth + 1)
-                for name, part in parts.items()
-            }
+            parts, items = kinds.read(kind, x), {}
+            for name, part in parts.items():
+                if name == "__globals__":  # all would be too many: those of f are known
+                    items[name] = after.get(id(part), part)
+                else:
+                    items[name] = _exchanged(part, after, alive, places, depth + 1)
             if any(map(operator.is_not, items.values(), parts.values())):
                 after[id(x)] = _made_of(kind, cls, items, compiler)
         elif kind in _WRITABLE:

@@ -221,8 +221,7 @@ class Region:
         put_back(self._found)
         for x, before, _ in self._buffers:
             if not x.is_inference():  # which f cannot update
-                with torch.no_grad(), autograd.version_kept(x):
-                    x.copy_(before)
+                tensors.refill(x, before)
             self._constants.pop(id(x), None)
         for x in self._changed():
             raise MutationError(
