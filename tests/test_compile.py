@@ -540,7 +540,7 @@ def test_a_backward_inside_of_a_compiled_function(wrap):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 @pytest.mark.parametrize("wrap", [remat, lambda f: partial(checkpoint, f)], ids=["remat", "checkpoint"])
 def test_what_is_put_on_something_compiled(wrap):
-    """Attributes of a compiled function, which f reads and writes, and hooks of a compiled module."""
+    """Attributes of a compiled function, which f reads and writes; hooks and forward of a compiled module."""
 
     def run(wrap, compiled):
         x = X.clone().requires_grad_()
@@ -548,6 +548,8 @@ def test_what_is_put_on_something_compiled(wrap):
         f, module = compiled(lambda x: x.sin() * t), compiled(part)
         f.scale, f.calls, f.tensor = 2.0, 0, x * 3
         module.register_forward_hook(lambda module, args, out: out * t)
+        forward = module.forward
+        module.forward = lambda x: forward(x) + t
 
         def g(x):
             f.calls = f.calls + 1

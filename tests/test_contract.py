@@ -574,6 +574,30 @@ def test_what_f_assigns_it_assigns_once(kind, transform, wrap):
     assert_same(run(wrap), run(no_remat))
 
 
+def test_what_f_assigns_to_a_class_beside_a_differentiated_tensor(wrap):
+    """During a run, the class has the tensors of the run."""
+
+    def run(wrap):
+        class Net:
+            calls, first = 0, True
+
+            @classmethod
+            def apply(cls, x):
+                cls.weight, cls.other = cls.other, cls.weight
+                cls.calls += 1
+                vars(cls).get("first") and delattr(cls, "first")
+                return (x * cls.weight * cls.calls).sin()
+
+        def loss(w):
+            Net.weight, Net.other = w.exp(), w.cos()
+            return (wrap(Net.apply)(w) * wrap(Net.apply)(w.cos())).sum()
+
+        gradient = grad(loss)(inputs()[0])
+        return gradient, Net.calls, "first" in vars(Net)
+
+    assert_same(run(wrap), run(no_remat))
+
+
 def test_what_f_stores_inside_of_others_is_there_in_the_next_call(wrap):
     """As a cache of cosines and sines, for each length."""
 

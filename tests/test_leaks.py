@@ -250,6 +250,29 @@ def test_copies_of_what_refers_to_itself_do_not_wait_for_the_collector(wrap, tra
     assert not ours(cyclic_garbage(step))
 
 
+def test_copies_of_a_recursive_function_do_not_wait_for_the_collector():
+    def loss(w):
+        def f(x, depth=2):
+            return (f(x, depth - 1) * w).sin() if depth else x
+
+        return remat(f)(w.exp()).sum()
+
+    step = lambda: grad(loss)(torch.randn(3))
+    step()
+    functions = [o.__name__ for o in cyclic_garbage(step) if inspect.isfunction(o)]
+    assert functions.count("f") == 1  # the user's own
+
+
+def test_copies_that_f_has_stored_stay_whole():
+    """They refer to each other, and would be emptied if nothing else referred to them."""
+    seen = []
+    module = Cyclic()
+    module.register_forward_hook(lambda module, args, out: seen.append(module))
+    remat(module)(torch.randn(2, 3)).sum().backward()
+    assert len(seen) == 2 and seen[0] is module
+    assert all(x.parts[0]["owner"] is x for x in seen)
+
+
 def test_copies_do_not_pile_up_with_exceptions(monkeypatch):
     """Of recomputations that raise."""
 

@@ -1,6 +1,5 @@
 """The private names of torch that funcckpt stands on: a release that moves one fails here, loudly."""
 
-import functools
 import inspect
 import subprocess
 import sys
@@ -9,14 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils import checkpoint as module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
 from funcckpt._torch import autograd, dynamo, functorch, objects, wrappers
-from funcckpt.closures import kinds
 
 leaf = lambda: torch.ones(3, requires_grad=True)
 
@@ -277,26 +274,6 @@ torch.testing.assert_close(got, scale * (x * scale).cos())
 
 def test_a_missing_name_leaves_the_plain_function():
     subprocess.run([sys.executable, "-c", MISSING], check=True)
-
-
-@pytest.mark.parametrize("how", ["function", "method", "module", "in place"])
-def test_what_torch_compile_has_made_can_be_made_again(how):
-    """Without it, a copy of a compiled module would run with the parameters of the original."""
-    module = nn.Linear(2, 2)
-    value = module.forward if how == "method" else (lambda x: module(x)) if how == "function" else module
-    if how == "in place":
-        module.compile(backend="eager")
-        compiled = vars(module)["_compiled_call_impl"]
-    else:
-        compiled = torch.compile(value, backend="eager")
-    (inner,) = kinds.read(kinds.COMPILED, compiled).values()
-    again = objects.compiler_of(compiled)(inner)
-    x = torch.ones(2)
-    torch.testing.assert_close(again(x), nn.functional.linear(x, module.weight, module.bias))
-    assert type(again) is type(compiled) and again is not compiled
-    assert objects.compiler_of(inner) is None
-    if how != "module":  # `wraps` copies the attributes of the compiled function
-        assert objects.compiler_of(functools.wraps(compiled)(lambda x: compiled(x))) is None
 
 
 def test_dynamo_does_not_see_what_is_hidden():

@@ -34,7 +34,7 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._torch.objects import compiler_of, dict_version, is_pullback
+from .._torch.objects import dict_version, is_pullback
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
@@ -170,12 +170,9 @@ class Found:
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
                     continue
-                if kind is kinds.FUNCTION:
-                    if not everything and is_pullback(value):
-                        self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
-                        continue
-                    if value.__dict__ and compiler_of(value) is not None:  # few have attributes
-                        kind = kinds.COMPILED
+                if kind is kinds.FUNCTION and not everything and is_pullback(value):
+                    self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
+                    continue
                 owner: Any = cls
                 if isinstance(value, type):
                     of, owner = about(value), value
@@ -431,8 +428,6 @@ class Found:
                 node.like = kinds.emptied(node.value)
             elif node.kind in kinds.OBJECTS and node.cls.__weakrefoffset__:
                 node.like = weakref.ref(node.value)
-            elif node.kind is kinds.COMPILED:
-                node.like = compiler_of(node.value)
             node.value = None
         stay = [*map(operator.not_, map(gone.__contains__, self._numbers))]
         of_dicts = self._numbers, self._dicts, self._versions

@@ -47,7 +47,6 @@ BUILTIN = Kind("__self__", "__name__")  # a bound method that is written in C
 PARTIAL = Kind("func", "args", "keywords", "__dict__")
 MEMBER = Kind("__func__")  # a staticmethod or classmethod
 PROPERTY = Kind("fget", "fset", "fdel", "__doc__")
-COMPILED = Kind()  # a function or a module that torch.compile has wrapped
 TUPLE = Kind(label="item {!r}")  # or a named tuple, or a frozenset
 LIST = Kind(label="item {!r}")  # or a deque, or a set
 DICT = Kind(label="item {!r}")
@@ -70,7 +69,7 @@ KEYED = frozenset({DICT, RECORD})  # Their keys may be modules.
 # Kinds that refer to others only by their `__dict__`.
 SPACES = frozenset({MODULE, OBJECT, CLASS, LOCAL})
 # Kinds that do not change.
-CONSTANT = frozenset({METHOD, BUILTIN, PARTIAL, MEMBER, PROPERTY, COMPILED, TUPLE})
+CONSTANT = frozenset({METHOD, BUILTIN, PARTIAL, MEMBER, PROPERTY, TUPLE})
 # Kinds that no copy can replace.
 FIXED = frozenset({CLASS, VARIABLE, LOCAL, NAMESPACE})
 PARTS = ("_parameters", "_buffers", "_modules")
@@ -82,7 +81,7 @@ class Node:
 
     `names` are the names that count; None if all do. `parent` and `key` say where the object was found first.
     If it leads to a tensor that the graph owns, `seal` sets `value` to None; then `like` is an empty
-    container of its type, a weak reference to the object, or what has compiled it.
+    container of its type, or a weak reference to the object.
     """
 
     kind: Kind
@@ -162,8 +161,6 @@ def _kind_of(cls: Any) -> Kind | None:
         return None  # of Opacus: it puts hooks on each layer, which would lead to the whole model
     if cls in _BUILT_IN:
         return _BUILT_IN[cls]
-    if cls.__name__ == "OptimizedModule":
-        return COMPILED
     for base, kind in _WITH_SUBCLASSES.items():
         if issubclass(cls, base):
             return SLOTTED if kind is MODULE and slots_of(cls) else kind
@@ -173,7 +170,7 @@ def _kind_of(cls: Any) -> Kind | None:
         return RECORD if cls.__dictoffset__ and not _computes_dict(cls) else DICT
     if issubclass(cls, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
         return TUPLE  # the latter are results of torch, as of `torch.linalg.qr`
-    if is_plain_python(cls):
+    if is_plain_python(cls) and not cls.__module__.startswith("torch._dynamo."):
         return SLOTTED if slots_of(cls) else OBJECT
     return None
 
@@ -224,11 +221,6 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
             return {"": value.get()}
         except LookupError:  # it has no value, and no default
             return {}
-    if kind is COMPILED:
-        if not isinstance(value, nn.Module):
-            return {"": value._torchdynamo_orig_callable}
-        hooks = {name: x for name, x in value.__dict__.items() if "_hooks" in name and x}
-        return {"": value._orig_mod, **hooks}
     if kind is PARTIAL:  # a subclass may have attributes with these names (as in pyro)
         state = *functools.partial.__reduce__(value)[2][:3], value.__dict__
         return dict(zip(kind.parts, state, strict=True))

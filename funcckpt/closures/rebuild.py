@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch.objects import compiler_of, is_pullback
+from .._torch.objects import is_pullback
 from . import kinds
 from .code import is_library
 from .find import Found
@@ -164,8 +164,7 @@ class Rebuilt:
             items = self._items(node.content)
             if number in self._built:  # it refers to itself, and is made already
                 return self._built[number]
-            compiler = compiler_of(value) if kind is kinds.COMPILED and value is not None else node.like
-            new = _made_of(kind, cls, items, compiler)
+            new = _made_of(kind, cls, items)
             if kind is kinds.FUNCTION:
                 self._spaces.append(new.__closure__)
             self._built[number] = new
@@ -292,8 +291,8 @@ def exchange_stored(
 _MADE_OF_PARTS = kinds.CONSTANT | {kinds.FUNCTION}
 
 
-def _made_of(kind: kinds.Kind, cls: Any, items: dict[Any, Any], compiler: Any = None) -> Any:
-    """An object of a kind that does not change, of its parts. `compiler` has compiled the original."""
+def _made_of(kind: kinds.Kind, cls: Any, items: dict[Any, Any]) -> Any:
+    """An object of a kind that does not change, of its parts."""
     parts = items.values()
     if kind is kinds.FUNCTION:
         code, namespace, name, defaults, *_ = parts
@@ -301,10 +300,6 @@ def _made_of(kind: kinds.Kind, cls: Any, items: dict[Any, Any], compiler: Any = 
         new: Any = types.FunctionType(code, namespace, name, defaults, cells)
         for name in kind.parts[4:]:
             setattr(new, name, items[name])
-        return new
-    if kind is kinds.COMPILED:
-        new = compiler(items.pop(""))  # the same code: nothing is compiled again
-        new.__dict__.update(items)
         return new
     if kind is kinds.BUILTIN:
         return getattr(*parts)
@@ -328,9 +323,6 @@ def _exchanged(
     if id(x) not in after:
         if kind is kinds.FUNCTION and is_pullback(x):
             return x  # its tensors belong together
-        compiler = compiler_of(x) if kind is kinds.COMPILED or kind is kinds.FUNCTION else None
-        if compiler is not None:
-            kind = kinds.COMPILED
         if kind is kinds.TENSOR:
             after[id(x)] = alive(x)
         elif kind in _MADE_OF_PARTS and depth < _DEEPEST:
@@ -342,7 +334,7 @@ def _exchanged(
                 else:
                     items[name] = _exchanged(part, after, alive, places, depth + 1)
             if any(map(operator.is_not, items.values(), parts.values())):
-                after[id(x)] = _made_of(kind, cls, items, compiler)
+                after[id(x)] = _made_of(kind, cls, items)
         elif kind in _WRITABLE:
             after[id(x)] = x
             places.append(Node(kind, cls, x, {}, 0, ""))
