@@ -255,6 +255,18 @@ def test_functional_call_in_a_graph(mode):
     assert_same(graph(REPLACED, X.sin()), step(plain)(REPLACED, X.sin()))
 
 
+def test_a_graph_of_a_gradient_can_be_differentiated():
+    """Also if what it was traced with requires grad."""
+    w = torch.eye(X.shape[-1], dtype=X.dtype, requires_grad=True)
+
+    def second(wrap):
+        energy = wrap(lambda w: torch.tanh(X @ w).square().sum())
+        graph = make_fx(lambda w: grad(energy)(w).square().sum())(w)
+        return torch.autograd.grad(graph(w), w)
+
+    assert_same(second(remat), second(plain))
+
+
 def test_a_graph_of_a_backward_through_a_transform():
     """As AOTAutograd traces it: plain autograd differentiates what a transform has made of remat."""
 

@@ -120,7 +120,7 @@ def detached(x: Tensor) -> Tensor:
     """
     if is_legacy_batchedtensor(x):
         return x
-    if functorch.is_tracing() and not (x.requires_grad and x.is_leaf):  # a parameter is traced as a constant
+    if functorch.is_tracing():
         with torch.no_grad():
             view = x.view_as(x)
         if not view.requires_grad:
