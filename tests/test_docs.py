@@ -107,7 +107,8 @@ def names_of_the_reader():
         return x.square().sum()
 
     layers, blocks = [Block() for _ in range(4)], [{"up": torch.randn(3, 8), "down": torch.randn(8, 3)}] * 3
-    model = nn.ModuleDict({"blocks": nn.ModuleList(layers)})
+    model = nn.Linear(3, 4)
+    model.blocks = nn.ModuleList(layers)
     model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
     x = torch.randn(6, 3)
     return {

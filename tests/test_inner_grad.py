@@ -171,6 +171,10 @@ def test_random_numbers_of_the_loss_are_drawn_again(randomness):
     ("call", "says"),
     [
         (lambda: inner_grad(lambda w: w)(X), r"returned float64\[4\] on cpu, not a real scalar"),
+        (
+            lambda: inner_grad(lambda w: (w.sum(), w))(X),
+            "returned a tuple, not a real scalar. .* pass has_aux=True",
+        ),
         (lambda: inner_grad(lambda w: w.sum(), 1)(X), r"argnums=1, but there are 1 arguments"),
         (
             lambda: inner_grad(lambda w: w[0].sum())([X.long()]),

@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 import types
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -221,6 +222,27 @@ def an_optimizer_in_the_backward(wrap):
         y = wrap(lambda x, i: blocks[i](x).tanh())(y, i)
     y.sum().backward()
     return x.grad, list(blocks.parameters())
+
+
+@program
+def backward_hooks_that_log(wrap):
+    """Of modules inside of f: into one dict, and into an object, for all calls."""
+    torch.manual_seed(0)
+    blocks, x = [nn.Sequential(nn.Linear(3, 3, dtype=F64), nn.Tanh()) for _ in range(3)], leaf(3)
+    norms, seen = {}, types.SimpleNamespace(count=0, scale=1.0)
+
+    def log(module, grads, outs, name):
+        norms[name] = outs[0].norm()
+        seen.count += 1
+        return (grads[0] * seen.scale,)
+
+    y = x
+    for i, block in enumerate(blocks):
+        block[0].register_full_backward_hook(partial(log, name=i))
+        y = wrap(block)(y)
+    seen.scale = 0.5
+    y.sum().backward()
+    return x.grad, norms, vars(seen)
 
 
 @program

@@ -256,6 +256,7 @@ def test_what_is_run_again_and_what_is_kept(wrap, runs, kept):
     "make, message",
     [
         (lambda: torch.sin, "use funcckpt.remat for functions"),
+        (lambda: nn.Linear, r"not a class: write Remat\(Linear\(...\)\)"),
         (lambda: 3, "takes an nn.Module, not int"),
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "has no forward"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),

@@ -28,6 +28,34 @@ def test_blocks_of_cached_parametrizations_are_left():
     assert parametrize._cache_enabled == 0
 
 
+@pytest.mark.parametrize(
+    ("of", "asked"),
+    [("all", [1, 1, 0, 1]), ("leaf", [1, 0, 0, 0]), ("last", [1, 1, 0, 1]), ("result", [0, 1, 0, 0])],
+)
+def test_gradients_that_a_backward_uses_are_told(of, asked):
+    """Of a leaf, a result, a constant and another leaf."""
+    first, last = leaf(), leaf()
+    result = last.exp()
+    inputs = [first, result, torch.ones(3), last]
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            return sum(inputs)
+
+        @staticmethod
+        def backward(ctx, ct):
+            seen.append([*map(int, autograd.asked_for(ctx.next_functions, ctx.needs_input_grad))])
+            return (ct,) * 4
+
+    seen, y = [], Sum.apply(*inputs).sum()
+    if of == "all":
+        y.backward()
+    else:
+        torch.autograd.grad(y, {"leaf": first, "last": last, "result": result}[of])
+    assert seen == [asked]
+
+
 def test_layers_are_read_and_left_as_they_were():
     def f(x):
         before = functorch.current_level()

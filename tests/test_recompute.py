@@ -104,6 +104,24 @@ def test_the_last_product_of_a_block_is_not_computed_again(run):
     assert sum(seen) - without.flops == again[run]
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_only_gradients_that_the_backward_uses_are_computed(create_graph):
+    """As for the input of a model whose parameters require grad."""
+
+    def run(wrap):
+        ws, x = [w.requires_grad_() for w in weights()], points().requires_grad_()
+        loss = net(wrap, ws, x).square().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=create_graph)
+        if create_graph:
+            return gradient, torch.autograd.grad(gradient.square().sum(), [x, *ws])
+        return gradient
+
+    without, measured = measure(run, lambda f: f), measure(run, remat)
+    assert_close(measured.result, without.result)
+    if not create_graph:
+        assert measured.flops - without.flops == L * MATMUL
+
+
 def test_a_run_that_takes_another_way():
     """What an earlier one has skipped may be read in this one."""
     x, w = points(), weights()[0][:, :D].clone()

@@ -20,6 +20,7 @@ from torch._C import (  # type: ignore[attr-defined]
     _DisableAutocast as without_autocast,  # no operator inside is cast
     _dispatch_tls_is_dispatch_key_excluded as _is_excluded,
     _get_graph_exec_group,
+    _will_engine_execute_node,
 )
 
 # What a graph node holds for a saved tensor; and the active hooks, which public torch does not show.
@@ -66,6 +67,21 @@ def gradients(
     retain_graph, allow_unused = create_graph, True
     arguments = (*outputs,), (*cotangents,), retain_graph, create_graph, (*inputs,), allow_unused
     return _engine_run_backward(*arguments, accumulate_grad=False)
+
+
+def asked_for(edges: Sequence[Any], needed: Sequence[bool]) -> Sequence[bool]:
+    """Which gradients the running backward uses: torch tells a Function only which inputs require grad.
+
+    `edges` are those of the inputs.
+    """
+    asked = [*needed]
+    for i in reversed(range(len(asked))):
+        if asked[i]:
+            try:
+                asked[i] = _will_engine_execute_node(edges[i][0])
+            except RuntimeError:  # a leaf with respect to which `autograd.grad` differentiates; others may be
+                break
+    return asked
 
 
 # An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).

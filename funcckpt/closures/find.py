@@ -39,6 +39,8 @@ from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
 
+# Hooks that run in a backward. As without a checkpoint, they find what is there then.
+_RUN_LATER = ("_backward_hooks", "_backward_pre_hooks")
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
 # Attributes that each module or function has. They need no search while they are empty.
 _OFTEN_EMPTY = frozenset(
@@ -225,10 +227,10 @@ class Found:
                         names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
                 for name, item in content.items():
                     if type(item) not in kinds.ATOMS:
-                        if name in _OFTEN_EMPTY and not item:
-                            empty.append(item)
-                        else:
+                        if name not in _OFTEN_EMPTY or (item and name not in _RUN_LATER):
                             pending.append((item, number, name))
+                        elif not item:
+                            empty.append(item)
                 if kind in kinds.KEYED and not kinds.ATOMS.issuperset(map(type, content)):
                     keyed.append(node)
                 if of.has_own:
@@ -275,10 +277,10 @@ class Found:
                     if name not in node.content:
                         node.content[name] = item
                         if type(item) not in kinds.ATOMS:
-                            if name in _OFTEN_EMPTY and not item:
-                                empty.append(item)
-                            else:
+                            if name not in _OFTEN_EMPTY or (item and name not in _RUN_LATER):
                                 pending.append((item, id(node.value), name))
+                            elif not item:
+                                empty.append(item)
         # Modules and tensors that are keys of a dict, if they are found elsewhere, too: a registry may have
         # many others.
         for node in keyed:

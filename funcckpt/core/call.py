@@ -332,7 +332,7 @@ class Call(UserProgram):
             if not (is_given or wrappers.is_constant(x)) or ((is_given or is_bound) and id(x) not in reached):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
-                    "be lost. Return it, or store a detached copy (under vmap not inside of a function)."
+                    "be lost. Return it, or store a detached copy (under vmap not in a closure)."
                 )
             if is_given:
                 self._given[id(x)] = given[id(x)]

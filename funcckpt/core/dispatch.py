@@ -313,15 +313,17 @@ class _Node(functorch.SingleLevelFunction):
             or not autograd.is_final_backward(level, ctx.thread)
         ):
             last = None
-        wrt = (*compress(range(arity), needed[leading:]),)
+        flags = needed[leading:]
+        tracked = wrt = (*compress(range(arity), flags),)
+        if not level and len(tracked) > 1:
+            wrt = (*compress(range(arity), autograd.asked_for(ctx.next_functions, flags)),)
         given = (*map(operator.is_not, cotangents, repeat(None)),)
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:
             return (None,) * len(needed)
-        vjp = Vjp(program, ctx.call_level, arity, wrt, of, level > 0)
+        vjp = Vjp(program, ctx.call_level, arity, wrt, of, level > 0, tracked)
         arguments += compress(cotangents, given)
         del cotangents
-        flags = needed[leading:]
         # Only what is differentiated again depends on them: other threads may use the same leaves.
         records = torch.is_grad_enabled() and not level
         is_changed = records and any(map(operator.ne, map(wrappers.require_grad, arguments), flags))

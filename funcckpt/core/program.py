@@ -271,7 +271,8 @@ class Vjp(Derived):
 
     Differentiates with respect to the inputs `wrt`; the cotangents are those of the outputs `of`. Only inputs
     on which the outputs depend have a gradient: `connected` says which, once the program has run. So an
-    unused input gets None, not zeros.
+    unused input gets None, not zeros. The inputs `tracked` require grad while f runs: some of them may have a
+    gradient that this backward does not use.
 
     `at_level`: f was recorded at a functorch level. So it is again, and meets the same kernels, errors and
     wrappers. If not, it is recorded by plain autograd, which supports more and is faster.
@@ -286,6 +287,7 @@ class Vjp(Derived):
     wrt: tuple[int, ...]
     of: tuple[int, ...]
     at_level: bool
+    tracked: tuple[int, ...] = ()
     connected: Sequence[bool] = ()
     # For a batched Vjp: the unbatched one; and the dims of the cotangents, batch size and randomness.
     unbatched: Vjp | None = None
@@ -295,7 +297,8 @@ class Vjp(Derived):
     def __post_init__(self) -> None:
         # A pullback records by itself, so no Recording of the same is needed. But f may look at what requires
         # grad at an inner level.
-        if isinstance(self.inner, Recording) and set(self.inner.differentiated) == set(self.wrt):
+        self.tracked = self.tracked or self.wrt
+        if isinstance(self.inner, Recording) and set(self.inner.differentiated) == set(self.tracked):
             self.inner = self.inner.inner
         self.source = self.inner.source
 
@@ -351,7 +354,7 @@ class Vjp(Derived):
                 ids = self.inner.ids if isinstance(self.inner, WithCaptured) else ()
                 captured = dict(zip(range(self.arity - len(ids), self.arity), ids, strict=True))
                 detach = wrappers.how_to_detach(primals)
-                for i in self.wrt:
+                for i in self.tracked:
                     x = primals[i]
                     # A captured leaf stays, since f may differentiate it; but its hooks are for the backward.
                     # Saved-tensor hooks give another object, of which the graph would show the original.
@@ -359,10 +362,10 @@ class Vjp(Derived):
                     if not stays or x._backward_hooks:
                         is_nested = mode and x.requires_grad
                         primals[i] = x.view_as(x) if is_nested else wrappers.requires_grad_(detach(x))
-                leaves = [*map(primals.__getitem__, self.wrt)]
             else:
                 primals = wrappers.wrapped_for_grad(primals, level)
-                leaves = wrappers.require_grad_at_this_level(primals, self.wrt)
+                wrappers.require_grad_at_this_level(primals, self.tracked)
+            leaves = [*map(primals.__getitem__, self.wrt)]
             # A module tracker puts hooks on the arguments of f. In a backward, it must not get a leaf.
             if functorch.has_global_module_hook():
                 primals = [x.view_as(x) if x.requires_grad and x.is_leaf else x for x in primals]

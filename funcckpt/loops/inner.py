@@ -92,7 +92,7 @@ def inner_grad(
                 path = pytree.keystr(with_paths(chosen)[j][0])
                 raise InputError(
                     f"inner_grad({name}): argument {path[1:].replace(']', '', 1)} is {in_words(x)}, which "
-                    "has no gradient. Select other arguments with argnums."
+                    "has no gradient. Select other arguments with argnums, or let the loss close over it."
                 )
         call = _Loss(loss, name, Options(), args, kwargs, lifts_all=True)
         is_given_twice = len(call._arguments._numbers) > call.arity
@@ -118,7 +118,8 @@ def _scalar(name: str, loss: Callable[..., Any], given: Sequence[int], *args: An
     """The loss; a copy if it is one of the tensors with the ids `given`."""
     out = loss(*args, **kwargs)
     if not isinstance(out, Tensor) or out.ndim > 0 or not out.is_floating_point():
-        raise InputError(f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar.")
+        what = f"inner_grad({name}): the loss returned {in_words(out)}, not a real scalar."
+        raise InputError(f"{what} If it returns more, pass has_aux=True." if isinstance(out, tuple) else what)
     return out.clone() if id(out) in given else out
 
 

@@ -108,7 +108,9 @@ def step(loop: Loop, i: int, carry: Any, x: Any) -> tuple[Any, Any]:
         raise
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         what = f"{len(out)} values" if isinstance(out, (tuple, list)) else f"a {type(out).__name__}"
-        raise InputError(f"{loop.name}: step {i} returned {what}, not the pair (carry, y).")
+        raise InputError(
+            f"{loop.name}: step {i} returned {what}, not the pair (carry, y), such as (carry, None)."
+        )
     return out[0], out[1]
 
 
