@@ -192,19 +192,24 @@ def test_cached_parametrizations():
 
 
 HOOKS = {
-    "spectral_norm": lambda module: nn.utils.spectral_norm(module.eval()),
-    "prune": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 3).eval()),
+    "prune": lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 0.5),
+    # A recurrent layer also has a list of its weights.
+    "weight_norm": lambda: nn.utils.weight_norm(nn.RNN(3, 3), "weight_hh_l0"),
 }
 
 
-@pytest.mark.parametrize("transform", ["backward", "vmap_grad"])
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize(
+    ("kind", "transform"),
+    [(kind, transform) for kind in HOOKS for transform in ("backward", "grad")]
+    + [("spectral_norm", "vmap_grad"), ("prune", "vmap_grad")],  # torch itself cannot batch the kernel of RNN
+)
 def test_weights_that_hooks_compute(kind, transform):
     def run(wrap):
         torch.manual_seed(0)
-        module = nn.Linear(3, 3, dtype=F64)
-        HOOKS[kind](module)
-        found = observe(transform, lambda x: wrap(module)(x).sin(), (tensor(3),))
+        module = HOOKS[kind]().double()
+        found = observe(transform, lambda x: tree_leaves(wrap(module)(x))[0].sin(), (tensor(2, 3),))
         return found, [p.grad for p in module.parameters()]
 
     assert_same(run(remat), run(plain))

@@ -347,7 +347,8 @@ def stored(found: Found, changed: Iterable[int]) -> Iterator[tuple[Tensor, str]]
         node = found.nodes[number]
         of_library = node.kind is kinds.MODULE and is_library(node.cls.__module__)
         for key, value in kinds.read(node.kind, node.value, node.names).items():
-            is_its_own = of_library and not isinstance(value, Tensor)  # as _flat_weights of LSTM
+            # As _flat_weights of LSTM, in which the hooks of weight_norm also put what they compute.
+            is_its_own = node.key == "_flat_weights" or (of_library and not isinstance(value, Tensor))
             if is_its_own or value is node.content.get(key) or key in _made_anew(node):
                 continue
             for x in Found(value, everything=True).tensors.values():
