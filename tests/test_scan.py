@@ -3,6 +3,8 @@ carries counted exactly, and what is said of wrong input.
 """
 
 import contextvars
+import copy
+import functools
 import sys
 import types
 from collections import OrderedDict, defaultdict
@@ -12,7 +14,7 @@ import torch
 from oracles import F64, tensor
 from support import assert_same
 from torch import nn
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from funcckpt import checkpoint_name, fori_loop, policies, scan, while_loop
@@ -413,6 +415,27 @@ NORM_LOOPS = {
     "bytes": lambda f, x: scan(lambda x, _: (f(x), None), x, length=3, bytes=10**6)[0],
     "no steps": lambda f, x: f(f(f(x))) + 0 * scan(lambda x, _: (f(x), x), x, length=0)[1].sum(),
 }
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch, of a plain module too
+@pytest.mark.parametrize("loop", ["bytes", "while", "length 0"])
+def test_buffers_where_linearize_traces_a_step_beside_the_loop(loop):
+    """The copies of them are no part of the graph."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    step = lambda carry, x: (module(carry), carry)
+
+    def f(x):
+        if loop == "while":
+            return while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, module(c[1])), (0, x))[1]
+        return scan(step, x, length=0 if loop == "length 0" else 3, bytes=2**20)[0] * 1
+
+    def run(f):
+        module[1].reset_running_stats()
+        value, push = linearize(f, tensor(3, 4))
+        return value, push(tensor(3, 4, seed=1)), copy.deepcopy(module.state_dict())
+
+    steps = 0 if loop == "length 0" else 3
+    assert_same(run(f), run(lambda x: functools.reduce(lambda c, _: module(c), range(steps), x) * 1))
 
 
 @pytest.mark.parametrize("loop", NORM_LOOPS)

@@ -278,7 +278,7 @@ class Call(UserProgram):
                 captured = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
                 counts = [where for where in map(found.where, map(id, captured)) if "num_batches_" in where]
                 if counts and autograd.WRITES_TO_CAPTURED in str(error):
-                    what = f"{counts[0]}, which it captured"
+                    what = f"what it captured, perhaps to {counts[0]}"
                     way = "Pass the buffers, too, to the function that is transformed, or call eval()."
                 raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error
             finally:

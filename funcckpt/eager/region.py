@@ -64,12 +64,15 @@ class Slot(dict[Any, tuple[Tensor, int | None]]):
 
 
 class Versioned:
-    """A tensor that is kept as it is, with its version, or that of another one with the same memory."""
+    """A tensor that is kept as it is, with its version, or that of another one with the same memory.
 
-    def __init__(self, x: Tensor, counts: Tensor | None = None) -> None:
+    `more` writes are still to be counted.
+    """
+
+    def __init__(self, x: Tensor, counts: Tensor | None = None, more: int = 0) -> None:
         self._x = autograd.alias(x)
         self._counts = self._x if counts is None else autograd.alias(counts)
-        self._version = tensors.version_of(self._counts)
+        self._version = None if self._counts.is_inference() else self._counts._version + more
 
     def get(self, allow_mutation: bool = False) -> Tensor:
         if tensors.version_of(self._counts) != self._version and not allow_mutation:

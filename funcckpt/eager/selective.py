@@ -121,11 +121,12 @@ class Forward(_Mode):
             return run_operator(func, args, kwargs)
         out, call = self._tape.run(func, args, kwargs)
         self._calls[func].append(call)
-        if func is torch.ops.aten._unsafe_view.default:
-            # The same memory has another version counter from here on, and the caller may write to it.
+        reshapes = torch.Tag.inplace_view in func.tags  # as `squeeze_` in a product with a vector
+        if reshapes or func is torch.ops.aten._unsafe_view.default:
+            # The same memory has another version or counter from here on, and the caller may write to it.
             for other, i, x in self._tape.named(out):
                 if isinstance(other.values.get(i), Versioned):
-                    other.values[i] = Versioned(x, out)
+                    other.values[i] = Versioned(x, out, reshapes)  # torch counts it when this call is over
         decision = self._chooser.decides(func, args, kwargs, out)
         if decision.keep:
             if call is not None and kind_of(func) != "writes":

@@ -31,6 +31,10 @@ def leaving_nothing(
     Gives the streams, and a function that tells whether the block has assigned something. A write to what the
     steps are `given`, or to another captured tensor, is a MutationError.
     """
+    if functorch.is_tracing():  # as `torch.func.linearize` does: the block is no part of the graph
+        with autograd.without_dispatch_modes(), leaving_nothing(name, functions, given) as inside:
+            yield inside
+        return
     found = Found(functions)
     streams = world.random_streams(found.streams, found.draws_elsewhere)
     states = world.states(streams)
