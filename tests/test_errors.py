@@ -5,6 +5,7 @@ import gc
 import itertools
 import re
 import threading
+import weakref
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ import torch
 from oracles import F64, FORWARD, REVERSE, assert_same, compare, of_one, plain, state, tensor, total
 from support import Sine
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import grad, vjp, vmap
 
 from funcckpt import CheckpointError, ClosureError, EscapeError, FuncckptError, checkpoint, remat
@@ -203,6 +205,32 @@ def test_an_error_has_all_the_words_and_leaves_the_state_intact(wrong, transform
     assert without_streams() == before
     del caught
     gc.collect()  # A coroutine for which nobody has waited warns as it goes.
+
+
+class Logged(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_with_a_torch_function_under_a_transform():
+    """It would not be called."""
+    x = tensor(3).as_subclass(Logged)
+    times = remat(lambda w, x: (w * x).sum())
+    with pytest.raises(InputError) as caught:
+        grad(lambda w: times(w, x))(tensor(3))
+    assert_says(caught.value, "argument", "Logged", "__torch_function__", "without remat")
+    assert_same(times(tensor(3), x), (tensor(3) * x).sum())
+
+
+def test_a_hidden_dual_tensor():
+    """Its tangent would be lost."""
+    with forward_ad.dual_level():
+        hidden = weakref.ref(dual := forward_ad.make_dual(tensor(3), tensor(3)))
+        with pytest.raises(ClosureError) as caught:
+            remat(lambda x: x * hidden())(tensor(3, requires_grad=True))
+        assert_says(caught.value, "dual", "Pass it as an argument", r"float64\[3\]")
+        del dual
 
 
 def test_output_objects_without_tensors_pass():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from oracles import F64, FORWARD, REVERSE, assert_same, compare, plain, tensor, total, weight
-from support import Changing
+from support import WRAPS, Changing
 from torch import nn
 from torch.func import hessian, jacfwd, jvp, vjp, vmap
 
@@ -50,6 +50,17 @@ def capture(wrap, place, c, act=lambda x, c: torch.tanh(x * c)):
     else:
         module.c = nn.Parameter(c, requires_grad=False)
     return wrap(lambda x: act(x, module.c))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_model_that_is_frozen_for_the_forward_and_trained_before_the_backward(wrap):
+    critic, x = nn.Linear(3, 3, dtype=F64).requires_grad_(False), tensor(3, requires_grad=True)
+    y = WRAPS[wrap](critic)(x.sin()).sum()
+    critic.requires_grad_(True)
+    with torch.no_grad():
+        critic.weight.mul_(2)
+    with pytest.raises(MutationError, match="as an optimizer changes a parameter"):
+        y.backward()
 
 
 @pytest.mark.parametrize("place", ["cell", "default", "buffer", "frozen_parameter"])
