@@ -271,8 +271,8 @@ class Vjp(Derived):
 
     Differentiates with respect to the inputs `wrt`; the cotangents are those of the outputs `of`. Only inputs
     on which the outputs depend have a gradient: `connected` says which, once the program has run. So an
-    unused input gets None, not zeros. The inputs `tracked` require grad while f runs: some of them may have a
-    gradient that this backward does not use.
+    unused input gets None, not zeros. The inputs `tracked` require grad while f runs: those of `wrt`, and
+    others whose gradient this backward does not use.
 
     `at_level`: f was recorded at a functorch level. So it is again, and meets the same kernels, errors and
     wrappers. If not, it is recorded by plain autograd, which supports more and is faster.
@@ -295,9 +295,9 @@ class Vjp(Derived):
     out_dims: functorch.Dims = ()
 
     def __post_init__(self) -> None:
+        self.tracked = self.tracked or self.wrt
         # A pullback records by itself, so no Recording of the same is needed. But f may look at what requires
         # grad at an inner level.
-        self.tracked = self.tracked or self.wrt
         if isinstance(self.inner, Recording) and set(self.inner.differentiated) == set(self.tracked):
             self.inner = self.inner.inner
         self.source = self.inner.source
