@@ -320,6 +320,33 @@ def test_rebound_is_right_or_refused(wrap, place, what, transform):
     )
 
 
+def test_what_only_torch_names_of_a_disabled_function():
+    """The wrapper of `torch.compiler.disable` looks up any attribute."""
+
+    class Trainer:
+        def __init__(self):
+            self.weight, self.data = tensor(3), [tensor(3)]
+
+        def step(self, x):
+            return x * self.weight
+
+    trainer = Trainer()
+    found = Found(torch.compiler.disable(trainer.step))
+    assert id(trainer.weight) in found.tensors and id(trainer.data) not in found.nodes
+
+
+def test_a_class_whose_module_is_a_property():
+    class Proxy:
+        __module__ = property(lambda self: "elsewhere")
+
+        def __init__(self):
+            self.weight = tensor(3, requires_grad=True)
+
+    held, x = Proxy(), tensor(3)
+    remat(lambda x: x * held.weight)(x).sum().backward()
+    assert_same(held.weight.grad, x)
+
+
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_context_variable_has_its_default(wrap):
     """Around the backward the caller sets what had only its default in the forward."""

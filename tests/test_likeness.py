@@ -246,6 +246,25 @@ def backward_hooks_that_log(wrap):
 
 
 @program
+def backward_hooks_are_those_of_the_call(wrap):
+    """One is removed before the backward, one comes later, and f registers one in each call."""
+    torch.manual_seed(0)
+    block, x = nn.Linear(3, 3, dtype=F64), leaf(3)
+    times = lambda factor: lambda module, grads, outs: (grads[0] * factor,)
+    gone = block.register_full_backward_hook(times(2))
+
+    def f(x):
+        block.register_full_backward_hook(times(0.5))
+        return block(x).sin()
+
+    y = wrap(f)(wrap(f)(x.exp())).sum()
+    gone.remove()
+    block.register_full_backward_hook(times(3))
+    y.backward()
+    return x.grad, len(block._backward_hooks)
+
+
+@program
 def what_a_class_gains_is_no_change(wrap):
     """A cache that grows, as those of rotary embeddings do, and an attribute that nobody read."""
 

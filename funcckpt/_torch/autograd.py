@@ -69,19 +69,21 @@ def gradients(
     return _engine_run_backward(*arguments, accumulate_grad=False)
 
 
-def asked_for(edges: Sequence[Any], needed: Sequence[bool]) -> Sequence[bool]:
-    """Which gradients the running backward uses: torch tells a Function only which inputs require grad.
+def used_gradients(edges: Sequence[Any], needed: Sequence[bool]) -> Sequence[bool]:
+    """Which gradients the running backward may use: torch tells a Function only which inputs require grad.
 
-    `edges` are those of the inputs.
+    `edges` are those of the inputs. At a leaf with respect to which `autograd.grad` differentiates, the
+    question is an error, which takes some 10 microseconds: after the second, all other inputs count as used.
     """
-    asked = [*needed]
-    for i in reversed(range(len(asked))):
-        if asked[i]:
+    used, first, errors = [*needed], needed.index(True), 0
+    for i in reversed(range(len(used))):
+        if used[i] and (i > first or used.count(True) > 1):  # if no other one is used, the first one is
             try:
-                asked[i] = _will_engine_execute_node(edges[i][0])
-            except RuntimeError:  # a leaf with respect to which `autograd.grad` differentiates; others may be
-                break
-    return asked
+                used[i] = _will_engine_execute_node(edges[i][0])
+            except RuntimeError:
+                if (errors := errors + 1) > 1:
+                    break
+    return used
 
 
 # An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).

@@ -39,8 +39,8 @@ from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
 
-# Hooks that run in a backward. As without a checkpoint, they find what is there then.
-_RUN_LATER = ("_backward_hooks", "_backward_pre_hooks")
+# Hooks that run in a backward: what they refer to is not searched, so that they find what is there then.
+_RUN_LATER = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
 # Attributes that each module or function has. They need no search while they are empty.
 _OFTEN_EMPTY = frozenset(
@@ -150,6 +150,8 @@ class Found:
         known: list[int] = []
         first = root[0] if type(root) is tuple and root else root
         first = first.__func__ if type(first) is types.MethodType else first
+        if type(first) is types.FunctionType:  # maybe one of torch, which calls compiled code
+            first = first.__dict__.get("_torchdynamo_orig_callable", first)
         pending: list[tuple[Any, int, Any]] = [(root, 0, _BESIDE)]
         while pending:
             while pending:
@@ -225,12 +227,13 @@ class Found:
                         self._training.append(value._buffers)
                     if isinstance(value, torch.fx.GraphModule):
                         names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
-                for name, item in content.items():
+                is_run_later = type(key) is str and key in _RUN_LATER
+                for name, item in () if is_run_later else content.items():
                     if type(item) not in kinds.ATOMS:
-                        if name not in _OFTEN_EMPTY or (item and name not in _RUN_LATER):
-                            pending.append((item, number, name))
-                        elif not item:
+                        if name in _OFTEN_EMPTY and not item:
                             empty.append(item)
+                        else:
+                            pending.append((item, number, name))
                 if kind in kinds.KEYED and not kinds.ATOMS.issuperset(map(type, content)):
                     keyed.append(node)
                 if of.has_own:
@@ -277,10 +280,10 @@ class Found:
                     if name not in node.content:
                         node.content[name] = item
                         if type(item) not in kinds.ATOMS:
-                            if name not in _OFTEN_EMPTY or (item and name not in _RUN_LATER):
-                                pending.append((item, id(node.value), name))
-                            elif not item:
+                            if name in _OFTEN_EMPTY and not item:
                                 empty.append(item)
+                            else:
+                                pending.append((item, id(node.value), name))
         # Modules and tensors that are keys of a dict, if they are found elsewhere, too: a registry may have
         # many others.
         for node in keyed:

@@ -170,7 +170,7 @@ def _kind_of(cls: Any) -> Kind | None:
         return RECORD if cls.__dictoffset__ and not _computes_dict(cls) else DICT
     if issubclass(cls, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
         return TUPLE  # the latter are results of torch, as of `torch.linalg.qr`
-    if is_plain_python(cls) and not cls.__module__.startswith("torch._dynamo."):
+    if is_plain_python(cls) and not str(cls.__module__).startswith("torch._dynamo."):
         return SLOTTED if slots_of(cls) else OBJECT
     return None
 

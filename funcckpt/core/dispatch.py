@@ -316,7 +316,7 @@ class _Node(functorch.SingleLevelFunction):
         flags = needed[leading:]
         tracked = wrt = (*compress(range(arity), flags),)
         if not level and len(tracked) > 1:
-            wrt = (*compress(range(arity), autograd.asked_for(ctx.next_functions, flags)),)
+            wrt = (*compress(range(arity), autograd.used_gradients(ctx.next_functions, flags)),)
         given = (*map(operator.is_not, cotangents, repeat(None)),)
         of = (*compress(range(len(given)), given),)
         if not wrt or not of:

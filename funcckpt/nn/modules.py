@@ -99,7 +99,7 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
 
 def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     name = type(module).__name__
-    if isinstance(module, type):
+    if isinstance(module, type) and issubclass(module, nn.Module):
         raise InputError(f"Remat takes an nn.Module, not a class: write Remat({module.__name__}(...)).")
     if not isinstance(module, nn.Module):
         raise InputError(f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions.")
