@@ -537,6 +537,23 @@ def test_a_backward_inside_of_a_compiled_function(wrap):
     assert_same(run(wrap, partial(torch.compile, backend="aot_eager")), run(none, none))
 
 
+SCALE = 1.0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize("wrap", [remat, lambda f: partial(checkpoint, f)], ids=["remat", "checkpoint"])
+def test_compiled_code_after_a_recomputation_with_other_globals(wrap, monkeypatch):
+    """Dynamo keeps the code for all functions that share it, and puts what it calls into globals."""
+    f = torch.compile(lambda x: x.sin() * SCALE, backend="aot_eager")
+    for scale in (1.0, 2.0, 3.0):
+        x = X.clone().requires_grad_()
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        y = wrap(f)(x)
+        monkeypatch.setitem(globals(), "SCALE", scale + 1)
+        y.sum().backward()
+        assert_same(x.grad, X.cos() * scale)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 @pytest.mark.parametrize("wrap", [remat, lambda f: partial(checkpoint, f)], ids=["remat", "checkpoint"])
 def test_what_is_put_on_something_compiled(wrap):

@@ -304,6 +304,15 @@ def test_a_missing_name_leaves_the_plain_function():
     subprocess.run([sys.executable, "-c", MISSING], check=True)
 
 
+@pytest.mark.parametrize("around", [torch.compile, torch.compiler.disable])
+def test_what_is_around_a_compiled_function_is_known(around):
+    f = lambda x: x.sin()
+    g = around(f)
+    assert objects.below_compiler(g) is f and objects.below_compiler(f) is f
+    inside = [type(cell.cell_contents) for cell in g.__closure__]
+    assert any(map(objects.is_compiler, inside)) and not objects.is_compiler(type(f))
+
+
 def test_dynamo_does_not_see_what_is_hidden():
     """Neither the function nor what it calls; but what is compiled inside of it stays compiled."""
     graphs = []

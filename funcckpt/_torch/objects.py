@@ -1,4 +1,4 @@
-"""For the search in `closures`: versions of dicts, and pullbacks of torch.func.
+"""For the search in `closures`: versions of dicts, pullbacks of torch.func, and what compiles functions.
 
 `core.primitive` searches, too, where other private names are missing. So this module imports none of them.
 """
@@ -26,3 +26,13 @@ def is_pullback(function: Any) -> bool:
         return False
     module: str = function.__globals__.get("__name__", "")  # another function may have been given this name
     return module == "torch._functorch.eager_transforms"
+
+
+def is_compiler(cls: Any) -> bool:
+    """Whether objects of a class compile functions: `torch.compile` has put one around each of these."""
+    return str(cls.__module__).startswith("torch._dynamo.")
+
+
+def below_compiler(function: Any) -> Any:
+    """The user's function, if torch has put another one around it to compile it, or to leave it alone."""
+    return getattr(function, "__dict__", {}).get("_torchdynamo_orig_callable", function)

@@ -34,7 +34,7 @@ from numpy.random import BitGenerator, Generator, RandomState
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .._torch.objects import dict_version, is_pullback
+from .._torch.objects import below_compiler, dict_version, is_compiler, is_pullback
 from . import kinds
 from .code import is_installed, is_library, names_in
 from .kinds import Hole, Node, about
@@ -127,7 +127,7 @@ class Found:
         self._added: list[int] = []  # the same, since the call
         self.streams: list[Any] = []
         self.opaque: list[Any] = []
-        draws_elsewhere = self.calls_backward = self.has_pullbacks = has_objects = False
+        draws_elsewhere = self.calls_backward = self.has_pullbacks = has_objects = has_compiled = False
         self.gone: set[int] = set()
         self.led = set[int](), set[int]()  # the last ids given to `leading_to`, and what it gave
         # The ids of objects that are or have a dict; these dicts; and their versions. A dict that has its
@@ -150,8 +150,7 @@ class Found:
         known: list[int] = []
         first = root[0] if type(root) is tuple and root else root
         first = first.__func__ if type(first) is types.MethodType else first
-        if type(first) is types.FunctionType:  # maybe one of torch, which calls compiled code
-            first = first.__dict__.get("_torchdynamo_orig_callable", first)
+        first = below_compiler(first)
         pending: list[tuple[Any, int, Any]] = [(root, 0, _BESIDE)]
         while pending:
             while pending:
@@ -173,6 +172,7 @@ class Found:
                         self.streams.append(value)
                     elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                         self.opaque.append(value)
+                    has_compiled |= is_compiler(cls)
                     continue
                 if kind is kinds.FUNCTION and not everything and is_pullback(value):
                     self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
@@ -290,9 +290,12 @@ class Found:
             for key in node.content:
                 if id(key) in tensors or (id(key) in nodes and isinstance(key, nn.Module)):
                     edges += id(key), id(node.value)
+        # A copy of these would not follow the module. Compiled code looks at the globals of its first run.
         for node in named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
-                space.kind = kinds.NAMESPACE  # a copy of it would not follow the module
+                space.kind = kinds.NAMESPACE
+            elif has_compiled and node.kind is kinds.GLOBALS:
+                node.kind = kinds.NAMESPACE
         # For searches that continue this one: the order of the objects, and what was empty.
         self._order, self.empty_of_first = [*nodes], empty
         self.names = names

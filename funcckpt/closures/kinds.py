@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from .._torch.objects import is_compiler
 from .code import is_installed, is_library, is_plain_python, names_for, slots_of
 
 # Types whose values hold no tensor.
@@ -53,7 +54,7 @@ DICT = Kind(label="item {!r}")
 RECORD = Kind(label="item {!r}")  # a dict that may have attributes, too: they are its item `__dict__`
 CELL = Kind()
 GLOBALS = Kind(label="global {!r}")  # of a module: those that code names
-NAMESPACE = Kind(label="global {!r}")  # the same, of a module that f reaches as an object, too
+NAMESPACE = Kind(label="global {!r}")  # the same, of a module that f reaches, too, or of compiled code
 MODULE = Kind(label="attribute {!r}")  # of torch
 OBJECT = Kind(label="attribute {!r}")
 SLOTTED = Kind(label="attribute {!r}")  # an object or a module with slots
@@ -170,7 +171,7 @@ def _kind_of(cls: Any) -> Kind | None:
         return RECORD if cls.__dictoffset__ and not _computes_dict(cls) else DICT
     if issubclass(cls, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
         return TUPLE  # the latter are results of torch, as of `torch.linalg.qr`
-    if is_plain_python(cls) and not str(cls.__module__).startswith("torch._dynamo."):
+    if is_plain_python(cls) and not is_compiler(cls):
         return SLOTTED if slots_of(cls) else OBJECT
     return None
 
