@@ -310,7 +310,8 @@ def test_what_is_around_a_compiled_function_is_known(around):
     g = around(f)
     assert objects.below_compiler(g) is f and objects.below_compiler(f) is f
     inside = [type(cell.cell_contents) for cell in g.__closure__]
-    assert any(map(objects.is_compiler, inside)) and not objects.is_compiler(type(f))
+    assert any(map(objects.is_of_dynamo, inside)) and not objects.is_of_dynamo(type(f))
+    assert any(map(objects.is_compiler, inside)) == (around is torch.compile)
 
 
 def test_dynamo_does_not_see_what_is_hidden():

@@ -28,9 +28,14 @@ def is_pullback(function: Any) -> bool:
     return module == "torch._functorch.eager_transforms"
 
 
-def is_compiler(cls: Any) -> bool:
-    """Whether objects of a class compile functions: `torch.compile` has put one around each of these."""
+def is_of_dynamo(cls: Any) -> bool:
+    """Whether objects of a class are of Dynamo, which puts some around what it compiles or leaves alone."""
     return str(cls.__module__).startswith("torch._dynamo.")
+
+
+def is_compiler(cls: Any) -> bool:
+    """The same, of what it compiles."""
+    return is_of_dynamo(cls) and cls.__name__ != "DisableContext"
 
 
 def below_compiler(function: Any) -> Any:

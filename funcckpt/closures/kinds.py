@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from .._torch.objects import is_compiler
+from .._torch.objects import is_of_dynamo
 from .code import is_installed, is_library, is_plain_python, names_for, slots_of
 
 # Types whose values hold no tensor.
@@ -171,7 +171,7 @@ def _kind_of(cls: Any) -> Kind | None:
         return RECORD if cls.__dictoffset__ and not _computes_dict(cls) else DICT
     if issubclass(cls, tuple) and (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields")):
         return TUPLE  # the latter are results of torch, as of `torch.linalg.qr`
-    if is_plain_python(cls) and not is_compiler(cls):
+    if is_plain_python(cls) and not is_of_dynamo(cls):
         return SLOTTED if slots_of(cls) else OBJECT
     return None
 
