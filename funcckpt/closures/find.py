@@ -123,27 +123,29 @@ class Found:
         self.renamed: dict[int, int] = {}
         self.made: set[int] = set()  # those in their place
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
-        edges = self._edges = list[int]()
+        self._edges: list[int] = []
         self._added: list[int] = []  # the same, since the call
         self.streams: list[Any] = []
         self.opaque: list[Any] = []
         draws_elsewhere = self.calls_backward = self.has_pullbacks = has_objects = has_compiled = False
         self.gone: set[int] = set()
-        self.led = set[int](), set[int]()  # the last ids given to `leading_to`, and what it gave
+        no_ids: set[int] = set()
+        self.led = no_ids, no_ids  # the last ids given to `leading_to`, and what it gave
         # The ids of objects that are or have a dict; these dicts; and their versions. A dict that has its
         # version of the call needs no look inside.
-        self._numbers = numbers = list[int]()
-        self._dicts = dicts = list[Any]()
-        self._versions = versions = list[int]()
+        self._numbers: list[int] = []
+        self._dicts: list[Any] = []
+        self._versions: list[int] = []
         # Those of the objects that have a dict; their classes; and these dicts.
-        self._owners = owners = list[Any]()
-        self._classes = classes = list[Any]()
-        self._spaces = spaces = list[Any]()
-        self.rest = rest = list[int]()  # the ids of all other objects that can change
+        self._owners: list[Any] = []
+        self._classes: list[Any] = []
+        self._spaces: list[Any] = []
+        self.rest: list[int] = []  # the ids of all other objects that can change
         self._some_edges: tuple[list[int], list[int]] | None = None
-        nodes, tensors, names = self.nodes, self.tensors, set[str]()
-        empty = self.empty
+        edges, nodes, tensors, empty = self._edges, self.nodes, self.tensors, self.empty
+        names: set[str] = set()
         met: set[int] = set()
+        atoms = kinds.ATOMS
         # Objects of which only the named attributes count; and how many names were known when they were read.
         named: list[Node] = []
         keyed: list[Node] = []  # dicts with keys that are no atoms
@@ -163,7 +165,7 @@ class Found:
                 met.add(number)
                 cls: Any = type(value)
                 of = about.get(id(cls)) or about(cls)
-                kind = of.kind
+                kind, is_own, draws = of.kind, of.is_own, of.is_of_installed
                 if kind is kinds.TENSOR:
                     tensors[number], self.places[number] = value, (parent, key)
                     continue
@@ -174,40 +176,53 @@ class Found:
                         self.opaque.append(value)
                     has_compiled |= is_compiler(cls)
                     continue
-                if kind is kinds.FUNCTION and not everything and is_pullback(value):
-                    self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
-                    continue
                 owner: Any = cls
-                if isinstance(value, type):
-                    of, owner = about(value), value
-                is_own, draws = of.is_own, of.is_of_installed
-                if kind is kinds.FUNCTION or isinstance(value, types.ModuleType):
-                    module = value.__globals__.get("__name__") if kind is kinds.FUNCTION else value.__name__
-                    is_own = not is_library(module) or value is first
+                if kind is kinds.FUNCTION:
+                    if is_pullback(value) and not everything:
+                        self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
+                        continue
+                    module = value.__globals__.get("__name__")
+                    is_own = value is first or not is_library(module)
                     draws = draws or is_installed(module) or module in _DRAWING
+                elif kind is kinds.CLASS:
+                    if isinstance(value, type):
+                        of, owner = about(value), value
+                        is_own, draws = of.is_own, of.is_of_installed
+                    else:
+                        is_own = not is_library(value.__name__)
+                        draws = draws or is_installed(value.__name__) or value.__name__ in _DRAWING
+                    if not is_own:  # it holds no objects of the user
+                        names.add(value.__name__)  # which code may know by another name
+                        draws_elsewhere |= draws
+                        continue
+                    if owner is value and not is_library(cls.__module__):
+                        pending.append((cls, number, _BESIDE))  # a metaclass
                 draws_elsewhere |= draws
-                if kind is kinds.CLASS and not is_own:
-                    names.add(value.__name__)  # which code may know by another name
-                    continue  # it holds no objects of the user
                 is_named = is_own and of.is_pure and (kind in kinds.OBJECTS or kind is kinds.CLASS)
+                is_run_later = False
                 # (A key may be any object, and to compare it any code.)
-                if kind is kinds.DICT and type(key) is str and key == "__dict__":
-                    holder = about(nodes[parent].cls)
-                    is_named = holder.kind is kinds.RECORD and holder.is_own and holder.is_pure
+                if kind is kinds.DICT and type(key) is str:
+                    is_run_later = key in _RUN_LATER
+                    if key == "__dict__":
+                        holder = about(nodes[parent].cls)
+                        is_named = holder.kind is kinds.RECORD and holder.is_own and holder.is_pure
                 # What others keep in a threading.local may be large.
                 counted = names if is_named or kind is kinds.LOCAL else None
+                if counted is not None:
+                    names |= of.names if has_objects else of.names | _ALWAYS_NAMED
+                    has_objects = True
                 there: Any = value if kind is kinds.DICT else value.__dict__ if kind in kinds.OWNERS else None
                 # (Python 3.12 does not tell that an empty dict becomes a copy of another one.)
                 if type(there) is dict and there and dict_version is not None:
-                    versions.append(dict_version(there))
-                    numbers.append(number)
-                    dicts.append(there)
+                    self._versions.append(dict_version(there))
+                    self._numbers.append(number)
+                    self._dicts.append(there)
                     if there is not value:
-                        owners.append(value)
-                        classes.append(cls)
-                        spaces.append(there)
+                        self._owners.append(value)
+                        self._classes.append(cls)
+                        self._spaces.append(there)
                 elif kind not in kinds.CONSTANT:
-                    rest.append(number)
+                    self.rest.append(number)
                 content: dict[Any, Any] = {}
                 if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
                     content = dict(value) if kind is kinds.DICT else value.__dict__.copy()
@@ -216,44 +231,39 @@ class Found:
                 # Otherwise its content is read below: its class may add names.
                 node = nodes[number] = Node(kind, cls, value, content, parent, key, counted)
                 if counted is not None:
-                    if not has_objects:
-                        names |= _ALWAYS_NAMED
-                        has_objects = True
                     named.append(node)
                     known.append(0)
-                    names |= of.names
-                if kind is kinds.MODULE:
-                    if value.training and value._buffers:
-                        self._training.append(value._buffers)
-                    if isinstance(value, torch.fx.GraphModule):
-                        names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
-                is_run_later = type(key) is str and key in _RUN_LATER
                 for name, item in () if is_run_later else content.items():
-                    if type(item) not in kinds.ATOMS:
+                    if type(item) not in atoms:
                         if name in _OFTEN_EMPTY and not item:
                             empty.append(item)
                         else:
                             pending.append((item, number, name))
-                if kind in kinds.KEYED and not kinds.ATOMS.issuperset(map(type, content)):
-                    keyed.append(node)
                 if of.has_own:
                     for base in owner.__mro__:
                         if not is_library(base.__module__):
                             pending.append((base, number, _BESIDE))
                     if (as_tree := _PYTREES.get(cls)) is not None:
                         pending.append((as_tree.flatten_fn, number, _BESIDE))
-                if owner is value and not is_library(cls.__module__):
-                    pending.append((cls, number, _BESIDE))  # a metaclass
-                if kind is kinds.FUNCTION or kind is kinds.BUILTIN:
+                if kind is kinds.MODULE:
+                    if value.training and value._buffers:
+                        self._training.append(value._buffers)
+                    if isinstance(value, torch.fx.GraphModule):
+                        names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
+                elif kind in kinds.KEYED:
+                    if not kinds.ATOMS.issuperset(map(type, content)):
+                        keyed.append(node)
+                elif kind is kinds.BUILTIN:
                     names.add(value.__name__)
-                if kind is kinds.FUNCTION:
+                elif kind is kinds.FUNCTION:
+                    names.add(value.__name__)
                     space = value.__globals__
                     if id(space) not in nodes:
                         node = Node(kinds.GLOBALS, dict, space, {}, number, "__globals__", set())
                         named.append(nodes.setdefault(id(space), node))
                         known.append(0)
                         met.add(id(space))
-                        rest.append(id(space))
+                        self.rest.append(id(space))
                     if is_own:
                         looked_up, of_globals, imported = names_in(value.__code__)
                         names |= looked_up
@@ -279,7 +289,7 @@ class Found:
                 for name, item in kinds.read(node.kind, node.value, node.names).items():
                     if name not in node.content:
                         node.content[name] = item
-                        if type(item) not in kinds.ATOMS:
+                        if type(item) not in atoms:
                             if name in _OFTEN_EMPTY and not item:
                                 empty.append(item)
                             else:

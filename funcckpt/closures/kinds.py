@@ -205,8 +205,11 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
         if kind is SLOTTED:
             slots = [name for name in about(value.__class__).slots if hasattr(value, name)]
             there = {**there, **{name: getattr(value, name) for name in slots}}
-        some = there if names is None else sorted(names & there.keys())
-        return dict(zip(some, map(there.__getitem__, some), strict=True))
+        if names is None:
+            return dict(there)
+        if len(there) > len(names):
+            return {name: there[name] for name in sorted(names & there.keys())}
+        return {name: x for name, x in dict(there).items() if name in names}
     if kind is RECORD:  # its own methods may compute items
         items = dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
         return items if value.__dict__ is value else {**items, "__dict__": value.__dict__}
