@@ -335,6 +335,21 @@ def test_what_is_stored_too_deep_is_named():
     assert_says(caught.value, "stored", LOOK, "Return it")
 
 
+def test_escape_error_says_by_which_method():
+    stored = {}
+
+    class Model:
+        def cost(self, x):
+            stored["cost"] = (x * x).sum()
+            return stored["cost"]
+
+    model = Model()
+    with pytest.raises(EscapeError) as caught:
+        grad(remat(lambda x: model.cost(x)))(tensor(3))
+    assert_says(caught.value, "item 'cost' of closure variable 'stored' of attribute 'cost'")
+    assert "object at" not in str(caught.value)
+
+
 def test_closure_error_has_all_the_words():
     def call(w):
         fetch = iter(lambda: w, None).__next__  # through which no search of Python objects can see

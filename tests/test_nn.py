@@ -9,7 +9,7 @@ import inspect
 import io
 import itertools
 import pickle
-from abc import ABC
+from abc import ABC, ABCMeta
 from collections import OrderedDict
 from functools import partial
 
@@ -208,6 +208,26 @@ def test_a_registry_of_classes_stays_as_it_is():
             return 2 * x
 
     assert Remat(Double())(torch.ones(())) == 2 and registry == {"double": Double}
+
+
+def test_a_registry_that_is_a_metaclass_stays_as_it_is():
+    registry = {}
+
+    class Registered(ABCMeta):
+        def __new__(cls, name, bases, content, *, key):
+            registry[key] = made = super().__new__(cls, name, bases, content)
+            return made
+
+        def __init__(cls, name, bases, content, *, key):
+            super().__init__(name, bases, content)
+
+    class Double(nn.Module, metaclass=Registered, key="double"):
+        def forward(self, x):
+            return 2 * x
+
+    module = Remat(Double())
+    assert module(torch.ones(())) == 2 and registry == {"double": Double}
+    assert isinstance(module, Double) and type(type(module)) is Registered
 
 
 def test_hooks_on_the_module_run_once():

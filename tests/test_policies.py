@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import aot_function, nop
 from oracles import tensor
 from support import assert_same
+from torch import nn
 from torch.func import grad, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -282,6 +283,22 @@ def test_policies_inside_of_each_other_and_of_checkpoints(checkpointed):
             torch.autograd.grad(f(x).sum(), [x, w], allow_unused=True) for f in (expected, found)
         ]
         assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
+def test_a_result_that_becomes_the_data_of_a_parameter(policy):
+    """As in an encoder with momentum: `.data =` is no operator, so nobody sees that it reads the result."""
+    query, key = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+
+    def similarity(x):
+        for p, q in zip(key.parameters(), query.parameters(), strict=True):
+            p.data = p.data * 0.9 + q.data * 0.1
+        return (query(x) * key(x)).sum()
+
+    f = remat(similarity, policy=policy)
+    for _ in range(2):
+        f(torch.ones(2, 3)).backward()
+        assert all(p.data_ptr() and p.isfinite().all() for p in key.parameters())
 
 
 def test_a_kept_value_to_which_the_recomputation_writes():

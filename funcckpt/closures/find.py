@@ -471,7 +471,7 @@ class Found:
                 words.append(f"{node.key[1:-1]} {key!r}")
             elif key in ("__defaults__", "__kwdefaults__"):
                 words.append("a default argument")
-            elif node.kind.label and key not in kinds.PARTS and not str(key).startswith("__"):
+            elif node.kind.label and key not in (*kinds.PARTS, _BESIDE) and not str(key).startswith("__"):
                 words.append(node.kind.label.format(key))
             number, key = node.parent, node.key
         return " of ".join(words) or "a captured tensor"

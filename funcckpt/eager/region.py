@@ -105,6 +105,7 @@ class _Stop(BaseException):
 
 
 _NOTHING: Any = nullcontext()
+_ON_TENSORS = {"register_hook", "retain_grad"}
 _TORCHSCRIPT = torch.jit.ScriptModule, torch.jit.ScriptFunction
 
 
@@ -312,7 +313,7 @@ class Region:
         for i, requires_grad in enumerate(self._require_grad):
             if given[i].requires_grad != requires_grad:
                 given[i] = wrappers.requires_grad_(given[i].detach(), requires_grad)
-            elif requires_grad and "register_hook" in found.names:  # a hook must not act on it again
+            elif requires_grad and not _ON_TENSORS.isdisjoint(found.names):  # these must not act on it again
                 with functorch.without_levels(), torch.enable_grad(), suppress(RuntimeError):
                     given[i] = given[i].view_as(given[i])  # but some layouts have no views
             attributes, cls = self._marks[i]

@@ -267,7 +267,8 @@ class _Block(TorchDispatchMode):
             return run_operator(func, args, kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        given = {storage._cdata for x in tensors.values() if (storage := _storage(x)) is not None}
+        # (A view of a tensor of any class is not new.)
+        given = {key for key in wrappers.storages_of(tensors.values()) if key is not None}
         changed = {*map(id, written(func, args, kwargs))}
         # `mul_` reads what it writes to; `copy_`, `index_put_` and `mul(out=)` do not.
         reads = torch.Tag.pointwise in func.tags and "out" not in kwargs

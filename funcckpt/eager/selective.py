@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import world
-from .._torch import autograd, dynamo
+from .._torch import autograd, dynamo, functorch
 from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, Policy, as_function, current_name
@@ -98,6 +98,10 @@ class _Mode(TorchDispatchMode):
             self.ignored = SAC_IGNORED_OPS | {torch.ops.aten._to_copy.default}
         return super().__enter__()
 
+    def sees_nothing(self, func: Any) -> bool:
+        """Whether an operator just runs. In a graph that is traced, what is kept would be a constant."""
+        return func in self.ignored or not self.in_f or functorch.is_tracing()
+
 
 class Forward(_Mode):
     """The mode for the forward: asks the policy, and keeps what it saves."""
@@ -117,10 +121,12 @@ class Forward(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self.ignored or not self.in_f:
+        if self.sees_nothing(func):
             return run_operator(func, args, kwargs)
-        out, call = self._tape.run(func, args, kwargs)
-        self._calls[func].append(call)
+        calls = self._calls[func]
+        calls.append(None)  # also if it raises an error that f catches
+        out, calls[-1] = self._tape.run(func, args, kwargs)
+        call = calls[-1]
         reshapes = torch.Tag.inplace_view in func.tags  # as `squeeze_` in a product with a vector
         if reshapes or func is torch.ops.aten._unsafe_view.default:
             # The same memory has another version or counter from here on, and the caller may write to it.
@@ -165,7 +171,7 @@ class Recompute(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self.ignored or not self.in_f:
+        if self.sees_nothing(func):
             return run_operator(func, args, kwargs)
         i, calls = self._count[func], self._calls.get(func, [])
         self._count[func] += 1

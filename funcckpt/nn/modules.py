@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
+from ..closures.code import is_library
 from ..eager.checkpoint import call, check_options
 from ..eager.region import Options
 from ..eager.sequential import chain, writes_to_input
@@ -153,7 +154,10 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     # registry of classes must not get this one.
     of_around = {"forward": forward, "__module__": __name__, "__init_subclass__": lambda cls: None}
     around = type("RematForward", (Remat,), of_around)
-    return type(f"Remat{kind.__name__}", (around, kind), contents)
+    # A metaclass of the user's may be a registry, too, or ask for more than these.
+    maker: Any = next(x for x in type(kind).__mro__ if is_library(x.__module__))
+    made: type[nn.Module] = maker.__new__(type(kind), f"Remat{kind.__name__}", (around, kind), contents)
+    return made
 
 
 def _original(kind: type[nn.Module]) -> type[nn.Module]:

@@ -138,6 +138,8 @@ class Record(Watch):
                 return None
         else:
             calls = self.tape.calls
+            # f may put a result into a tensor that it captured: `p.data = ...`.
+            self.tape.read |= self.tape.made(self.source.held())
             read = frozenset(self.tape.read.union(*[call.needs for call in calls if not call.may_skip]))
             self.tape = Tape()
             used, again = recomputed(calls, read, self._chooser.choose(calls, read))

@@ -289,3 +289,18 @@ def test_inference_mode_around_the_backward_or_an_argument():
 
     found, plain = (run(wrap) for wrap in (lambda f: functools.partial(funcckpt.checkpoint, f), lambda f: f))
     assert_same([x.clone() for x in found], [x.clone() for x in plain])
+
+
+def test_an_argument_that_retains_its_gradient_under_other_hooks():
+    """The recomputation gets another tensor with the same node, and must not take away its hook."""
+    kept, x = [], leaf(3)
+
+    def f(x):
+        x.retain_grad()
+        kept.append(x)
+        return x.sin()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        y = funcckpt.checkpoint(f, x * 2)
+    y.sum().backward()
+    assert_same(kept[0].grad, (x.detach() * 2).cos())

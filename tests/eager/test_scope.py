@@ -219,6 +219,25 @@ def test_a_logged_loss_keeps_no_block(detached):
     assert recordings() == 0 and logged.numel() == 1
 
 
+class OwnParameter(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("around", [lambda f, *args: f(*args), checkpoint])
+def test_a_parameter_of_another_class(around):
+    p = OwnParameter(leaf(3, 3).detach())
+
+    def f(x):
+        with checkpoint_scope():
+            y = p.view(9).view(3, 3) @ x
+            y = y.sin() * p
+        return y.exp()
+
+    x = leaf(3, 3)
+    found = torch.autograd.grad(around(f, x).sum(), [x, p])
+    assert_same(found, torch.autograd.grad(((p @ x).sin() * p).exp().sum(), [x, p]))
+
+
 @pytest.mark.parametrize("around", [lambda f, *args: f(*args), checkpoint])
 def test_the_default_dtype_is_that_of_the_block(around):
     def noisy(a):

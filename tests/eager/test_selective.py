@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import Changing, Storages, assert_same
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 import funcckpt
-from funcckpt import checkpoint
+from funcckpt import checkpoint, policies
 from funcckpt.eager import selective
 from funcckpt.errors import MutationError, OptionError
 
@@ -137,6 +138,41 @@ def test_bytes_that_are_kept():
             del y
             x.grad = w.grad = None
             assert storages.live == 0
+
+
+def with_jitter(x, w):
+    a = (x @ w).sin()
+    a = a @ a.T
+    try:
+        root = torch.linalg.cholesky(a - torch.eye(3, dtype=a.dtype) * 9)
+    except torch.linalg.LinAlgError:
+        root = torch.linalg.cholesky(a + torch.eye(3, dtype=a.dtype))
+    return (root @ x).sin()
+
+
+@pytest.mark.parametrize("call", [checkpoint, torch_checkpoint])
+@pytest.mark.parametrize("saved", [[mm], policies.everything_saveable])
+def test_an_operator_that_raises_what_f_catches(call, saved):
+    x, w = leaf(3, 3), leaf(3, 3)
+    assert_same(run(call, x, w, f=with_jitter, context_fn=ours(saved))[0], run(None, x, w, f=with_jitter)[0])
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # linearize itself
+def test_a_graph_that_f_traces_holds_no_kept_values():
+    def f(x, w):
+        y, push = torch.func.linearize(lambda x: (x @ w).sin(), x)
+        return y * push(w)
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    assert_same(run(checkpoint, x, w, f=f, context_fn=ours([mm]))[0], run(None, x, w, f=f)[0])
+
+
+def test_a_graph_of_make_fx_holds_no_kept_values():
+    gradient = lambda call: lambda x, w: torch.autograd.grad(call(x, w).sum(), [x, w])
+    x, w = leaf(3, 3), leaf(3, 3)
+    graph = make_fx(gradient(lambda x, w: checkpoint(f, x, w, context_fn=ours([mm]))))(x, w)
+    x, w = [t.detach().cos().requires_grad_() for t in (x, w)]
+    assert_same(graph(x, w), gradient(f)(x, w))
 
 
 @pytest.mark.parametrize("call", [checkpoint, torch_checkpoint])
