@@ -616,7 +616,7 @@ def two(c, x):
         (lambda: scan(lambda c, x: (c + x.sum(), None), 0.0, XS), r"given a float. Begin with a tensor"),
         (lambda: scan(lambda c, x: ([*c], None), (X, X), XS), r"carry as a list, but was given a tuple"),
         (lambda: scan(lambda c, x: ({"a": [c["a"][0]]}, None), {"a": (X,)}, XS), r"carry\['a'\] as a list"),
-        (lambda: scan(lambda c, x: ((c, c), None), X, XS), r"carry as a tuple, but was given a leaf"),
+        (lambda: scan(lambda c, x: ((c, c), None), X, XS), r"carry as a tuple, but was given float64\[3\]"),
         (lambda: scan(lambda c, x: (Unkeyed(c.x.float()), None), Unkeyed(X), XS), r"carry\[0\] as float32"),
         (lambda: scan(lambda c, x: (c, None), X, Unkeyed(object())), r"xs\[0\] is an object"),
         (lambda: fori_loop(0, 3, lambda i, c: c[None], X), r"fori_loop\(.*\): step 0 returned carry as"),

@@ -26,12 +26,12 @@ Tensors = tuple[Tensor, ...]
 PLAIN = frozenset({Tensor, nn.Parameter})
 
 
-def with_paths(tree: Any) -> list[tuple[Any, Any]]:
+def with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Any, Any]]:
     """The leaves of a pytree, with their paths; with numbers, if a node of the user has no keys."""
     try:
-        return pytree.tree_flatten_with_path(tree)[0]
+        return pytree.tree_flatten_with_path(tree, is_leaf)[0]
     except ValueError:
-        return [((pytree.SequenceKey(i),), x) for i, x in enumerate(pytree.tree_leaves(tree))]
+        return [((pytree.SequenceKey(i),), x) for i, x in enumerate(pytree.tree_leaves(tree, is_leaf))]
 
 
 def has_lazy(tensors: Collection[Tensor]) -> bool:

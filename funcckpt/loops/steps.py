@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -188,11 +187,7 @@ def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> Non
     """Raise unless two carries, or two ys, have the same structure, shapes, dtypes and devices."""
     if _look(before) == _look(after):
         return
-    where = _other_kind(pytree.tree_structure(before), pytree.tree_structure(after))
-    old, new = ({pytree.keystr(path): in_words(x) for path, x in with_paths(t)} for t in (before, after))
-    # If the paths of the leaves do not tell: one tree is a leaf itself, or they have the same paths.
-    if where is not None and ("" in (*old, *new) or old.keys() == new.keys()):
-        old, new = {where[0]: where[1]}, {where[0]: where[2]}
+    old, new = _parts(before), _parts(after)
     for key in {**old, **new}:  # The order of the keys of a dict does not matter.
         if old.get(key) != new.get(key):
             returned, was = new.get(key, "nothing"), old.get(key, "nothing")
@@ -201,25 +196,14 @@ def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> Non
             raise InputError(f"{who} returned {what}{key} as {returned}, but {other} {was}.{advice}")
 
 
-_DICTS = {dict, OrderedDict, defaultdict}  # one type for pytrees, whose keys may have any order
-
-
-def _other_kind(a: Any, b: Any, path: str = "") -> tuple[str, str, str] | None:
-    """Where two structures have nodes of other types: the path, and these types in words."""
-    if a.type is not b.type and not {a.type, b.type} <= _DICTS:
-        before, after = ["a leaf" if x.type is None else f"a {x.type.__name__}" for x in (a, b)]
-        return path, before, after
-    first, second = [dict(zip(_keys(x), x.children(), strict=True)) for x in (a, b)]
-    for key, child in first.items():
-        if key in second and (found := _other_kind(child, second[key], f"{path}[{key!r}]")):
-            return found
-    return None
-
-
-def _keys(structure: Any) -> Any:
-    if structure.type is defaultdict:
-        return structure.context[1]
-    return structure.context if structure.type in _DICTS else range(structure.num_children)
+def _parts(tree: Any, path: str = "") -> dict[str, str]:
+    """The nodes and leaves of a pytree in words, by their paths. All kinds of dicts are one."""
+    children = with_paths(tree, is_leaf=lambda x: x is not tree)
+    found = {path: "a dict" if type(tree) in pytree.STANDARD_DICT_TYPES else in_words(tree)}
+    for key, child in children:
+        if key:  # else the tree is a leaf
+            found |= _parts(child, path + pytree.keystr(key))
+    return found
 
 
 def _look(tree: Any) -> Any:
