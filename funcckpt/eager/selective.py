@@ -184,9 +184,7 @@ class Recompute(_Mode):
         if call is None or not call.values:
             return run_operator(func, args, kwargs)
         values, call.values = call.values, {}
-        before, after = call.streams
-        if after and not world.moved(before):
-            world.set_streams(after)  # as if the operator had drawn again
+        call.move_streams()
         with autograd.without_dispatch_modes():
             kinds = Versioned, Returning
             found = [x.get(self._allow_mutation) if isinstance(x, kinds) else x for x in values.values()]

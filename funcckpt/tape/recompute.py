@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import CheckpointError
 from ..policies.offload import Returning
-from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of, written_storages
+from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
 from .recording import Kept
 from .tape import Call, Plans, Tape, Watch, steps_of
 
@@ -80,11 +80,10 @@ class Placeholder(Tensor):
             return func(*args, **{**kwargs, "device": kwargs.get("device") or x.device})
         out = func(*args, **kwargs)
 
-        def placeholder(y: Any) -> Any:
-            like = TensorMeta.of(y)._replace(device=x.device) if isinstance(y, Tensor) else None
-            return y if like is None else Placeholder(like, x.replay, y)
+        def placeholder(y: Tensor) -> Placeholder:
+            return Placeholder(TensorMeta.of(y)._replace(device=x.device), x.replay, y)
 
-        return [*map(placeholder, out)] if isinstance(out, (list, tuple)) else placeholder(out)
+        return pytree.tree_map_only(Tensor, placeholder, out)
 
 
 PLAIN.add(Placeholder)
@@ -109,26 +108,22 @@ class Replay(Watch):
         super().__init__(source, Tape() if known is None else None)
         self.name, self.known, self.worth_a_call = source.name, known or {}, FLOPS_WORTH_A_CALL
         self.placeholders: list[weakref.ref[Placeholder]] = []
-        self._storages: set[int] = set()  # of the kept values that were handed out
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.met += 1
-        before, after = call.streams
-        if after and not world.moved(before):
-            world.set_streams(after)  # as if the operator had drawn again
+        call.move_streams()
         found = []
         for i in range(1 if call.count is None else call.count):
             slot = call.outputs.get(i)
             x = self.coming[slot].get().detach() if isinstance(slot, int) else None
             if x is not None:
-                self._storages.add(x.untyped_storage()._cdata)
+                self.storages.add(x.untyped_storage()._cdata)
             found.append(Placeholder(slot, self) if isinstance(slot, TensorMeta) else x)
         return found[0] if call.count is None else tuple(found)
 
-    def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def note_write(self) -> None:
         # The forward did not write to it. (Torch's linear adds the bias in place, but not under a transform.)
-        if not self._storages.isdisjoint(written_storages(func, args, kwargs)):
-            raise Redo(self)
+        raise Redo(self)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -62,8 +62,6 @@ class Record(Watch):
     def __init__(self, program: Any, chooser: Chooser) -> None:
         super().__init__(program.source, Tape())
         self._chooser, self._kept = chooser, Kept()
-        # The storages of values kept without a tape. A write to one shows that this run is another.
-        self._storages: set[int] = set()
         self._key: Any = (chooser.known, program.source.codes, *steps_of(program))
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
@@ -80,7 +78,7 @@ class Record(Watch):
         streams = before, world.states_drawn_from(func, args, kwargs)
         slots = [i for i, slot in call.outputs.items() if isinstance(slot, int)]
         values = {i: autograd.alias(out if call.count is None else out[i]) for i in slots}
-        self._storages |= {x.untyped_storage()._cdata for x in values.values()}
+        self.storages |= {x.untyped_storage()._cdata for x in values.values()}
         self._kept.keep(replace(call, outputs={**call.outputs}, streams=streams), values)
         return out
 
@@ -102,9 +100,8 @@ class Record(Watch):
             self._name_given(tape, func, args, kwargs, out)
         return out, call
 
-    def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if not self._storages.isdisjoint(operators.written_storages(func, args, kwargs)):
-            self._last = None  # the run takes another way than the earlier one
+    def note_write(self) -> None:
+        self._last = None  # the run takes another way than the earlier one
 
     def _name_given(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         decision = self._chooser.decides(func, args, kwargs, out)

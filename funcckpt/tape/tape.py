@@ -42,6 +42,12 @@ class Call:
     offloads: bool = False
     streams: tuple[world.States, world.States] = ([], [])
 
+    def move_streams(self) -> None:
+        """Called where the results are handed out: as if the operator had drawn again."""
+        before, after = self.streams
+        if after and not world.moved(before):
+            world.set_streams(after)
+
 
 class Tape:
     """The calls of a run, and which of them made which storage."""
@@ -163,6 +169,8 @@ class Watch(functorch.UnguardedMode):
         super().__init__()
         self.source = source
         self.tape = tape
+        # The storages of kept values that were handed out, or kept without a tape.
+        self.storages: set[int] = set()
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         """Called when f begins."""
@@ -185,8 +193,9 @@ class Watch(functorch.UnguardedMode):
                     has_zeros = has_zeros or x._is_zerotensor()
         kind = kind_of(func)
         if self.in_f and kind != "view":
-            if kind in ("writes", "other"):
-                self.note_write(func, args, kwargs)
+            if self.storages and kind in ("writes", "other"):
+                if not self.storages.isdisjoint(operators.written_storages(func, args, kwargs)):
+                    self.note_write()
             self.number = hash((self.number, func, *shapes))
             known = self.known.get(self.number)
             if known is not None and known.signature == operators.signature(func, args, kwargs):
@@ -198,8 +207,8 @@ class Watch(functorch.UnguardedMode):
                 self.tape.read |= self.tape.made(tensors_of(args, kwargs))
         return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
 
-    def note_write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Called before an operator of f that may write."""
+    def note_write(self) -> None:
+        """Called before an operator of f that writes to a kept value."""
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of a known call of f."""
