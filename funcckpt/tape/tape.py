@@ -181,22 +181,15 @@ class Watch(functorch.UnguardedMode):
 
     @dynamo.hidden
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Runs for each operator of a recomputation. If the operator just runs, this is the only frame.
         kwargs = kwargs or {}
         if types and operators.is_subclass_first(types):
             return NotImplemented
-        shapes, has_zeros = [], False
-        for a in (*args, *kwargs.values()):
-            for x in a if isinstance(a, (list, tuple)) else (a,):
-                if isinstance(x, Tensor):
-                    shapes.append(x.shape)
-                    has_zeros = has_zeros or x._is_zerotensor()
-        kind = kind_of(func)
+        given, kind = tensors_of(args, kwargs), kind_of(func)
         if self.in_f and kind != "view":
             if self.storages and kind in ("writes", "other"):
                 if not self.storages.isdisjoint(operators.written_storages(func, args, kwargs)):
                     self.note_write()
-            self.number = hash((self.number, func, *shapes))
+            self.number = hash((self.number, func, *[x.shape for x in given]))
             known = self.known.get(self.number)
             if known is not None and known.signature == operators.signature(func, args, kwargs):
                 return self.hand_out(known, func, args, kwargs)
@@ -204,8 +197,8 @@ class Watch(functorch.UnguardedMode):
             if self.in_f:
                 return self.call(self.tape, func, args, kwargs)[0]
             if kind not in operators.READ_NO_VALUES:  # a read by something other than the calls
-                self.tape.read |= self.tape.made(tensors_of(args, kwargs))
-        return operators.run_operator(func, args, kwargs) if has_zeros else func(*args, **kwargs)
+                self.tape.read |= self.tape.made(given)
+        return operators.run_operator(func, args, kwargs)
 
     def note_write(self) -> None:
         """Called before an operator of f that writes to a kept value."""
