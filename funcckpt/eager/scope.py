@@ -34,16 +34,8 @@ from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
 from ..core.tensors import version_of
 from ..errors import TransformError
-from ..tape.operators import (
-    TensorMeta,
-    is_plain,
-    is_subclass_first,
-    kind_of,
-    name_of,
-    results,
-    run_operator,
-    written,
-)
+from ..tape import operators
+from ..tape.operators import TensorMeta, kind_of, name_of
 from ..tape.tape import unwatched
 from .region import Versioned
 
@@ -127,7 +119,7 @@ class _Made:
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
     """The storage of `x`, if `x` is a plain strided tensor."""
-    if type(x) not in _PLAIN or not is_plain(x):
+    if type(x) not in _PLAIN or not operators.is_plain(x):
         return None
     if wrappers.is_functorch_wrapped_tensor(x) or wrappers.is_legacy_batchedtensor(x):
         return None
@@ -256,20 +248,20 @@ class _Block(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_subclass_first(types):
+        if operators.is_subclass_first(types):
             return NotImplemented  # this mode sees its inner tensors later
         # Results of a higher-order operator are kept.
         if isinstance(func, autograd.HigherOrderOperator):
-            return run_operator(func, args, kwargs)
+            return operators.run_operator(func, args, kwargs)
         if _current() is not self:  # a block or a backward inside of this one
-            for x in written(func, args, kwargs):
+            for x in operators.written(func, args, kwargs):
                 _leave(x, self)
-            return run_operator(func, args, kwargs)
+            return operators.run_operator(func, args, kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         # (A view of a tensor of any class is not new.)
         given = {key for key in wrappers.storages_of(tensors.values()) if key is not None}
-        changed = {*map(id, written(func, args, kwargs))}
+        changed = {*map(id, operators.written(func, args, kwargs))}
         # `mul_` reads what it writes to; `copy_`, `index_put_` and `mul(out=)` do not.
         reads = torch.Tag.pointwise in func.tags and "out" not in kwargs
         for x in tensors.values():
@@ -295,7 +287,7 @@ class _Block(TorchDispatchMode):
                 torch.autograd.graph.increment_version(tensors[i])
         streams = world.states_drawn_from(func, args, kwargs)
         with unwatched():  # a policy would hand out what an earlier run has made in a scope
-            out = run_operator(func, args, kwargs)
+            out = operators.run_operator(func, args, kwargs)
         makes = {}
         for position, y in enumerate(pytree.tree_leaves(out)):
             if isinstance(y, Tensor):
@@ -437,7 +429,7 @@ class ScopedTensor(Tensor):
             hooks = saved_tensors_hooks(functools.partial(_pack, autograd.top_saved_tensors_hooks()), _unpack)
         with autograd.subclasses_asleep(), hooks:
             out = func(*args, **kwargs)
-        for y in results(out):
+        for y in operators.results(out):
             if type(y) is Tensor and _find(y) is not None:
                 y.__class__ = cls
         return out
