@@ -282,19 +282,18 @@ def _reduced(
 ) -> Tensor:
     """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
     _check(chunks.name, loss, parameters)
-    given: list[Tensor] = []
     if torch.is_grad_enabled() and (layers := functorch.active_layers()):
         captured = Found(loss).tensors
         drop_stale(captured, layers)
-        given = [*tensors_in((parameters, batch)), *captured.values()]
-    for x in given:
-        while wrappers.is_functorch_wrapped_tensor(x):
-            if x.requires_grad:
-                raise TransformError(
-                    f"{chunks.name}: the results have no derivative in reverse mode. Use vmap(grad(loss)) "
-                    "or forward mode (jvp, jacfwd), or detach what it is given if only the values count."
-                )
-            x = wrappers.get_unwrapped(x)
+        for x in [*tensors_in((parameters, batch)), *captured.values()]:
+            while wrappers.is_functorch_wrapped_tensor(x):
+                if x.requires_grad:
+                    raise TransformError(
+                        f"{chunks.name}: the results have no derivative in reverse mode. Use "
+                        "vmap(grad(loss)) or forward mode (jvp, jacfwd), or detach what it is given if only "
+                        "the values count."
+                    )
+                x = wrappers.get_unwrapped(x)
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)
     states = world.states(world.random_streams(())) if randomness == "same" else []
     results = []
