@@ -159,8 +159,6 @@ def _pieces(xs: Any, count: int, cut: Callable[[Tensor], Any]) -> list[Any]:
 
 
 def stack(ys: list[Any], name: str, first: int) -> Any:
-    if all([y is None for y in ys]):
-        return None
     for i, y in enumerate(ys):
         check_alike("y", ys[0], y, f"{name}: step {first + i}", f"step {first} as")
 
@@ -175,7 +173,7 @@ def stack(ys: list[Any], name: str, first: int) -> Any:
 
 def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
     """Join the ys of the parts. `starts` are the first steps of the parts."""
-    if len(stacks) == 1 or all(ys is None for ys in stacks):
+    if len(stacks) == 1:
         return stacks[0]
     first = [pytree.tree_map(lambda y: None if y is None else y[0], ys) for ys in stacks]
     for start, y in zip(starts, first, strict=True):
