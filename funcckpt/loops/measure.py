@@ -85,20 +85,13 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
     try:
         saved, peak, stays = _measure_step(loop, first, init, x)
     except RuntimeError as error:
-        writes, at_level = autograd.is_about_writes(error), functorch.peek_interpreter_stack() is not None
-        has_statistics = writes and at_level and bool(Found(loop.f).buffers_in_training())
-        if has_statistics or "is not differentiable with respect to argument" in str(error):
-            raise OptionError(
-                f"{loop.name}: bytes= cannot measure a step that updates running statistics in its carry, or "
-                "under a transform: pass checkpoints= instead. (If it writes to other tensors, work on "
-                "copies.)"
-            ) from error
-        if writes:
-            raise MutationError(
-                f"{loop.name}: a step writes in place to its carry, or to what it captured. Work on a copy "
-                "(x.clone()) inside of the function."
-            ) from error
-        raise
+        if not autograd.is_about_writes(error) and "is not differentiable with respect to" not in str(error):
+            raise
+        raise MutationError(
+            f"{loop.name}: bytes= cannot measure a step that writes in place to its carry or to what it "
+            "captured, or updates running statistics in its carry or under a transform. Work on a copy "
+            "(x.clone()) inside of the function, or pass checkpoints= instead."
+        ) from error
     found = fit(steps, bytes, carry, saved, peak, stays)
     if found is None:
         carries = min([held(steps, k) for k in range(1, fewest(steps, 2) + 1)])
