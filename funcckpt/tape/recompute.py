@@ -56,10 +56,8 @@ class Placeholder(Tensor):
     replay: Replay
 
     @staticmethod
-    def __new__(cls, like: TensorMeta, replay: Replay, meta: Tensor | None = None) -> Placeholder:
-        x: Placeholder = functorch.without_memory(cls, *like)
-        if meta is None:
-            meta = torch.empty_strided(like.size, like.strides, dtype=like.dtype, device="meta")
+    def __new__(cls, meta: Tensor, device: torch.device, replay: Replay) -> Placeholder:
+        x: Placeholder = functorch.without_memory(cls, *TensorMeta.of(meta)._replace(device=device))
         x.meta, x.replay = meta, replay
         replay.placeholders.append(weakref.ref(x))
         return x
@@ -78,12 +76,8 @@ class Placeholder(Tensor):
         args = [y.meta if isinstance(y, Placeholder) else y for y in args]
         if kind == "like":
             return func(*args, **{**kwargs, "device": kwargs.get("device") or x.device})
-        out = func(*args, **kwargs)
-
-        def placeholder(y: Tensor) -> Placeholder:
-            return Placeholder(TensorMeta.of(y)._replace(device=x.device), x.replay, y)
-
-        return pytree.tree_map_only(Tensor, placeholder, out)
+        views = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda y: Placeholder(y, x.device, x.replay), views)
 
 
 PLAIN.add(Placeholder)
@@ -114,11 +108,14 @@ class Replay(Watch):
         call.move_streams()
         found = []
         for i in range(1 if call.count is None else call.count):
-            slot = call.outputs.get(i)
-            x = self.coming[slot].get().detach() if isinstance(slot, int) else None
-            if x is not None:
+            x = slot = call.outputs.get(i)
+            if isinstance(slot, int):
+                x = self.coming[slot].get().detach()
                 self.storages.add(x.untyped_storage()._cdata)
-            found.append(Placeholder(slot, self) if isinstance(slot, TensorMeta) else x)
+            elif slot is not None:
+                meta = torch.empty_strided(slot.size, slot.strides, dtype=slot.dtype, device="meta")
+                x = Placeholder(meta, slot.device, self)
+            found.append(x)
         return found[0] if call.count is None else tuple(found)
 
     def note_write(self) -> None:
