@@ -118,7 +118,8 @@ def scan(
     >>> scan(lambda s, x: (s + x, s + x), torch.tensor(0), torch.arange(5))
     (tensor(10), tensor([ 0,  1,  3,  6, 10]))
     """
-    loop = _loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, progress, reverse)
+    loop = _loop_of("scan", f, (checkpoint, checkpoints, bytes), policy, offload, progress)
+    loop = loop._replace(reverse=reverse)
     leaves = [as_tensor(x, f"xs{pytree.keystr(path)}", loop.name) for path, x in with_paths(xs)]
     xs = pytree.tree_unflatten(leaves, pytree.tree_structure(xs))
     return _start(loop, 0, _steps(xs, length, loop.name), init, xs)
@@ -286,13 +287,7 @@ def _holds(cond: Callable[..., Any], carry: Any, name: str, step: int) -> bool:
 
 
 def _loop_of(
-    kind: str,
-    f: Callable[..., Any],
-    asked: Asked,
-    policy: Policy | None,
-    offload: str | None,
-    progress: bool,
-    reverse: bool = False,
+    kind: str, f: Callable[..., Any], asked: Asked, policy: Policy | None, offload: str | None, progress: bool
 ) -> Loop:
     """A loop with checked options; its length is not known yet."""
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"
@@ -308,7 +303,7 @@ def _loop_of(
             raise OptionError(f"{name}: bytes= cannot count what a policy keeps. Pass checkpoints= instead.")
         if isinstance(chooser, Budget):
             raise OptionError(f"{name}: {policy!r} is for a single call. For a loop, pass bytes=.")
-    return Loop(f, kind, name, asked, progress, reverse, offload, chooser)
+    return Loop(f, kind, name, asked, progress, offload, chooser)
 
 
 def _whole(x: Any, option: str, name: str) -> int:

@@ -41,9 +41,9 @@ class Loop(NamedTuple):
     name: str
     asked: Asked
     progress: bool
-    reverse: bool
     offload: str | None
     chooser: Chooser | None
+    reverse: bool = False
     # Steps `first` to `first + steps - 1`, cut by the schedule.
     schedule: Schedule = PLAIN
     first: int = 0
