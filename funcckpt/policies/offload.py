@@ -18,13 +18,14 @@ from torch.utils import _pytree as pytree
 
 from .._torch import functorch, wrappers
 from ..errors import OptionError
+from ..tape.operators import tensors_in
 
 
 class Stored(NamedTuple):
-    """A tree whose tensors were moved; `devices` has the old device of each leaf."""
+    """A tree whose tensors were moved; `devices` has the old device of each."""
 
     tree: Any
-    devices: tuple[str, ...]
+    devices: tuple[torch.device, ...]
 
 
 def store(tree: Any, place: str) -> Stored:
@@ -35,24 +36,19 @@ def store(tree: Any, place: str) -> Stored:
     >>> fetch(store({"x": torch.arange(3)}, "disk"))
     {'x': tensor([0, 1, 2])}
     """
-    leaves, structure = pytree.tree_flatten(tree)
     if place == "disk" and any(layer.kind == "functionalize" for layer in functorch.active_layers()):
         raise OptionError('offload="disk" does not work under torch.func.functionalize. Pass "host".')
-    devices = tuple([str(x.device) if isinstance(x, Tensor) else "" for x in leaves])
-    move = _to_disk if place == "disk" else _to_host
-    moved = [x if not isinstance(x, Tensor) else move(x) for x in leaves]
-    return Stored(pytree.tree_unflatten(moved, structure), devices)
+    moved = pytree.tree_map_only(Tensor, _to_disk if place == "disk" else _to_host, tree)
+    return Stored(moved, tuple([x.device for x in tensors_in(tree)]))
 
 
 def fetch(tree: Any) -> Any:
     """Undo `store`. A tree that was not stored is returned as it is."""
     if not isinstance(tree, Stored):
         return tree
-    leaves, structure = pytree.tree_flatten(tree.tree)
+    devices = iter(tree.devices)
     # A mapped tensor is copied, so that it is read from disk once, and not by each operator.
-    at = zip(leaves, tree.devices, strict=True)
-    back = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x, device in at]
-    return pytree.tree_unflatten(back, structure)
+    return pytree.tree_map_only(Tensor, lambda x: x.to(next(devices), copy=True), tree.tree)
 
 
 def _to_host(x: Tensor) -> Tensor:
