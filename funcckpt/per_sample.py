@@ -132,9 +132,8 @@ def clipped_sum(
         return norms
 
     norms = _reduced(_Chunks("clipped_sum", chunk_size, bytes), reduce, loss, parameters, batch, randomness)
-    leaves, structure = pytree.tree_flatten(parameters)
-    sums = [x.to(p.dtype) for x, p in zip(total, leaves, strict=True)]
-    return Clipped(pytree.tree_unflatten(sums, structure), norms)
+    sums = iter(total)
+    return Clipped(pytree.tree_map(lambda p: next(sums).to(p.dtype), parameters), norms)
 
 
 def noise_scale(
