@@ -110,18 +110,16 @@ def _measure_step(loop: Loop, first: int, init: Any, x: Any) -> tuple[int, int, 
     """In bytes: what the first step saves when it is recorded, the peak of its forward and backward, and what
     `torch.func.grad` still keeps after them, with its input, which is the output of the step before.
     """
-    leaves, structure = pytree.tree_flatten(init)
-    chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
 
     def run(*given: Tensor) -> list[Tensor]:
-        new = dict(enumerate(leaves)) | dict(zip(chosen, given, strict=True))
-        out = step(loop, first, pytree.tree_unflatten([*new.values()], structure), x)
-        return [y for y in tensors_in(out) if is_differentiable(y)]
+        new = iter(given)
+        carry = pytree.tree_map_only(Tensor, lambda t: next(new) if is_differentiable(t) else t, init)
+        return [y for y in tensors_in(step(loop, first, carry, x)) if is_differentiable(y)]
 
     def total(*given: Tensor) -> Tensor:
         return sum([y.real.sum() for y in run(*given)], torch.zeros(()))
 
-    given = [leaves[i].detach() for i in chosen]
+    given = [t.detach() for t in tensors_in(init) if is_differentiable(t)]
     plain = functorch.peek_interpreter_stack() is None
     with leaving_nothing(loop.name, loop.f, (init, x)), Meter() as meter:
         if plain:
