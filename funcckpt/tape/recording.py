@@ -13,6 +13,7 @@ Inside of a checkpoint by hooks nothing is kept: it counts what is saved, and an
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -88,13 +89,9 @@ class Record(Watch):
             decision = self._chooser.decides(func, args, kwargs, out)
             for i in call.outputs if decision.keep else ():
                 x = out if call.count is None else out[i]
-                if x.is_inference():
-                    continue  # the graph refuses to save it
-                try:
-                    call.values[i] = autograd.alias(x)
-                except RuntimeError:
-                    if x.dim() > 0:
-                        raise  # but not for a wrapped number, which has no alias
+                if not x.is_inference():  # which the graph refuses to save
+                    with suppress(RuntimeError):  # of a wrapped number, which has no alias
+                        call.values[i] = autograd.alias(x)
             call.offloads = decision.offload
         elif func is torch.ops.aten.alias.default and current_name() is not None:
             self._name_given(tape, func, args, kwargs, out)
