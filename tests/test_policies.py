@@ -361,6 +361,17 @@ def test_a_kept_output_that_is_conjugated(view):
         assert_close(run(lambda f: remat(f, policy=policies.everything_saveable)), run(lambda f: f))
 
 
+def test_a_kept_value_of_which_the_output_is_a_negative_view():
+    block = lambda x: torch.view_as_complex(x.exp()).conj().imag
+
+    def run(wrap):
+        x = tensor(3, 2, requires_grad=True)
+        return torch.autograd.grad(wrap(block)(x).resolve_neg().square().sum(), x)
+
+    for _ in range(2):
+        assert_close(run(lambda f: remat(f, policy=policies.everything_saveable)), run(lambda f: f))
+
+
 def looks(x, w):
     h = x @ w
     return (torch.tanh(h / 2 if h.abs().max() > 1e6 else h) @ w).sin().sum()
