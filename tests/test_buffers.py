@@ -308,3 +308,24 @@ def test_statistics_that_are_given_and_read(same, transform):
         return out, mean, variance
 
     same(run)
+
+
+def test_a_count_that_is_given_outside_of_a_vmap(same):
+    """No level has wrapped the argument, and f writes to it: that is the update, and no change since the call."""
+
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3, dtype=F64)
+            self.register_buffer("count", torch.tensor(0))
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x).sin() * self.count
+
+    def run(wrap):
+        module, count = Counts(), torch.tensor(0)
+        f = wrap(lambda count, x: functional_call(module, {"count": count}, (x,)))
+        total(vmap(lambda x: f(count, x))(tensor(2, 3))).backward()
+        return module.bias.grad, count
+
+    same(run)

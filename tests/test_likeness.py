@@ -43,6 +43,19 @@ def tangents_that_are_zero_below_a_double_backward(wrap):
 
 
 @program
+def what_a_transform_inside_stores(wrap):
+    """It belongs to a level that is over after the first run."""
+    seen = types.SimpleNamespace()
+
+    def inner(y):
+        seen.last = y
+        return y.sin()
+
+    f = wrap(lambda x: x.sum() + vmap(inner)(x).sum())
+    return grad(f)(tensor(3)), vmap(grad(f))(tensor(2, 3)), torch.is_tensor(seen.last)
+
+
+@program
 def leaf_hooks_run_once_per_backward(wrap):
     calls, w = [], leaf(3)
     w.register_hook(lambda g: calls.append(g.clone()))
