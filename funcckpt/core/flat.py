@@ -80,14 +80,10 @@ class Arguments:
         `args` and `kwargs` are what `unflatten` gave for `tensors` and `others`, after the run of f.
         """
         now, structure = pytree.tree_flatten((args, kwargs))
-        then, before = [*others], self._structure
+        then = [*others]
         for i, number in self._numbers.items():
             then[i] = tensors[number]
-        try:
-            is_changed = before != structure
-        except Exception:  # a node of the user adds an array, which is neither equal nor not
-            is_changed = True
-        if is_changed or any(map(operator.is_not, then, now)):
+        if not _are_same(self._structure, structure) or any(map(operator.is_not, then, now)):
             # A node of the user may come back in another form.
             then, before = pytree.tree_flatten(self.unflatten(tensors, others))
             if not _are_same(before, structure) or any(map(operator.is_not, then, now)):
