@@ -243,17 +243,15 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
             return f(*args, **kwargs)
         if policy is not AS_IT_IS:
             options = options._replace(chooser=chooser_of(policy, f"remat({name})"))
-    # It would take our results for constants.
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return f(*args, **kwargs)
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no
-        # checkpoint. f may still switch grad mode on inside.
-        return f(*args, **kwargs)
-    program = Call(f, name, options, args, kwargs)
-    if not program.is_looked_at():
-        return f(*args, **kwargs)
-    return program.call()
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        # torch.jit would take our results for constants.
+        if not torch.jit.is_tracing():  # type: ignore[attr-defined]
+            program = Call(f, name, options, args, kwargs)
+            if program.is_looked_at():
+                return program.call()
+    # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no checkpoint.
+    # f may still switch grad mode on inside.
+    return f(*args, **kwargs)
 
 
 def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any, kwargs: Any) -> Any:
