@@ -42,7 +42,7 @@ class Call(UserProgram):
     """
 
     # What f returned, after its first run.
-    _outputs: Outputs | None = None
+    _outputs: Any = None
     # The ids of the objects to which the first run has assigned, and the tensors of levels that it has stored
     # there. These are returned beside the outputs, since the levels of a run end with it.
     _assigned: Collection[int] = ()
@@ -165,7 +165,6 @@ class Call(UserProgram):
         self.seal()
         if program is not None:
             return outputs
-        assert self._outputs is not None
         return self._outputs.assemble(outputs, handed_back)
 
     def _check_not_sharded(self) -> None:
@@ -398,7 +397,6 @@ class Call(UserProgram):
     # -- a recomputation ------------------------------------------------------------------------------
 
     def _run_again(self, inputs: Tensors) -> Tensors:
-        assert self._outputs is not None
         found, checks = self.found, self._options.determinism_check != "none"
         if self.random and self._drawn is None and functorch.is_tracing():
             raise CheckpointError(
@@ -487,8 +485,7 @@ class Call(UserProgram):
 
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""
-        values = self._outputs.values if self._outputs is not None else ()
-        return [*self._constants, *[x for x, _ in values], *self._updated.values()]
+        return [*self._constants, *[x for x, _ in self._outputs.values], *self._updated.values()]
 
 
 def check_no_opacus(title: str, f: Any, found: Found) -> None:
