@@ -216,9 +216,8 @@ def is_final_backward(level: int, thread: int) -> bool:
     frame = frame and frame.f_back
     while frame and frame.f_code.co_name in _PASSED and frame.f_globals.get("__name__", "").startswith(_OURS):
         frame = frame.f_back
-    if frame is None or frame.f_code is not _AUTOGRAD_GRAD or frame.f_back is None:
+    if frame is None or frame.f_code is not _AUTOGRAD_GRAD or (caller := frame.f_back) is None:
         return False
-    caller = frame.f_back
     # In the caller's thread, the active level is the one in question.
     return caller.f_code is _GRAD_TRANSFORM and (engine is not None or caller.f_locals.get("level") == level)
 
