@@ -201,11 +201,8 @@ def active_layers() -> list[Layer]:
     try:
         while (interpreter := peek_interpreter_stack()) is not None:
             kind = _NAMES[interpreter.key().value]
-            size, randomness = 0, ""
-            if kind == "vmap":
-                vmap = CVmapInterpreterPtr(interpreter)
-                size, randomness = vmap.batchSize(), _RANDOMNESS[vmap.randomness().value]
-            layers.append(Layer(pop_dynamic_layer_stack(), kind, size, randomness))
+            options = options_of_vmap(interpreter) if kind == "vmap" else ()
+            layers.append(Layer(pop_dynamic_layer_stack(), kind, *options))
     finally:
         layers.reverse()
         for layer in layers:
