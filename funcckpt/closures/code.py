@@ -39,9 +39,6 @@ def code_of(f: Any) -> Any:
     return code
 
 
-_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-
-
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """The names that code looks up, those of them that are globals, and the modules that it imports.
@@ -50,7 +47,7 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], froz
     """
     looked_up = {*code.co_names}
     instructions = [*dis.get_instructions(code)]
-    of_globals = {i.argval for i in instructions if i.opname in _OF_GLOBALS}
+    of_globals = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")}
     imported = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
     pending = [*code.co_consts]
     while pending:
