@@ -159,10 +159,9 @@ class Region:
         # and versions.
         self._buffers: list[tuple[Tensor, Tensor, int | None]] = []
         if found.updates_statistics:
-            reached = {id(x): x for x in self._given} | found.tensors
-            buffers = {id(x): x for x in found.buffers_in_training()}
-            others = [x for number, x in reached.items() if not (number in buffers or x.requires_grad)]
-            buffers |= {id(x): x for x in tensors.buffers_among(others, [*buffers.values()])}
+            own = found.buffers_in_training()
+            others = tensors.buffers_among([*self._given, *captured], own)
+            buffers = {id(x): x for x in (*own, *others)}
             with autograd.without_dispatch_modes():
                 copies = tensors.copies_of(buffers.values())
             self._buffers = [(buffers[n], old, tensors.version_of(buffers[n])) for n, old in copies.items()]
