@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import pickle
 import random
 import threading
@@ -157,10 +158,10 @@ def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> lis
 
 
 def states(streams: Sequence[Stream]) -> States:
-    found: States = []
-    for stream in streams:
-        found.append((stream, stream.get_state()))
-    return found
+    return [*zip(streams, map(_state_of, streams), strict=True)]
+
+
+_state_of = operator.methodcaller("get_state")
 
 
 def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> States:
