@@ -141,7 +141,14 @@ class Call(UserProgram):
         """
         if self.found.opaque:
             self._check_not_sharded()
-        inputs = self.take_inputs()
+        inputs, self._inputs, self._arguments.tensors = self._inputs, [], []
+        if self.layers and not PLAIN.issuperset(map(type, inputs)):
+            for i, x in enumerate(inputs):
+                if wrappers.has_torch_function(x):
+                    raise InputError(
+                        f"remat({self.name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
+                        "__torch_function__ is not called under a transform. Call it without remat there."
+                    )
         handed_back = [*inputs, *self._constants]
         if self.found.updates_statistics:
             self._buffers = tensors.GivenBuffers(inputs, self.found.buffers_in_training())
@@ -177,18 +184,6 @@ class Call(UserProgram):
                     "parameters would get no gradient. Use checkpoint without policy=, or with context_fn=; "
                     "or wrap the module in funcckpt.nn.Remat, and shard that."
                 )
-
-    def take_inputs(self) -> list[Tensor]:
-        inputs = self._inputs
-        if self.layers and not PLAIN.issuperset(map(type, inputs)):
-            for i, x in enumerate(inputs):
-                if wrappers.has_torch_function(x):
-                    raise InputError(
-                        f"remat({self.name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
-                        "__torch_function__ is not called under a transform. Call it without remat there."
-                    )
-        self._inputs = self._arguments.tensors = []
-        return inputs
 
     def seal(self) -> None:
         """Let go of tensors that the graph owns. From now on they are known by id."""
