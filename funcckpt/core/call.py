@@ -212,7 +212,7 @@ class Call(UserProgram):
     def _around(self, *contexts: Any) -> Any:
         """What is around a run of f: the given contexts that are not None, and those that each run needs."""
         casts = world.own_autocast_cache() if self._world.casts else None
-        entered = [x for x in (*contexts, casts, autograd.parametrizations_anew()) if x is not None]
+        entered = [*filter(None, (*contexts, casts, autograd.parametrizations_anew()))]
         return _all_of(entered) if len(entered) > 1 else entered[0] if entered else _NOTHING
 
     def _callable(self, inputs: Tensors, rebuilt: Rebuilt | None) -> Any:
