@@ -328,8 +328,7 @@ class Vjp(Derived):
         # A batched pullback uses the formulas of torch.func (create_graph=True). Without it, autograd prefers
         # some that have a wrong batching rule (lu_solve under two vmaps).
         # So do graphs that make_fx traces: they may be differentiated later.
-        will_be_graph = functorch.number_of_dispatch_modes() > 0 and functorch.is_tracing()
-        create_graph = nested or will_be_graph or self.unbatched is not None
+        create_graph = nested or self.unbatched is not None or functorch.is_tracing()
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
             create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
         gradients = self.pull(outputs, leaves, create_graph, *cotangents)
