@@ -56,6 +56,16 @@ def what_a_transform_inside_stores(wrap):
 
 
 @program
+def what_a_transform_leaves_of_a_dual_tensor(wrap):
+    """Operators see what is inside of the level that is over: f uses a dual tensor."""
+    with forward_ad.dual_level():
+        dual, left, z = forward_ad.make_dual(tensor(3), tensor(3, seed=1)), [], leaf(3, seed=2)
+        grad(lambda y: (left.append(dual + 0 * y), y.sum())[1])(tensor(3))
+        y = wrap(lambda z: (z * left[0]).sin())(z)
+        return [forward_ad.unpack_dual(x).tangent for x in (y, *torch.autograd.grad(y.sum(), z))]
+
+
+@program
 def leaf_hooks_run_once_per_backward(wrap):
     calls, w = [], leaf(3)
     w.register_hook(lambda g: calls.append(g.clone()))

@@ -40,16 +40,13 @@ def has_lazy(tensors: Collection[Tensor]) -> bool:
 
 
 def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of captured tensors that belong to an active functorch level, or are dual."""
-    found, level, dual = set(), functorch.maybe_current_level() or 0, wrappers.has_dual_level()
-    for x in tensors:
-        if not wrappers.is_functorch_wrapped_tensor(x):
-            if dual and wrappers.is_plain_dual(x):
-                found.add(id(x))
-        elif wrappers.is_functorch_wrapped_tensor(y := wrappers.alive(x)):
-            if wrappers.maybe_get_level(y) <= level:
-                found.add(id(x))
-    return found
+    """The ids of captured tensors that belong to a functorch level, or are dual (after `drop_stale`)."""
+    is_wrapped, dual = wrappers.is_functorch_wrapped_tensor, wrappers.has_dual_level()
+    return {
+        id(x)
+        for x in tensors
+        if (is_wrapped(x) and is_wrapped(wrappers.alive(x))) or (dual and wrappers.is_plain_dual(x))
+    }
 
 
 def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> None:
