@@ -85,9 +85,7 @@ class Rebuilt:
         for number, node in self._nodes.items():
             if node.kind not in kinds.FIXED:
                 continue
-            held = {number}
-            for x in node.content.values():
-                held.add(x.number if type(x) is Hole else id(x))
+            held = {number, *[x.number if type(x) is Hole else id(x) for x in node.content.values()]}
             if not held.isdisjoint(self._dirty):
                 now = kinds.read(node.kind, node.value, node.names)
                 self._put_back.append((node, now, self._items(node.content)))
