@@ -88,7 +88,7 @@ class Found:
         By id of the object, in the order in which they were found.
     tensors, places, marks : dict
         By id of the tensor: the tensor, and where it was found (the id of its holder, and the name there).
-        `seal` removes tensors that the graph owns, and puts their attributes into `marks`.
+        `seal` removes tensors that the graph owns, and puts their attributes and class into `marks`.
     streams : list
         Random streams: `torch.Generator`, `random.Random`, generators of numpy.
     opaque : list of nn.Module and torch.jit.ScriptFunction
@@ -111,8 +111,7 @@ class Found:
         self.root = root
         self.nodes: dict[int, Node] = {}
         self.tensors: dict[int, Tensor] = {}
-        self.marks: dict[int, dict[str, Any]] = {}
-        self.classes: dict[int, Any] = {}  # of tensors that were let go, as `marks`
+        self.marks: dict[int, tuple[dict[str, Any], Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self.noted: set[int] = set()  # what `changed` has told so far
@@ -425,7 +424,7 @@ class Found:
         holes = {number: Hole(number) for number in own}
         for x in tensors:
             holes[id(x)] = Hole(id(x), weakref.ref(x))
-            self.marks[id(x)], self.classes[id(x)] = {**x.__dict__}, type(x)
+            self.marks[id(x)] = {**x.__dict__}, type(x)
             del self.tensors[id(x)]
         self.root = holes.get(id(self.root), self.root)
         numbers, holders = self.edges()

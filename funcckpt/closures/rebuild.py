@@ -56,16 +56,15 @@ class Rebuilt:
         self._dirty = found.leading_to({*mapped, *changed, *found.gone})
         # The replacement of each object, by id of the original; `originals` is the inverse.
         self._built: dict[int, Any] = {**mapped}
+        self.originals: dict[int, Any] = {}
         for number, x in mapped.items():
-            original = found.tensors.get(number)
-            attributes = found.marks.get(number, {}) if original is None else original.__dict__
-            cls = found.classes.get(number, Tensor) if original is None else type(original)
+            attributes, cls = found.marks.get(number, ({}, Tensor))
+            if (original := found.tensors.get(number)) is not None:
+                attributes, cls, self.originals[id(x)] = original.__dict__, type(original), original
             if cls is nn.Parameter and not attributes:  # as nearly always: without a call
                 x._is_param = True  # type: ignore[attr-defined]
             elif attributes or cls is not Tensor:
                 put_marks(x, attributes, cls)
-        known = found.tensors
-        self.originals: dict[int, Any] = {id(x): known[n] for n, x in mapped.items() if n in known}
         # The initial content of copies to which f may write.
         self._placed: dict[int, dict[Any, Any]] = {}
         # Classes and context variables, with their content now and during the run.
