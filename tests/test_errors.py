@@ -173,6 +173,21 @@ def test_a_backward_that_calls_vjp(views):
         assert_says(raised.value, r"\w+\.apply", r"vjp", r"x\.view_as\(x\)")
 
 
+def test_hooks_on_what_a_node_has_saved():
+    """On the tensors that are kept they act as on any node; the last one must stay as it is."""
+
+    def gradient(which):
+        x = tensor(3, requires_grad=True)
+        y = remat(torch.sin)(x)
+        for saved in y.grad_fn._raw_saved_tensors[which]:
+            saved.register_hooks(torch.clone, lambda t: 2 * t)
+        return torch.autograd.grad(y.sum(), x)
+
+    assert_same(gradient(slice(1)), ((2 * tensor(3)).cos(),))
+    with pytest.raises(CheckpointError, match="exchanged the last saved tensor"):
+        gradient(slice(None))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors():
     rows = [tensor(3, 4), tensor(5, 4)]
