@@ -1,6 +1,7 @@
 """Modules as what f is, refers to or is given: their parameters, hooks and parametrizations."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import MutationError, checkpoint, policies, remat
+from funcckpt import MutationError, checkpoint, policies, remat, scan
 from funcckpt.nn import Remat
 
 
@@ -294,10 +295,32 @@ def test_a_keyword_argument_named_self():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # the number of steps is that of the example
 def test_a_graph_of_torch_jit():
     for f in (remat(torch.sin), functools.partial(checkpoint, torch.sin)):
         traced = torch.jit.trace(lambda x, f=f: f(x), X.clone().requires_grad_())
         assert_same(traced(X * 2), (X * 2).sin())
+    loop = lambda x: scan(lambda carry, y: (torch.tanh(carry + y), None), x, torch.ones(6, 1))[0]
+    assert_same(torch.jit.trace(loop, X)(X * 2), loop(X * 2))
+
+
+class CallableModule(types.ModuleType):
+    def __call__(self, x):
+        return (x * self.w).sin().sum()
+
+
+def test_a_module_of_a_library_that_is_called():
+    """As in a package that gives itself a class with `__call__`."""
+    module = CallableModule("numpy.pretended")
+
+    def run(wrap):
+        module.w = tensor(3)
+        x = tensor(3, seed=1, requires_grad=True)
+        y = wrap(module)(x)
+        module.w = None
+        return torch.autograd.grad(y, x)
+
+    assert_same(run(remat), run(plain))
 
 
 @pytest.mark.parametrize("wrap", [Remat, lambda m: Remat(m, policy=policies.dots_saveable)])

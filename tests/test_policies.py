@@ -286,19 +286,39 @@ def test_policies_inside_of_each_other_and_of_checkpoints(checkpointed):
 
 
 @pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
-def test_a_result_that_becomes_the_data_of_a_parameter(policy):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_result_that_becomes_the_data_of_a_parameter(policy, dtype):
     """As in an encoder with momentum: `.data =` is no operator, so nobody sees that it reads the result."""
-    query, key = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    query, key = nn.Linear(3, 3, dtype=dtype), nn.Linear(3, 3, dtype=dtype).requires_grad_(False)
 
     def similarity(x):
         for p, q in zip(key.parameters(), query.parameters(), strict=True):
-            p.data = p.data * 0.9 + q.data * 0.1
-        return (query(x) * key(x)).sum()
+            p.data = (p.data * 0.9 + q.data * 0.1).conj()
+        return (query(x).sin() + query(x)).sum().abs()
 
     f = remat(similarity, policy=policy)
     for _ in range(2):
-        f(torch.ones(2, 3)).backward()
+        f(torch.ones(2, 3, dtype=dtype)).backward()
         assert all(p.data_ptr() and p.isfinite().all() for p in key.parameters())
+
+
+def test_a_constant_that_an_earlier_transform_has_left_behind():
+    """It is a wrapper of a level that is over."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(3, 3, dtype=torch.float64), None
+
+        def forward(self, x):
+            h = self.linear(x)
+            self.last = h.detach()
+            return h.sin().sum()
+
+    net, x = Net(), tensor(2, 3)
+    f = remat(net, policy=policies.dots_saveable)
+    for _ in range(3):
+        assert_close(grad(f)(x), grad(net)(x))
 
 
 def test_a_kept_value_to_which_the_recomputation_writes():

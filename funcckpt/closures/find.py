@@ -188,7 +188,7 @@ class Found:
                         of, owner = about(value), value
                         is_own, draws = of.is_own, of.is_of_installed
                     else:
-                        is_own = not is_library(value.__name__)
+                        is_own = value is first or not is_library(value.__name__)
                         draws = draws or is_installed(value.__name__) or value.__name__ in _DRAWING
                     if not is_own:  # it holds no objects of the user
                         names.add(value.__name__)  # which code may know by another name

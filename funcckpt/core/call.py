@@ -89,11 +89,11 @@ class Call(UserProgram):
         # The first call of a lazy module is not checkpointed.
         self._is_lazy = tensors.has_lazy(found.tensors.values())
         # Captured tensors that are not inputs, and their versions. (Pairs would take the collector time.)
-        self._constants: list[Tensor] = []
+        self.constants: list[Tensor] = []
         self._versions: list[int | None] = []
         if found.tensors and not self._is_lazy:
-            self._constants = [x for key, x in found.tensors.items() if key not in self._numbers]
-            self._versions = tensors.versions_of(self._constants)
+            self.constants = [x for key, x in found.tensors.items() if key not in self._numbers]
+            self._versions = tensors.versions_of(self.constants)
         # Arguments that no level has wrapped. Autograd saves a wrapper, whose version misses writes to them.
         self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
         if self.layers:
@@ -149,7 +149,7 @@ class Call(UserProgram):
                         f"remat({self.name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
                         "__torch_function__ is not called under a transform. Call it without remat there."
                     )
-        handed_back = [*inputs, *self._constants]
+        handed_back = [*inputs, *self.constants]
         if self.found.updates_statistics:
             self._buffers = tensors.GivenBuffers(inputs, self.found.buffers_in_training())
             inputs = self._buffers.saved(inputs)
@@ -196,9 +196,9 @@ class Call(UserProgram):
                 with functorch.without_levels():  # which would wrap the results
                     # f may also differentiate with respect to them.
                     self._unused = {key: wrappers.requires_grad_(owned[key].detach()) for key in unused}
-            stay = [id(x) not in owned or id(x) in self._unused for x in self._constants]
+            stay = [id(x) not in owned or id(x) in self._unused for x in self.constants]
             self._versions = [*compress(self._versions, stay)]
-            self._constants = [self._unused.get(id(x), x) for x in compress(self._constants, stay)]
+            self.constants = [self._unused.get(id(x), x) for x in compress(self.constants, stay)]
             self.found.seal(owned.values())
         if not self.call_level:
             self.captured = ()
@@ -224,7 +224,7 @@ class Call(UserProgram):
                 here.left = *here.left, rebuilt.release
         f, leaves = (root, arguments.others) if arguments.are_atoms else root
         if functorch.number_of_dispatch_modes() and (watch := watch_of(self)) is not None:
-            watch.begin([*inputs, *self._constants])
+            watch.begin([*inputs, *self.constants])
         return f, *arguments.unflatten(inputs[: self.arity], leaves)
 
     # -- the first run ------------------------------------------------------------------------------
@@ -295,9 +295,9 @@ class Call(UserProgram):
             tensors.check_gradients(
                 gradients, f"remat({self.name})", lambda number: names.get(number) or found.where(number)
             )
-        if self._constants:
+        if self.constants:
             self._settle_updates(updates)
-        self._outputs = Outputs(self.name, out, [*inputs, *self._constants])
+        self._outputs = Outputs(self.name, out, [*inputs, *self.constants])
         outputs, self._outputs.tensors = tuple(self._outputs.tensors), []
         beside: list[Tensor] = []
         if assigned := found.changed():
@@ -336,13 +336,13 @@ class Call(UserProgram):
 
     def _settle_updates(self, updates: dict[int, Tensor]) -> None:
         """Keep the old values of buffers that f has updated. A write to any other constant is an error."""
-        versions, before = tensors.versions_of(self._constants), self._versions
+        versions, before = tensors.versions_of(self.constants), self._versions
         if not updates and versions == before:
             return
         self._updated = tensors.updated(
-            [(x, updates[id(x)], v) for x, v in zip(self._constants, before, strict=True) if id(x) in updates]
+            [(x, updates[id(x)], v) for x, v in zip(self.constants, before, strict=True) if id(x) in updates]
         )
-        for i, x in enumerate(self._constants):
+        for i, x in enumerate(self.constants):
             if id(x) in self._updated:
                 before[i] = None
             elif versions[i] != before[i]:
@@ -417,8 +417,8 @@ class Call(UserProgram):
             look = net.Look(self, [*inputs, *[x for _, x in captured]], leaves, results, self._mark)
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written: list[Tensor] = []
-        if self._constants and tensors.versions_of(self._constants) != self._versions:
-            pairs = zip(self._constants, self._versions, strict=True)
+        if self.constants and tensors.versions_of(self.constants) != self._versions:
+            pairs = zip(self.constants, self._versions, strict=True)
             written = [x for x, version in pairs if version is not None and x._version != version]
         states = self._states if self.random and self._options.preserve_rng_state else None
         with self._around(
@@ -480,7 +480,7 @@ class Call(UserProgram):
 
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""
-        return [*self._constants, *[x for x, _ in self._outputs.values], *self._updated.values()]
+        return [*self.constants, *[x for x, _ in self._outputs.values], *self._updated.values()]
 
 
 def check_no_opacus(title: str, f: Any, found: Found) -> None:

@@ -70,6 +70,8 @@ class UserProgram(Program):
     arity = 1 << 30
     # How many inputs there are, captured ones included.
     count = 1 << 30
+    # The captured tensors that are not inputs.
+    constants: Sequence[Tensor] = ()
     # The captured tensors of plain autograd that f uses. Cleared after the call, except under a transform:
     # there no graph node holds them.
     captured: Sequence[Tensor] = ()

@@ -128,7 +128,7 @@ class _Loss(Call):
 
     def _callable(self, inputs: Tensors, rebuilt: Rebuilt | None) -> Any:
         f, args, kwargs = super()._callable(inputs, rebuilt)
-        given = [*map(id, (*inputs, *self._constants))]
+        given = [*map(id, (*inputs, *self.constants))]
         return functools.partial(_scalar, self.name, f, given), args, kwargs
 
 

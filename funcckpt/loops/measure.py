@@ -90,7 +90,7 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
         raise MutationError(
             f"{loop.name}: bytes= cannot measure a step that writes in place to its carry or to what it "
             "captured, or updates running statistics in its carry or under a transform. Work on a copy "
-            "(x.clone()) inside of the function, or pass checkpoints= instead."
+            "(x.clone()) inside of the function; for running statistics, pass checkpoints= instead."
         ) from error
     found = fit(steps, bytes, carry, saved, peak, stays)
     if found is None:

@@ -341,4 +341,4 @@ def _steps(xs: Any, length: int | None, name: str) -> int:
             )
     if found is None:
         raise InputError(f"{name}: without xs, pass length=, the number of steps.")
-    return found[1]
+    return int(found[1])  # torch.jit.trace makes a tensor of it

@@ -156,7 +156,9 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     around = type("RematForward", (Remat,), of_around)
     # A metaclass of the user's may be a registry, too, or ask for more than these.
     maker: Any = next(x for x in type(kind).__mro__ if is_library(x.__module__))
-    made: type[nn.Module] = maker.__new__(type(kind), f"Remat{kind.__name__}", (around, kind), contents)
+    what = f"Remat{kind.__name__}", (around, kind), contents
+    made: type[nn.Module] = maker.__new__(type(kind), *what)
+    maker.__init__(made, *what)
     return made
 
 

@@ -133,8 +133,7 @@ class Record(Watch):
         else:
             calls = self.tape.calls
             # f may put a result into a tensor that it captured: `p.data = ...`.
-            held = map(wrappers.below_wrappers, self.source.held())
-            self.tape.read |= self.tape.made(filter(operators.is_plain, held))
+            self.tape.read |= self.tape.made(map(wrappers.below_wrappers, self.source.constants))
             read = frozenset(self.tape.read.union(*[call.needs for call in calls if not call.may_skip]))
             self.tape = Tape()
             used, again = recomputed(calls, read, self._chooser.choose(calls, read))
