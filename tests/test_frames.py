@@ -66,6 +66,7 @@ def frames_of(call):
         if event == "call" and frame.f_code.co_filename.startswith(OURS):
             frames.append(frame.f_code.co_name)
 
+    counts = []
     for _ in range(4):
         frames.clear()
         sys.setprofile(count)
@@ -73,4 +74,5 @@ def frames_of(call):
             call()
         finally:
             sys.setprofile(None)
-    return len(frames)
+        counts.append(len(frames))
+    return min(counts[1:])  # in the others the collector may have called something of ours
