@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import functorch
 from .tape.operators import flops_of, is_subclass_first, run_operator
+from .tape.recompute import Placeholder
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
 
@@ -169,7 +170,8 @@ class Meter(TorchDispatchMode):
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     """The memory of all tensors in a pytree, once for each tensor."""
     for x in pytree.tree_leaves(tree):
-        if isinstance(x, torch.Tensor) and not x._is_zerotensor():  # which has a size and no memory
+        # These have a size and no memory.
+        if isinstance(x, torch.Tensor) and not (isinstance(x, Placeholder) or x._is_zerotensor()):
             # The public names refuse a sparse tensor that is not coalesced.
             for part in (x._indices(), x._values()) if x.layout is torch.sparse_coo else (x,):
                 with suppress(NotImplementedError):  # a layout without a storage

@@ -2,13 +2,15 @@
 
 import gc
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from funcckpt.meter import Meter, mark, measure
+from funcckpt.meter import Meter, mark, measure, storages
+from funcckpt.tape.recompute import Placeholder
 
 KIB = 1024  # 256 floats
 BEFORE = torch.zeros(256)
@@ -141,3 +143,11 @@ def test_nested_meters_and_exceptions():
     assert (inner.peak_bytes, inner.flops, inner.ops) == (KIB, 0, {"aten.add.Tensor": 1})
     assert (outer.peak_bytes, outer.flops, outer.ops["aten.add.Tensor"]) == (3 * KIB + 4, 512, 2)
     del z
+
+
+def test_what_stands_for_a_skipped_result_has_no_memory():
+    replay = SimpleNamespace(placeholders=[])
+    x = Placeholder(torch.empty(3, device="meta"), torch.device("cpu"), replay)
+    with Meter() as meter:
+        views = [x.view(3, 1), x[:2]]
+    assert not [*storages([x, *views])] and meter.live_bytes == meter.peak_bytes == 0

@@ -13,7 +13,7 @@ from functorch.compile import aot_function, nop
 from oracles import tensor
 from support import assert_same
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad, hessian, jvp, vmap
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -283,6 +283,31 @@ def test_policies_inside_of_each_other_and_of_checkpoints(checkpointed):
             torch.autograd.grad(f(x).sum(), [x, w], allow_unused=True) for f in (expected, found)
         ]
         assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
+
+
+def of_a_vector(w, x):
+    return torch.tanh(torch.tanh(x @ w) @ w + 1).square().sum()
+
+
+slope = lambda f, w: grad(lambda x: f(w, x))
+OF_VECTORS = {
+    "vmap(grad)": lambda f, w, xs: vmap(lambda x: grad(f)(w, x))(xs),
+    "forward over reverse": lambda f, w, xs: jvp(slope(f, w), (xs[0],), (xs[1],)),
+    "reverse over forward": lambda f, w, xs: grad(lambda x: jvp(lambda x: f(w, x), (x,), (xs[1],))[1])(xs[0]),
+    "hessian": lambda f, w, xs: hessian(lambda x: f(w, x))(xs[0]),
+}
+
+
+@pytest.mark.parametrize("transform", OF_VECTORS)
+def test_kept_products_of_vectors_are_not_computed_again(transform):
+    """Torch squeezes them in place, asks for their size, and has shapes computed on "meta"."""
+    w, xs = tensor(4, 4), tensor(3, 4, seed=1)
+    run = lambda f: OF_VECTORS[transform](f, w, xs)
+    f = remat(of_a_vector, policy=policies.dots_saveable)
+    for _ in range(2):
+        kept = measure(run, f)
+        assert_close(kept.result, run(of_a_vector))
+    assert kept.flops == measure(run, of_a_vector).flops
 
 
 @pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])

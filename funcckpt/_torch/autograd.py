@@ -47,6 +47,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import functorch
 
 OPERATORS = OpOverload, HigherOrderOperator
+# Before, only its tensor keeps a node of the graph alive that is written in Python.
+NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
 # tensor from outside of a level.
 _WRITES_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
@@ -61,10 +63,14 @@ def is_about_writes(error: Exception) -> bool:
 
 
 def gradients(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], create_graph: bool
+    outputs: Sequence[Any],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    create_graph: bool,
+    retain_graph: bool,
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad` without checks; None for an input that is not used."""
-    retain_graph, allow_unused = create_graph, True
+    allow_unused = True
     arguments = (*outputs,), (*cotangents,), retain_graph, create_graph, (*inputs,), allow_unused
     return _engine_run_backward(*arguments, accumulate_grad=False)
 

@@ -333,7 +333,9 @@ class Vjp(Derived):
         create_graph = nested or self.unbatched is not None or functorch.is_tracing()
         if not create_graph and (functorch.maybe_current_level() or 0) > 1:
             create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
-        gradients = self.pull(outputs, leaves, create_graph, *cotangents)
+        # At a level of its own nobody can differentiate the graph again.
+        retain_graph = create_graph and is_plain
+        gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
         return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
 
     def record(self, primals: list[Tensor], is_plain: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -377,10 +379,15 @@ class Vjp(Derived):
             functorch.set_grad_enabled(mode)
 
     def pull(
-        self, outputs: list[Tensor], leaves: list[Tensor], create_graph: bool, *cotangents: Tensor
+        self,
+        outputs: list[Tensor],
+        leaves: list[Tensor],
+        create_graph: bool,
+        retain_graph: bool,
+        *cotangents: Tensor,
     ) -> Tensors:
         if self.unbatched is not None:
-            inner = functools.partial(self.unbatched.pull, outputs, leaves, create_graph)
+            inner = functools.partial(self.unbatched.pull, outputs, leaves, create_graph, retain_graph)
             results, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
             return results
         if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:
@@ -397,15 +404,14 @@ class Vjp(Derived):
         for y, ct in zip(outputs, cotangents, strict=True):
             # A view of a leaf that was made under no_grad requires grad, too, and leads nowhere.
             if y.requires_grad and (y.grad_fn is not None or id(y) in own):
-                # In torch 2.11 only the tensor keeps a node alive that is written in Python.
-                owner = y if isinstance(y.grad_fn, FunctionCtx) else None
+                owner = y if isinstance(y.grad_fn, FunctionCtx) and not autograd.NODES_STAY else None
                 edges.append(y if y.grad_fn is None else GradientEdge(y.grad_fn, y.output_nr, owner))
                 used.append(ct)
         del y, owner
         outputs.clear()  # frees their values
         gradients: Sequence[Tensor | None] = (None,) * len(leaves)
         if edges:
-            gradients = autograd.gradients(edges, leaves, used, create_graph)
+            gradients = autograd.gradients(edges, leaves, used, create_graph, retain_graph)
         self.connected = (*map(operator.is_not, gradients, repeat(None)),)
         some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
         return (*map(wrappers.alive, some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some

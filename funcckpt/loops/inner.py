@@ -149,7 +149,7 @@ class _Gradient(Vjp):
         # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
         plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
         (value, *others), leaves = self.record([*inputs], plain and not nested)
-        found = iter(self.pull([value], leaves, nested, torch.ones_like(value)))
+        found = iter(self.pull([value], leaves, nested, False, torch.ones_like(value)))
         wrt = zip(self.wrt, self.connected, strict=True)
         gradients = [next(found) if is_found else torch.zeros_like(inputs[i]) for i, is_found in wrt]
         return (*gradients, *map(wrappers.detached, others))

@@ -70,13 +70,21 @@ class Placeholder(Tensor):
     ) -> Any:
         """Views, and operators that read no values, need no memory."""
         kwargs = kwargs or {}
-        kind, x = kind_of(func), args[0] if args else None
-        if not isinstance(x, Placeholder) or kind not in READ_NO_VALUES or func._schema.is_mutable:
-            raise Redo(next(y for y in tensors_of(args, kwargs) if isinstance(y, Placeholder)).replay)
+        kind, x = kind_of(func), next(y for y in tensors_of(args, kwargs) if isinstance(y, Placeholder))
+        changes = func._schema.is_mutable  # as `squeeze_`, in a product with a vector
+        if kind not in READ_NO_VALUES or (changes and not (kind == "view" and x is args[0])):
+            raise Redo(x.replay)
+        if changes:
+            func(x.meta, *args[1:], **kwargs)
+            with functorch.no_dispatch():
+                return func(*args, **kwargs)
         args = [y.meta if isinstance(y, Placeholder) else y for y in args]
         if kind == "like":
             return func(*args, **{**kwargs, "device": kwargs.get("device") or x.device})
-        views = func(*args, **kwargs)
+        with functorch.no_dispatch():  # a meter would take what has no memory for memory
+            views = func(*args, **kwargs)
+        if str(kwargs.get("device")) == "meta":  # torch computes the shape of what it adds zeros to
+            return views
         return pytree.tree_map_only(Tensor, lambda y: Placeholder(y, x.device, x.replay), views)
 
 
@@ -113,7 +121,8 @@ class Replay(Watch):
                 x = self.coming[slot].get().detach()
                 self.storages.add(x.untyped_storage()._cdata)
             elif slot is not None:
-                meta = torch.empty_strided(slot.size, slot.strides, dtype=slot.dtype, device="meta")
+                with functorch.no_dispatch():
+                    meta = torch.empty_strided(slot.size, slot.strides, dtype=slot.dtype, device="meta")
                 x = Placeholder(meta, slot.device, self)
             found.append(x)
         return found[0] if call.count is None else tuple(found)

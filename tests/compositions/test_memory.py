@@ -9,7 +9,7 @@ import gc
 import pytest
 import torch
 from support import Storages, tensor_bytes
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -116,3 +116,31 @@ def test_the_graph_of_the_backward_keeps_an_input_and_a_cotangent_of_each_block(
 
     assert held(remat(block)) == 2 * blocks
     assert held(torch_checkpointed) > 20 * blocks, "the job is too small to tell"
+
+
+def halves(wrap, step):
+    def run(carry, xs):
+        if len(xs) == 1:
+            return wrap(step)(carry, xs[0])
+        half = len(xs) // 2
+        return wrap(run)(wrap(run)(carry, xs[:half]), xs[half:])
+
+    return run
+
+
+@pytest.mark.parametrize(("transform", "carries"), [("eager", 1), ("grad", 1), ("forward over reverse", 2)])
+def test_nested_remats_hold_one_carry_for_each_level(transform, carries):
+    """Twice as many steps are one level more; with tangents each carry counts twice."""
+    w, carry = normal(1024), normal(1024)
+    run = halves(remat, lambda carry, x: torch.tanh(torch.sin(carry * w + x)) + carry * 0.1)
+
+    def peak(steps):
+        loss = lambda carry: run(carry, torch.ones(steps, 1, dtype=w.dtype)).square().sum()
+        if transform == "eager":
+            x = carry.clone().requires_grad_()
+            return measure(lambda: torch.autograd.grad(loss(x), x)).peak_bytes
+        if transform == "grad":
+            return measure(grad(loss), carry).peak_bytes
+        return measure(lambda: jvp(grad(loss), (carry,), (carry,))).peak_bytes
+
+    assert peak(32) - peak(8) < (2 * carries + 0.5) * carry.nbytes
