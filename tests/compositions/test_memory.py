@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import remat
+from funcckpt._torch import autograd
 from funcckpt.meter import measure
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 24, 16, 16, 64
@@ -143,4 +144,5 @@ def test_nested_remats_hold_one_carry_for_each_level(transform, carries):
             return measure(grad(loss), carry).peak_bytes
         return measure(lambda: jvp(grad(loss), (carry,), (carry,))).peak_bytes
 
-    assert peak(32) - peak(8) < (2 * carries + 0.5) * carry.nbytes
+    more = 2 * carries + (0.5 if autograd.NODES_STAY else 2.5)
+    assert peak(32) - peak(8) < more * carry.nbytes
