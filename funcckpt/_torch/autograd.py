@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,7 +48,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import functorch
 
 OPERATORS = OpOverload, HigherOrderOperator
-# Before, only its tensor keeps a node of the graph alive that is written in Python.
+# Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.
 NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
 # tensor from outside of a level.
@@ -149,9 +150,12 @@ def saved_by(node: Any) -> list[Any]:
 _LEAF_NODE: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
+grad_fn_of = operator.attrgetter("grad_fn")
+
+
 def edges_of(tensors: Iterable[Tensor]) -> set[Edge]:
     """The edges at which the graphs of some tensors end."""
-    return {(x.grad_fn, x.output_nr) for x in tensors if x.grad_fn is not None}
+    return {(x.grad_fn, x.output_nr) for x in filter(grad_fn_of, tensors)}
 
 
 def entering(

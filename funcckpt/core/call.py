@@ -42,7 +42,7 @@ class Call(UserProgram):
     """
 
     # What f returned, after its first run.
-    _outputs: Any = None
+    _outputs: Outputs = None  # type: ignore[assignment]
     # The ids of the objects to which the first run has assigned, and the tensors of levels that it has stored
     # there. These are returned beside the outputs, since the levels of a run end with it.
     _assigned: Collection[int] = ()
@@ -92,7 +92,9 @@ class Call(UserProgram):
         self.constants: list[Tensor] = []
         self._versions: list[int | None] = []
         if found.tensors and not self._is_lazy:
-            self.constants = [x for key, x in found.tensors.items() if key not in self._numbers]
+            self.constants = [*found.tensors.values()]
+            if self._numbers:
+                self.constants = [x for x in self.constants if id(x) not in self._numbers]
             self._versions = tensors.versions_of(self.constants)
         # Arguments that no level has wrapped. Autograd saves a wrapper, whose version misses writes to them.
         self._plain: list[tuple[weakref.ref[Tensor], int | None, int]] = []
@@ -187,19 +189,19 @@ class Call(UserProgram):
 
     def seal(self) -> None:
         """Let go of tensors that the graph owns. From now on they are known by id."""
-        tensors_of_f = self.found.tensors.items()
-        if tensors_of_f and (
-            owned := {key: x for key, x in tensors_of_f if x.grad_fn is not None or key in self._numbers}
-        ):
+        tensors_of_f = self.found.tensors
+        if owned := {*self._numbers, *map(id, filter(autograd.grad_fn_of, tensors_of_f.values()))}:
             # f may read the values of captured tensors on which no output depends.
-            if unused := owned.keys() - {*map(id, self.captured), *self._numbers}:
+            if unused := owned - {*map(id, self.captured), *self._numbers}:
                 with functorch.without_levels():  # which would wrap the results
                     # f may also differentiate with respect to them.
-                    self._unused = {key: wrappers.requires_grad_(owned[key].detach()) for key in unused}
+                    self._unused = {
+                        key: wrappers.requires_grad_(tensors_of_f[key].detach()) for key in unused
+                    }
             stay = [id(x) not in owned or id(x) in self._unused for x in self.constants]
             self._versions = [*compress(self._versions, stay)]
             self.constants = [self._unused.get(id(x), x) for x in compress(self.constants, stay)]
-            self.found.seal(owned.values())
+            self.found.seal([*map(tensors_of_f.__getitem__, owned)])
         if not self.call_level:
             self.captured = ()
 
@@ -360,8 +362,9 @@ class Call(UserProgram):
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tensors_of_f, results = self.found.tensors, {}
         if any([leaf is None for leaf in edges.values()]):
-            tracked = [x for x in tensors_of_f.values() if x.requires_grad and x.grad_fn is not None]
-            results = {(x.grad_fn, x.output_nr): x for x in tracked}
+            results = {
+                (x.grad_fn, x.output_nr): x for x in filter(autograd.grad_fn_of, tensors_of_f.values())
+            }
         captured, private = [], autograd.references_of_private_leaf()
         for edge, leaf in edges.items():
             if leaf is not None and edge[0] in tensors_of_f:

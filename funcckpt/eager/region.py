@@ -182,7 +182,7 @@ class Region:
     def run(self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found, first_node = self._found, functorch.next_sequence_number()
         began, older = first_node, set[autograd.Edge]()
-        computed = [*filter(operator.attrgetter("grad_fn"), found.tensors.values())]
+        computed = [*filter(autograd.grad_fn_of, found.tensors.values())]
         if (computed or found.opaque) and functorch.uses_accelerator():
             older, first_node = autograd.edges_of((*found.tensors.values(), *self._given)), 0
         gradients = []

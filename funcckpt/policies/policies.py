@@ -319,13 +319,22 @@ def _from_both(first: _Made, second: _Made, ctx: Any, op: Any, *args: Any, **kwa
 def _by_name(names: Sequence[str], listed: Any, others: Any, unnamed: Any = _LEAVE) -> _Made:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InputError(f"names must be a sequence of strings, not {names!r}.")
-    answers = {None: unnamed} | dict.fromkeys(names, listed)
-    return functools.partial(_of_name, frozenset(answers.items()), others)
+    return functools.partial(_of_name, frozenset(names), listed, others, unnamed)
 
 
-def _of_name(answers: frozenset[Any], others: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """A policy of names: their answers, with that for values without a name; and that for other names."""
-    return dict(answers).get(current_name() if op is aten.alias.default else None, others)
+def _of_name(
+    names: frozenset[str],
+    listed: Any,
+    others: Any,
+    unnamed: Any,
+    ctx: Any,
+    op: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A policy of names: what it says of these, of other names, and of values without a name."""
+    name = current_name() if op is aten.alias.default else None
+    return unnamed if name is None else listed if name in names else others
 
 
 def _check_places(source: str, destination: str) -> None:
