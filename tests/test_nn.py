@@ -394,7 +394,7 @@ def test_select(select, names, make):
 @pytest.mark.parametrize(
     "select, message",
     [
-        (nn.Conv2d, r"selects nothing in Model.*such as 'layers\.\*'"),
+        (nn.Conv2d, "selects nothing in Model.*or pass 'every 1'"),
         ("every 0", "'every 0' selects nothing"),
         (("0", "1"), r"select=\('0', '1'\) is not a class"),
         (3, "select=3 is not a class or a tuple of them"),

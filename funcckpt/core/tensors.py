@@ -137,11 +137,11 @@ def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Call
             )
 
 
-def changed_inside(name: str, x: Tensor, where: str) -> MutationError:
+def changed_inside(name: str, x: Tensor, where: str, hint: str = "") -> MutationError:
     return MutationError(
         f"{name} changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside the function, "
         "or return the new value. Only buffers of a module that is in training at the call may be updated, "
-        f"of at most {MAX_BUFFER} elements."
+        f"of at most {MAX_BUFFER} elements. {hint}"
     )
 
 

@@ -394,10 +394,10 @@ class Region:
         return title(self._found.root if self._arguments.are_atoms else self._found.root[0])
 
     def _was_changed(self, x: Tensor) -> MutationError:
-        if id(x) in self._written_by_f:
-            return tensors.changed_inside(self._name, x, self._found.where(id(x)))
+        is_inside = id(x) in self._written_by_f
+        changed = tensors.changed_inside if is_inside else tensors.changed_between
         hint = 'determinism_check="none" turns this check off.'
-        return tensors.changed_between(self._name, x, self._found.where(id(x)), hint)
+        return changed(self._name, x, self._found.where(id(x)), hint)
 
     def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function must do the same each time"

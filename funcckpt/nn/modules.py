@@ -211,12 +211,11 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     """
     chosen = _selected(model, select)
     if not chosen:
-        parts = [name.rpartition(".") for name, _ in model.named_modules()]
-        last = parts[-1][-1] or type(model).__name__
-        pattern = next((f"{lead}{dot}*" for lead, dot, name in parts if name.isdigit()), last)
+        has_lists = any([isinstance(m, (nn.ModuleList, nn.Sequential)) for m in model.modules()])
         raise InputError(
             f"apply_remat: {select!r} selects nothing in {type(model).__name__}. Name a class or a pattern "
-            f"that matches some of its named_modules(), such as {pattern!r}."
+            "that matches some of its named_modules()"
+            + (", or pass 'every 1', for the members of its lists of modules." if has_lists else ".")
         )
     for module, checked in [(module, _checked(module, options)) for module in chosen]:
         Remat(module, **checked)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from support import assert_same
 from torch import nn
+from torch.nn.utils import parametrize
 
 from funcckpt import checkpoint, checkpoint_scope, remat, world
 from funcckpt.errors import MutationError
@@ -77,6 +78,33 @@ def test_what_f_itself_has_changed_is_said_so():
         MutationError, match=r"parameter 'frozen' of closure variable 'model' \(.* at most 1048576"
     ):
         y.sum().backward()
+
+
+class Plus(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, w):
+        return w + self.delta
+
+
+def test_a_parametrization_that_f_itself_registers():
+    """As peft does for LoRA on parameters. To remove it writes to the weight, but not another value."""
+    model, delta, x = Model().requires_grad_(False), leaf(3, 3), leaf(2, 3)
+
+    def f(x):
+        parametrize.register_parametrization(model.linear, "weight", Plus(delta * delta))
+        try:
+            return model.linear(x).tanh()
+        finally:
+            parametrize.remove_parametrizations(model.linear, "weight", leave_parametrized=False)
+
+    with pytest.raises(MutationError, match=r"'weight'.*determinism_check=\"none\" turns this check off"):
+        checkpoint(f, x).sum().backward()
+    expected = torch.autograd.grad(f(x).sum(), [x, delta])
+    y = checkpoint(f, x, determinism_check="none")
+    assert_same(torch.autograd.grad(y.sum(), [x, delta]), expected)
 
 
 def test_changed_and_not_needed_is_no_error():
