@@ -9,8 +9,8 @@ each chunk is reduced before the next one is computed. All functions have these 
 * `batch` : pytrees of tensors of shape ``[batch, ...]``, all of one length. It may be empty, but
   `noise_scale` needs two samples, and `influence` one in `train`.
 * `chunk_size` : how many gradients are alive at a time; None for all.
-* `bytes` : instead of `chunk_size`, how many bytes a chunk may take, beside the parameters, the batch and
-  twice the result. The first chunk is one sample, and is measured. Each chunk sets the size of the next.
+* `bytes` : instead of `chunk_size`, how many bytes the chunks and the result may take, beside the parameters
+  and the batch. The first chunk is one sample, and is measured. Each chunk sets the size of the next.
 * `randomness` : that of `torch.func.vmap`.
 
 In plain autograd the results are constants. For a penalty on gradients, use ``vmap(grad(loss))``.

@@ -258,7 +258,5 @@ def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any
     """A call in code that Dynamo traces."""
     if options.chooser is not None:
         compiled.refuse(f"remat({name}): policy")
-    if not torch.is_grad_enabled():
-        return f(*args, **kwargs)
     how = functools.partial(call, name=name, options=Options(*options[:2]))
     return compiled.call(how, name, f, args, kwargs)

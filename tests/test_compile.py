@@ -357,14 +357,28 @@ class Counts(nn.Module):
         return self.norm(self.linear(x) * (2 if self.training else 1)).tanh() * random.random()
 
 
+class Stores(nn.Module):
+    """Its loss is part of what the caller differentiates, as that of a mixture of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.losses = nn.Linear(3, 3), []
+
+    def forward(self, x):
+        h = self.linear(x).tanh()
+        self.losses.append(h.exp().sum())
+        return h
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [Counts, lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))])
+@pytest.mark.parametrize("make", [Counts, Stores, lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))])
 def test_the_contract_holds_where_dynamo_does_not_trace(make):
     def run(wrap, compiled):
         torch.manual_seed(0)
         random.seed(0)
         module = make()
         loss = compiled(wrap(module))(torch.randn(4, 3)).square().sum()
+        loss = loss + sum(getattr(module, "losses", []))
         module.eval()
         gradients = torch.autograd.grad(loss, [*module.parameters()])
         return gradients, vars(module).get("seen"), module.state_dict(), random.random()

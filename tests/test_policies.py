@@ -93,9 +93,15 @@ def plain(block, wrap):
     return [w.grad for w in ws]
 
 
+def ensemble(block, wrap):
+    ws = [w.clone().requires_grad_() for w in weights(block)]
+    vmap(loss(block, wrap), (None, 0))(ws, SAMPLES).sum().backward()
+    return [w.grad for w in ws]
+
+
 under_grad = lambda block, wrap: grad(loss(block, wrap))(weights(block), SAMPLES[0])
 per_sample = lambda block, wrap: vmap(grad(loss(block, wrap)), (None, 0))(weights(block), SAMPLES)
-RUNS = {"plain": plain, "grad": under_grad, "vmap_grad": per_sample}
+RUNS = {"plain": plain, "grad": under_grad, "vmap": ensemble, "vmap_grad": per_sample}
 
 
 @functools.cache
@@ -104,7 +110,7 @@ def without_and_nothing(block, run):
 
 
 def check(block, run, policy, flops, numbers):
-    samples = B if run == "vmap_grad" else 1
+    samples = B if "vmap" in run else 1
     without, nothing = without_and_nothing(block, run)
     wrapped = remat(block, policy=policy)
     for _ in range(2):  # the second knows what the first did not need

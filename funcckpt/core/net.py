@@ -80,7 +80,7 @@ def run_first(
     first_node = functorch.next_sequence_number()
     record: recording.Record | None = None
     if source.chooser is not None and not dynamo.is_traced():
-        if records or "grad" in [layer.kind for layer in layers]:
+        if records or "grad" in map(_kind, layers):
             record = recording.Record(program, source.chooser)
     on_accelerator = functorch.uses_accelerator()
     shadows = functorch.shadows(layers, on_accelerator) if layers else nullcontext(())
@@ -94,7 +94,7 @@ def run_first(
             raise not_given(source, "that belongs to an outer vmap") from error
         if layers:
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
-        elif record is not None:
+        if record is not None and "grad" not in map(_kind, layers):
             older = {*own, *source.history()}
             record.note_graph(outputs, older, 0 if functorch.uses_accelerator() else first_node)
     if wrappers.has_dual_level():

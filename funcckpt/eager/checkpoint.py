@@ -156,7 +156,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         if is_functional or options.context_fn is noop_context_fn:
             # Torch's own recomputes nothing under a transform, and where Dynamo does not trace f, it promises
             # less. (Dynamo cannot read the name of every f.)
-            return call_remat(f, "f", RematOptions(*options[:2]), args, kwargs)
+            return compiled.call(functools.partial(call, options=options), "f", f, args, kwargs)
         if compiled.differentiates():
             compiled.refuse("checkpoint: under torch.func transforms, context_fn")
         theirs = torch_checkpoint.checkpoint

@@ -80,6 +80,12 @@ class Versioned:
                 f"a tensor that is kept for the backward ({describe(self._x)}) has been modified by an "
                 "inplace operation. Change a copy (x.clone())."
             )
+        if type(self._x) is Tensor and self._x.layout is torch.strided and self._x.numel():
+            if not self._x.untyped_storage().nbytes():
+                raise MutationError(
+                    f"the memory of a tensor that is kept for the backward ({describe(self._x)}) is freed, "
+                    "as FSDP frees that of parameters. Use checkpoint or nn.Remat, not checkpoint_scope."
+                )
         return self._x
 
 

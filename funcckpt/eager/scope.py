@@ -253,7 +253,8 @@ class _Block(TorchDispatchMode):
         # Results of a higher-order operator are kept.
         if isinstance(func, autograd.HigherOrderOperator):
             return operators.run_operator(func, args, kwargs)
-        if _current() is not self:  # a block or a backward inside of this one
+        # In a block or a backward inside of this one; a collective, which may still run when it returns.
+        if _current() is not self or func.namespace in operators.COLLECTIVES:
             for x in operators.written(func, args, kwargs):
                 _leave(x, self)
             return operators.run_operator(func, args, kwargs)

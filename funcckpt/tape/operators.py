@@ -20,6 +20,8 @@ _VIEWS = frozenset(("_unsafe_view", "is_same_size", "_has_same_storage_numel"))
 # They write to running statistics, which their schemas do not mark.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
 _STATISTICS = frozenset(("running_mean", "running_var"))
+# Collectives of torch.distributed. Schemas of the first do not mark that they write.
+COLLECTIVES = ("c10d", "_c10d_functional")
 # The kinds of operators that read no values.
 READ_NO_VALUES = frozenset(("view", "like"))
 
@@ -36,6 +38,8 @@ def kind_of(func: Any) -> str:
     name = name_of(func)
     if not name or name in _UNTOLD:
         return "other"
+    if func.namespace == COLLECTIVES[0]:
+        return "writes"
     if name in _VIEWS:
         return "view"
     random = torch.Tag.nondeterministic_seeded in func.tags
@@ -67,10 +71,14 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def _written_places(func: Any) -> list[tuple[int, str]]:
-    untold = _STATISTICS if name_of(func) in _UNTOLD else ()
+    if not (name := name_of(func)):
+        return []
+    arguments, untold = func._schema.arguments, _STATISTICS if name in _UNTOLD else frozenset()
+    if func.namespace == COLLECTIVES[0] and name.endswith("_"):
+        untold = frozenset((arguments[0].name,))
     return [
         (i, a.name)
-        for i, a in enumerate(func._schema.arguments if name_of(func) else ())
+        for i, a in enumerate(arguments)
         if (a.alias_info is not None and a.alias_info.is_write) or a.name in untold
     ]
 
@@ -78,7 +86,8 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes to."""
     places = _written_places(func)
-    return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in places], {})
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
+    return tensors_in(values) if values else []
 
 
 def written_storages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import world
 from .._torch import dynamo, functorch
 from . import operators
-from .operators import TensorMeta, kind_of, results, tensors_of
+from .operators import TensorMeta, kind_of, results, tensors_in, tensors_of
 
 # A result of a call: (call index, output index). Tensors that a call has written to have negative indices.
 Place = tuple[int, int]
@@ -82,7 +82,9 @@ class Tape:
         before = world.states_drawn_from(func, args, kwargs)
         out = operators.run_operator(func, args, kwargs)
         streams = before, world.states_drawn_from(func, args, kwargs)
-        given, index = tensors_of(args, kwargs), len(self.calls)
+        # (Collectives take lists of lists.)
+        given = tensors_in((args, kwargs)) if kind == "writes" else tensors_of(args, kwargs)
+        index = len(self.calls)
         storages = {x.untyped_storage()._cdata for x in given if x.layout is torch.strided}
         needs = self.made(given) if kind != "like" else set()
         call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None, streams=streams)

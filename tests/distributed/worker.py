@@ -7,21 +7,31 @@ import copy
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from funcckpt import InputError, checkpoint, remat
+from funcckpt import (
+    InputError,
+    MutationError,
+    checkpoint,
+    checkpoint_scope,
+    create_selective_checkpoint_contexts as contexts,
+    remat,
+)
 from funcckpt.nn import Remat, apply_remat
 from funcckpt.per_sample import clipped_sum, gradient_norms
-from funcckpt.policies import dots_saveable
+from funcckpt.policies import dots_saveable, everything_saveable
 
 BATCH, WIDTH = 8, 4
 
@@ -211,9 +221,85 @@ def per_sample():
     torch.testing.assert_close(norms, share([all_norms])[0])
 
 
+class Reduced(torch.autograd.Function):
+    """The sum over all ranks, written to its argument, as in Megatron's layers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def scattered(x):
+    """What rank 0 gives to this one, in a list of lists. It has no gradient."""
+    parts = [part.contiguous() for part in x.detach().chunk(dist.get_world_size())]
+    mine = torch.empty_like(parts[0])
+    dist.scatter(mine, parts if dist.get_rank() == 0 else None)
+    return x * mine.sum()
+
+
+def in_scope(f):
+    def run(x):
+        with checkpoint_scope():
+            return f(x)
+
+    return run
+
+
+def collectives():
+    """They write to tensors, though their schemas do not say so, and some return before they have."""
+    group = dist.group.WORLD
+    gathered = lambda x: functional.all_gather_tensor_autograd(x, 0, group)[:BATCH]
+    wraps = (
+        in_scope,
+        partial(remat, policy=dots_saveable),
+        partial(remat, policy=everything_saveable),
+        lambda f: partial(checkpoint, f, context_fn=partial(contexts, dots_saveable)),
+    )
+    for reduce in (Reduced.apply, all_reduce, gathered, scattered):
+        torch.manual_seed(dist.get_rank())
+        w = torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+
+        def run(wrap, w=w, x=x, reduce=reduce):
+            y = x
+            for _ in range(2):
+                y = wrap(lambda y: torch.sin(reduce(torch.tanh(y @ w) @ w)))(y)
+            return y.detach(), *torch.autograd.grad(y.square().sum(), w)
+
+        expected = run(lambda f: f)
+        for wrap in wraps:
+            for _ in range(2):  # the second run knows what a policy keeps
+                torch.testing.assert_close(run(wrap), expected)
+
+
+def scope_around_what_fsdp_shards():
+    """FSDP frees parameters that the scope still reads."""
+    model, _, batches = setup("nothing")
+    model.call = lambda block, x: in_scope(block)(x)
+    called, share_of = fsdp(model)
+    try:
+        steps(called, share_of(batches))
+    except MutationError as error:
+        assert "is freed" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
 CASES = {
     case.__name__: case
-    for case in (training, fsdp_inside, functional_call_of_distributed_tensors, per_sample)
+    for case in (
+        training,
+        fsdp_inside,
+        functional_call_of_distributed_tensors,
+        per_sample,
+        collectives,
+        scope_around_what_fsdp_shards,
+    )
 }
 
 
