@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from oracles import tensor
 from support import assert_same
 from torch.func import grad, hessian, jacrev, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from funcckpt import meter, policies, remat
@@ -280,15 +281,48 @@ def test_a_pullback_that_reads_what_it_did_not_read_the_last_time(catches):
         assert_close(run(remat), run(lambda f: f))
 
 
-def test_complex_least_squares():
-    """Below a dispatch mode that does nothing torch 2.13 itself differentiates it wrongly."""
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable, policies.everything_saveable])
+@pytest.mark.parametrize(
+    "solve", [lambda a, b: torch.linalg.lstsq(a, b).solution, lambda a, b: torch.linalg.pinv(a) @ b]
+)
+def test_complex_least_squares(solve, policy):
+    """Below a dispatch mode that does nothing torch itself computes and differentiates them wrongly."""
     generator = torch.Generator().manual_seed(0)
-    a, b = [torch.randn(3, 3, 40, 30, dtype=torch.complex128, generator=generator) for _ in "ab"]
+    a, b, c = [torch.randn(3, 4, 4, dtype=torch.float64, generator=generator) for _ in "abc"]
 
-    def gradients(f):
-        xs = [a.clone().requires_grad_(), b.clone().requires_grad_()]
-        return torch.autograd.grad(f(*xs).abs().sum(), xs)
+    def values(f):
+        xs = [x.clone().requires_grad_() for x in (a, b, c)]
+        y = f(*xs)
+        return y, *torch.autograd.grad(y, xs)
 
-    solve = lambda a, b: torch.linalg.lstsq(a, b).solution
-    for _ in range(2):
-        assert_same(gradients(remat(solve)), gradients(solve))
+    f = lambda a, b, c: solve(torch.complex(a, b), torch.complex(c, a)).abs().sum()
+    for _ in range(3):
+        assert_same(values(remat(f, policy=policy)), values(f))
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable, policies.everything_saveable])
+def test_gradients_of_another_formula(policy):
+    """Under a dispatch mode torch gives other gradients None: `prod` over a dimension of one."""
+    x = draw(1, 3).requires_grad_()
+
+    def derivatives(f):
+        (g,) = torch.autograd.grad(f(x).sin().sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad(g.sin().sum(), x, create_graph=True)
+        return g, h, *torch.autograd.grad(h.sin().sum(), x)
+
+    for _ in range(3):
+        f = lambda x: (x @ v[:3, :3]).prod(0)
+        assert_same(derivatives(remat(f, policy=policy)), derivatives(f))
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable, policies.everything_saveable])
+def test_a_graph_that_f_traces(policy):
+    """What is kept is no constant of it."""
+
+    def f(x):
+        change = lambda y: (y @ y).clone().index_put_((torch.tensor([0]),), y[-1:] * 2)
+        return make_fx(change)(x)(x).sin().sum()
+
+    x = draw(3, 3).requires_grad_()
+    for _ in range(3):
+        assert_same(torch.autograd.grad(remat(f, policy=policy)(x), x), torch.autograd.grad(f(x), x))

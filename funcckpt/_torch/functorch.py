@@ -166,8 +166,10 @@ class UnguardedMode(TorchDispatchMode):
         return False
 
 
-# Below the dispatch key of modes, operators still handle zero tensors of autograd.
-zero_tensors_told = partial(_SetExcludeDispatchKeyGuard, DispatchKey.ZeroTensor, False)
+# Whether operators handle zero tensors of autograd, or conjugate or negative views, below the key of modes.
+handling_zeros = partial(_SetExcludeDispatchKeyGuard, DispatchKey.ZeroTensor, False)
+handling_conjugates = partial(_SetExcludeDispatchKeyGuard, DispatchKey.Conjugate, False)
+handling_negatives = partial(_SetExcludeDispatchKeyGuard, DispatchKey.Negative, False)
 
 
 def uses_accelerator() -> bool:

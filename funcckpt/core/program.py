@@ -412,7 +412,15 @@ class Vjp(Derived):
         gradients: Sequence[Tensor | None] = (None,) * len(leaves)
         if edges:
             gradients = autograd.gradients(edges, leaves, used, create_graph, retain_graph)
-        self.connected = (*map(operator.is_not, gradients, repeat(None)),)
+        connected = (*map(operator.is_not, gradients, repeat(None)),)
+        if self.connected and connected != self.connected:
+            # Outer programs know the gradients of the first run. (`prod` has another formula under a mode.)
+            known = zip(self.connected, gradients, leaves, strict=True)
+            gradients = [
+                (torch.zeros_like(x) if g is None else g) if is_there else None for is_there, g, x in known
+            ]
+        else:
+            self.connected = connected
         some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
         return (*map(wrappers.alive, some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some
 

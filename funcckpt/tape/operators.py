@@ -98,12 +98,13 @@ def written_storages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator inside of a dispatch mode.
 
-    A zero tensor of autograd has no memory. The dispatch key that handles it is above that of modes. Some
-    operators (`aten.mul.Scalar`) need it in the operators that they call, and would crash without it.
+    A zero tensor of autograd has no memory, and a conjugate view that of another tensor. The dispatch keys
+    that handle them are above that of modes. Some operators (`aten.mul.Scalar`, `aten.linalg_pinv`) need
+    them in the operators that they call, and would crash or be wrong without them.
     """
     for x in args:
-        if isinstance(x, Tensor) and x._is_zerotensor():
-            with functorch.zero_tensors_told():
+        if isinstance(x, Tensor) and (x.is_complex() or x._is_zerotensor()):
+            with functorch.handling_zeros(), functorch.handling_conjugates(), functorch.handling_negatives():
                 return func(*args, **kwargs)
     return func(*args, **kwargs)
 

@@ -244,9 +244,6 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     elements = sum(map(Tensor.numel, inputs))
     if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
         return None
-    # Under a dispatch mode, torch 2.13 differentiates complex `linalg.lstsq` and `pinv` wrongly.
-    if any(map(Tensor.is_complex, inputs)):
-        return None
     # The function, what is computed of it, and shapes and dtypes of its inputs.
     key = *steps_of(program), *map(look, inputs)
     plan = _plans.get(key)

@@ -161,8 +161,9 @@ class Watch(functorch.UnguardedMode):
     supports_higher_order_operators = True
     sees_names = True
 
-    # Whether f runs now: not the code before it, and not its pullback.
+    # Whether f runs now: not the code before it, and not its pullback. And how many modes are active then.
     in_f = False
+    modes = 0
     number = 0
     # By number: calls of an earlier run.
     known: Mapping[int, Call] = {}
@@ -176,7 +177,7 @@ class Watch(functorch.UnguardedMode):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         """Called when f begins."""
-        self.in_f = True
+        self.in_f, self.modes = True, functorch.number_of_dispatch_modes()
 
     def note_graph(self, outputs: Sequence[Tensor], own: Any = (), first_node: int = 0) -> None:
         """Called with the outputs of f, if autograd has recorded them."""
@@ -186,6 +187,9 @@ class Watch(functorch.UnguardedMode):
         kwargs = kwargs or {}
         if types and operators.is_subclass_first(types):
             return NotImplemented
+        # (Inside of this method, it is no active mode itself.)
+        if self.in_f and functorch.number_of_dispatch_modes() >= self.modes and functorch.is_tracing():
+            return operators.run_operator(func, args, kwargs)  # f traces: a kept value would be a constant
         given, kind = tensors_of(args, kwargs), kind_of(func)
         if self.in_f and kind != "view":
             if self.storages and kind in ("writes", "other"):
