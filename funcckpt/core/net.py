@@ -144,7 +144,9 @@ def _below_shadows(
             captured = dim is not None
         else:
             is_dual = layer.kind == "jvp" and not is_legacy and wrappers.tangent_of(y) is not None
-            captured = is_dual or (layer.kind != "jvp" and y.requires_grad)
+            # (A tangent of an outer level, which f has handed on, requires grad there.)
+            is_of_level = layer.kind != "jvp" and wrappers.maybe_get_level(y) == level
+            captured = is_dual or (is_of_level and y.requires_grad)
         y = wrappers._unwrap_for_grad(y, level)
         if captured:
             depends = f": an output ({describe(y)}) depends on it"

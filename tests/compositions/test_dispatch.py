@@ -232,3 +232,34 @@ def pullbacks_that_f_captures(wrap, x, w):
         vmap(inside)(pair(x)),
         jvp(inside, (x,), (x.cos(),)),
     )
+
+
+class StraightThrough(torch.autograd.Function):
+    """Its tangent is the one that it gets."""
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ct
+
+    @staticmethod
+    def jvp(ctx, t):
+        return t
+
+
+@case
+def a_tangent_that_f_hands_on(wrap, x, w):
+    """It requires grad in plain autograd, and belongs to no level that f sees."""
+    t = x.detach().cos().requires_grad_()
+    found = []
+    for f in (StraightThrough.apply, lambda u: u[...]):
+        _, tangent = jvp(grad(lambda u, f=f: wrap(f)(u).pow(3).sum()), (x.detach(),), (t,))
+        found += torch.autograd.grad(tangent.sin().sum(), t)
+    return found
