@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import world
-from ._torch import autograd, dynamo, functorch, wrappers
+from ._torch import dynamo, functorch, wrappers
 from .core import dispatch
+from .core.flat import Outputs
 from .core.program import Tensors, UserProgram
-from .errors import MutationError, OptionError, describe
+from .errors import OptionError
 from .tape import drawing
+from .tape.operators import tensors_in
 
 
 @dynamo.known_to_dynamo
@@ -87,10 +89,7 @@ class _Graph(UserProgram):
         self._gates = _gates(graph, args)
         self._world = world.World()
         self._drawn = drawing.Drawn(name)
-        self._out: list[Any] | None = None
-        # Outputs that are inputs (position of each, and the input), and the positions of the others.
-        self._same: dict[int, int] = {}
-        self._new: list[int] = []
+        self._outputs: Any = None
 
     def call(self) -> tuple[Any, ...]:
         """Run it under whatever transforms are active."""
@@ -99,13 +98,8 @@ class _Graph(UserProgram):
         for i in self._inputs:
             self._args[i] = None
         outputs = dispatch.bind(self, inputs)
-        assert self._out is not None
-        out = list(self._out)
-        for i, j in self._same.items():
-            out[i] = args[j]  # Dynamo expects the same tensor
-        for i, y in zip(self._new, outputs, strict=True):
-            out[i] = y
-        return tuple(out)
+        # (Dynamo expects the same tensor where an input is returned.)
+        return self._outputs.assemble(outputs, tensors_in(args))  # type: ignore[no-any-return]
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The inputs of a recomputation; some pass an operator that waits for the newest cotangent."""
@@ -124,7 +118,7 @@ class _Graph(UserProgram):
         args = list(self._args)
         for i, x in zip(self._inputs, inputs, strict=True):
             args[i] = x
-        if self._out is None:
+        if self._outputs is None:
             return self._run_first(args)
         with (
             self._world.replayed(),
@@ -133,37 +127,19 @@ class _Graph(UserProgram):
             self._drawn.replayed(),
         ):
             out = dynamo.interpret(self._graph, self._level, *args, **self._tags)
-        return tuple([out[i] for i in self._new])
+        return Outputs(self.name, out).as_in(self._outputs)
 
     def _run_first(self, args: list[Any]) -> Tensors:
         with world.own_autocast_cache(), self._drawn:
             try:
                 out = dynamo.interpret(self._graph, self._level, *args)
             except RuntimeError as error:
-                if autograd.is_about_writes(error):
-                    raise self._changed([args[i] for i in self._inputs]) from error
+                self.check_error(error, [args[i] for i in self._inputs])
                 raise
         self.random = bool(self._drawn.results)
-        places = {id(x): i for i, x in enumerate(args) if isinstance(x, Tensor)}
-        for i, y in enumerate(out):
-            if id(y) in places:
-                self._same[i] = places[id(y)]
-            elif isinstance(y, Tensor):
-                self._new.append(i)
-        self._out = [None if isinstance(y, Tensor) else y for y in out]
-        return tuple([out[i] for i in self._new])
-
-    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        changed = [x for version, x in zip(before, inputs, strict=True) if x._version != version]
-        if changed:
-            raise self._changed(changed)
-
-    def _changed(self, candidates: Sequence[Tensor]) -> MutationError:
-        return MutationError(
-            f"remat({self.name}) writes in place to an argument or a captured tensor: "
-            f"{' or '.join(map(describe, candidates))}. Work on a copy (x.clone()) inside the function, and "
-            "call eval() of modules that update buffers."
-        )
+        self._outputs = Outputs(self.name, out, tensors_in(args))
+        outputs, self._outputs.tensors = (*self._outputs.tensors,), []
+        return outputs
 
 
 def _gates(graph: torch.fx.GraphModule, args: Sequence[Any]) -> set[int]:

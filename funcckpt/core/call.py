@@ -25,7 +25,7 @@ from ..tape import drawing
 from ..tape.tape import unwatched, watch_of
 from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
-from .program import Program, Tensors, UserProgram, here, is_differentiable
+from .program import Program, Tensors, UserProgram, here
 from .tensors import PLAIN
 
 
@@ -206,7 +206,6 @@ class Call(UserProgram):
             self.captured = ()
 
     def where(self, i: int) -> str:
-        """The name of input `i` in messages."""
         if i < self.arity:
             return self._arguments.where(i)
         return self.found.where(next((key for key, number in self._numbers.items() if number == i), 0))
@@ -262,21 +261,8 @@ class Call(UserProgram):
                 out = f(*args, **kwargs)
                 failed = False
             except RuntimeError as error:
-                if not autograd.is_about_writes(error):
-                    raise
-                # f gets its arguments as leaves, and autograd refuses writes to leaves.
-                leaves = [
-                    f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)
-                ]
-                what = f"{' or '.join(leaves)}, or to what it captured"
-                way = "Work on a copy (x.clone()) inside the function."
-                # Torch does not say which tensor. A normalization in training writes to this one first.
-                captured = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
-                counts = [where for where in map(found.where, map(id, captured)) if "num_batches_" in where]
-                if counts and autograd.WRITES_TO_CAPTURED in str(error):
-                    what = f"what it captured, perhaps to {counts[0]}"
-                    way = "Pass the buffers, too, to the function that is transformed, or call eval()."
-                raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error
+                self.check_error(error, inputs)
+                raise
             finally:
                 if rebuilt is not None:
                     rebuilt.write_back()
@@ -475,11 +461,6 @@ class Call(UserProgram):
 
     def _changed_between(self, x: Tensor, where: str = "") -> MutationError:
         return tensors.changed_between(f"remat({self.name})", x, where or self.found.where(id(x)))
-
-    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        for i, (version, now) in enumerate(zip(before, tensors.versions_of(inputs), strict=True)):
-            if version != now:
-                raise tensors.changed_inside(f"remat({self.name})", inputs[i], self.where(i))
 
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""

@@ -26,10 +26,11 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 
 from .._torch import autograd, functorch, wrappers
+from ..errors import MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import recompute, recording
 from ..tape.tape import watch_of
-from .tensors import Tensors as Tensors
+from .tensors import Tensors as Tensors, changed_inside, versions_of
 
 
 class Program:
@@ -112,8 +113,28 @@ class UserProgram(Program):
         """The tensors beside the inputs that are kept for a recomputation."""
         return []
 
+    def where(self, i: int) -> str:
+        """The name of input `i` in messages."""
+        return "an argument or a captured tensor"
+
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         """Raise if f has changed an input in place."""
+        for i, (version, now) in enumerate(zip(before, versions_of(inputs), strict=True)):
+            if version != now:
+                raise changed_inside(f"remat({self.name})", inputs[i], self.where(i))
+
+    def check_error(self, error: Exception, inputs: Sequence[Tensor]) -> None:
+        """Raise a MutationError if torch has refused a write. It does not say to which tensor.
+
+        f gets its inputs as leaves, to which autograd allows none; nor does functorch to captured tensors.
+        """
+        if autograd.is_about_writes(error):
+            given = [f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)]
+            raise MutationError(
+                f"remat({self.name}) writes in place to {' or '.join(given)}, or to what it captured. "
+                "Work on a copy (x.clone()) inside of it. Of a module in training, pass the buffers, too, to "
+                "the function that is transformed, or call eval()."
+            ) from error
 
 
 @dataclass(eq=False)
