@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from . import compiled
+from ._torch import wrappers
 from .core.call import Call, Options
 from .errors import InputError
 from .policies.policies import Policy, chooser_of
@@ -243,14 +244,15 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
             return f(*args, **kwargs)
         if policy is not AS_IT_IS:
             options = options._replace(chooser=chooser_of(policy, f"remat({name})"))
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+    is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    if is_recorded and not wrappers.in_dual_level():
         # torch.jit would take our results for constants.
         if not torch.jit.is_tracing():  # type: ignore[attr-defined]
             program = Call(f, name, options, args, kwargs)
             if program.is_looked_at():
                 return program.call()
     # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no checkpoint.
-    # f may still switch grad mode on inside.
+    # f may still switch grad mode on inside. Plain forward mode and reverse mode see f at once, as it is.
     return f(*args, **kwargs)
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import tensor
-from support import assert_same
+from support import assert_same, no_remat
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from funcckpt import meter, policies, remat
+from funcckpt import checkpoint, inner_grad, meter, policies, remat
 from funcckpt.tape import recompute
 
 L, N, D, H = 4, 8, 4, 16
@@ -324,3 +325,36 @@ def test_a_graph_that_f_traces(policy):
     x = draw(3, 3).requires_grad_()
     for _ in range(3):
         assert_same(torch.autograd.grad(remat(f, policy=policy)(x), x), torch.autograd.grad(f(x), x))
+
+
+WRAPS = {"remat": remat, "checkpoint": lambda f: lambda *args: checkpoint(f, *args)}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_nothing_is_recomputed_in_plain_forward_mode(wrap):
+    def gradient(wrap, of=None):
+        ws, x = [w.requires_grad_() for w in weights()], points()
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(x, x.cos())
+            gs = of(ws, x) if of else torch.autograd.grad(squares(wrap)(ws, x), ws)
+            return [t.detach() for g in gs for t in forward_ad.unpack_dual(g)]
+
+    expected, measured = meter.measure(gradient, no_remat), meter.measure(gradient, wrap)
+    assert_same(measured.result, expected.result)
+    assert (measured.flops, measured.peak_bytes) == (expected.flops, expected.peak_bytes)
+    assert_same(gradient(wrap, inner_grad(squares(wrap))), expected.result)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_hooks_do_not_see_a_backward_that_is_looked_into(create_graph):
+    """They would refuse the transform inside."""
+    x, packed = tensor(2, 3, requires_grad=True), []
+    y = remat(lambda x: vmap(grad(lambda x: x.exp().sin().sum()))(x))(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        for is_batched in (False, True):
+            cts = torch.eye(6, dtype=y.dtype).view(6, 2, 3) if is_batched else y.detach()
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(cts, cts.cos())
+                torch.autograd.grad(y, x, dual, True, create_graph, is_grads_batched=is_batched)
+            torch.autograd.grad(y, x, cts, True, is_grads_batched=is_batched)
+    assert not packed

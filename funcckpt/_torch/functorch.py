@@ -261,14 +261,8 @@ def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[l
 @contextmanager
 def jvp_level() -> Iterator[int]:
     """A jvp level, and the dual level that it needs if none is open."""
-    # In plain forward mode torch refuses `torch.func.jvp`, and must do so inside of f: ours does not count.
-    uncounted = forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
     with jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), _dual_level():
-        eager_transforms.JVP_NESTING -= uncounted
-        try:
-            yield level
-        finally:
-            eager_transforms.JVP_NESTING += uncounted
+        yield level
 
 
 _lock = threading.Lock()

@@ -31,14 +31,11 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
 from . import functorch
 
 
-def has_dual_level() -> bool:
-    """Whether a dual level of plain forward mode is open (`torch.autograd.forward_ad.dual_level`)."""
-    return forward_ad._current_level >= 0
-
-
 def in_dual_level() -> bool:
-    """Whether plain forward mode is active: a dual level is open, and forward mode is enabled."""
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    """Whether plain forward mode is active (`torch.autograd.forward_ad.dual_level`), and enabled."""
+    # Inside of `torch.func.jvp` and of a `Jvp`, such a level is theirs.
+    is_open = forward_ad._current_level >= 0 and functorch.eager_transforms.JVP_NESTING == 0
+    return is_open and torch._C._is_fwd_grad_enabled()
 
 
 def tangent_of(x: Tensor) -> Tensor | None:
@@ -50,36 +47,12 @@ def tangent_of(x: Tensor) -> Tensor | None:
     return forward_ad.unpack_dual(x, level=0).tangent
 
 
-def without_forward_views(inputs: Sequence[Tensor], record: bool = True) -> Sequence[Tensor]:
-    """Inputs that are not views of dual tensors. In a dual level, a view of a primal would be dual again.
-
-    Without `record`, no result requires grad, even if forward mode switches grad mode on.
-    """
-    if forward_ad._current_level < 0:
-        return inputs
-    return [
-        x if is_legacy_batchedtensor(x) else detached(x).requires_grad_(record and x.requires_grad)
-        for x in inputs
-    ]
-
-
-def is_plain_dual(x: Tensor) -> bool:
-    """Whether a tensor of no functorch level has a tangent in plain forward mode."""
-    # Inside of a transform, its level would answer: ask below all levels.
-    if not has_dual_level() or functorch.eager_transforms.JVP_NESTING > 0:
-        return False
-    interpreter = functorch.peek_interpreter_stack()
-    if interpreter is not None:
-        return functorch.below(interpreter, is_plain_dual, x)
-    return tangent_of(x) is not None
-
-
 def is_tracked(x: Tensor) -> bool:
-    """Whether a transform tracks `x`: it requires grad, belongs to a level, or is dual."""
+    """Whether a transform tracks `x`: it requires grad, or belongs to a level."""
     x = alive(x)
     if is_functorch_wrapped_tensor(x):  # maybe by a vmap that has ended: no operator takes it
         return maybe_get_level(x) <= functorch.current_level()
-    return x.requires_grad or is_plain_dual(x)
+    return x.requires_grad
 
 
 def alive(x: Tensor) -> Tensor:
@@ -172,19 +145,6 @@ def has_torch_function(x: Tensor) -> bool:
     )
 
 
-def with_memory_for_each(x: Tensor) -> Tensor:
-    """`x`, or a copy, such that each element has its own memory.
-
-    `make_dual` stores a tangent in the layout of its primal. It cannot if elements of the primal share
-    memory, or have none (torch's symbolic zeros).
-    """
-    value = below_wrappers(x)
-    if value.layout is not torch.strided or is_legacy_batchedtensor(value):
-        return x
-    shared = 0 in [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
-    return x.clone(memory_format=torch.contiguous_format) if shared or value._is_zerotensor() else x
-
-
 def below_wrappers(x: Tensor) -> Tensor:
     """`x` below all wrappers of functorch."""
     while is_functorch_wrapped_tensor(x):
@@ -197,7 +157,7 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
 
     The graph nodes that made these, at all levels, are appended to `nodes`.
     """
-    is_dual = has_dual_level() or functorch.eager_transforms.JVP_NESTING
+    is_dual = forward_ad._current_level >= 0 or functorch.eager_transforms.JVP_NESTING
     if nodes is None and not is_dual:
         return [below_wrappers(x)]
     # A pullback may be called after its level has closed; the wrapper still leads to its graph.

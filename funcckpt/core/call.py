@@ -77,7 +77,7 @@ class Call(UserProgram):
         self._marks = [*zip(map(tensors.attributes_of, inputs), map(type, inputs), strict=True)]
         # By id: the numbers of the inputs that f captured.
         self._numbers: dict[int, int] = {}
-        if found.tensors and (lifts_all or self.layers or wrappers.has_dual_level()):
+        if found.tensors and (lifts_all or self.layers):
             at_levels = tensors.at_active_levels(found.tensors.values())
             numbers = {id(x): i for i, x in enumerate(inputs)}
             for key, x in found.tensors.items():

@@ -35,7 +35,6 @@ from .program import (
     is_differentiable,
     recorded,
     split_duals,
-    zeros_for_none,
 )
 from .tensors import Tensors
 
@@ -48,18 +47,13 @@ def bind(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     interpreter = functorch.peek_interpreter_stack()
     if interpreter is not None:
         return _RULES[interpreter.key().value](interpreter, program, inputs)
-    # No functorch level is left: plain autograd in reverse or forward mode, or values only.
-    if wrappers.in_dual_level() and (duals := split_duals(inputs))[2]:
-        return _bind_dual(program, inputs, *duals)
-    return _bind_values(program, inputs)[0]
+    # No functorch level is left: plain autograd, or values only.
+    return _bind_values(program, inputs)
 
 
 def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     inputs = [*map(functorch.CGradInterpreterPtr(interpreter).lift, inputs)]
-    if wrappers.in_dual_level() and (duals := split_duals(inputs))[2]:  # f runs in a level of forward mode
-        jvp = Jvp(program, program.call_level, len(inputs), duals[2])
-        return _make_duals(*jvp.split(_bind_grad(interpreter, jvp, [*duals[0], *duals[1]])))
     differentiated: Sequence[int] = ()
     if torch.is_grad_enabled():
         differentiated = (*compress(range(len(inputs)), map(wrappers.require_grad, inputs)),)
@@ -77,11 +71,10 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     # The inputs that no output uses. (Numbers beyond them are tangents of inner levels.)
     if unused := {i for i in unused if i < len(inputs)}:
         # Tangents are kept: torch would make zeros of missing ones, and f may write to them in place.
-        kinds = [layer.kind for layer in functorch.active_layers()]
-        keeps_tangents = "jvp" in kinds or wrappers.has_dual_level()
+        keeps_tangents = "jvp" in [layer.kind for layer in functorch.active_layers()]
         for i in unused:
             x = unwrapped[i]
-            if keeps_tangents and (wrappers.is_functorch_wrapped_tensor(x) or wrappers.is_plain_dual(x)):
+            if keeps_tangents and wrappers.is_functorch_wrapped_tensor(x):
                 inputs[i] = wrappers._wrap_for_grad(x, level)
             else:
                 inputs[i] = wrappers.detached(inputs[i])
@@ -126,7 +119,7 @@ def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     size = next(x.shape[dim] for x, dim in zip(values, in_dims, strict=True) if dim is not None)
     batched = program.vmapped(program.call_level, in_dims, size, "same")
     with functorch.without_vmap_mode():
-        outputs, _ = _bind_values(batched, values)
+        outputs = _bind_values(batched, values)
     return (*map(wrappers.wrap_legacy, outputs, batched.out_dims),)
 
 
@@ -148,42 +141,24 @@ _RULES = {
 }
 
 
-def _bind_dual(
-    program: Program, inputs: Sequence[Tensor], primals: Any, tangents: Any, along: tuple[int, ...]
-) -> Tensors:
-    """Plain reverse and forward mode together: they are one level, and f sees both at once."""
-    records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    differentiated = (*[i for i, x in enumerate(inputs) if x.requires_grad and records],)
-    inner = recorded(program, differentiated) if differentiated else program
-    jvp = Jvp(inner, program.call_level, len(inputs), along)
-    results, captured = _bind_values(jvp, [*primals, *tangents])
-    outputs, out_tangents = jvp.split(results)
-    if not any(map(wrappers.require_grad, (*inputs, *captured))) or not records:
-        return _make_duals(outputs, out_tangents)
-    # The graph of the primal must lead back to the dual inputs: forward mode also differentiates a backward
-    # through it.
-    detached = tuple([wrappers.detached(wrappers.with_memory_for_each(y)) for y in outputs])
-    active = [*map(is_differentiable, detached)]
-    return attach(
-        program, detached, active, inputs, captured, tangents=zeros_for_none(detached, out_tangents)
-    )
-
-
-def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
-    """The rule for plain reverse mode. Also gives the captured tensors in the graph of the results."""
-    is_legacy = any(map(wrappers.is_legacy_batchedtensor, inputs))
+def _bind_values(program: Program, inputs: Sequence[Tensor]) -> Tensors:
+    """The rule for plain reverse mode."""
+    # Plain forward mode looks into a backward, as it does into f.
+    looks_inside = program.is_pullback and wrappers.in_dual_level()
+    is_legacy = not looks_inside and any(map(wrappers.is_legacy_batchedtensor, inputs))
     if is_legacy and (program.is_pullback or isinstance(program, Jvp)):
-        return _bind_legacy(program, inputs), ()
+        return _bind_legacy(program, inputs)
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    values = wrappers.without_forward_views(inputs, record=records)
     layers, source.layers = source.layers, None
     before, here.left = here.left, ()
     try:
+        if looks_inside:
+            return net.run(program, inputs, records)
         if layers is not None:
-            outputs, active, captured = net.run_first(program, source, values, layers)
+            outputs, active, captured = net.run_first(program, source, inputs, layers)
         else:
-            outputs, active, captured = net.run(program, values), [], source.captured
+            outputs, active, captured = net.run(program, inputs), [], source.captured
     finally:
         left: Any = here.left
         here.left = before
@@ -196,8 +171,8 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> tuple[Tensors, S
     elif records and any(map(wrappers.require_grad, (*inputs, *captured))):
         active = [*map(is_differentiable, outputs)]
     if not records or not any(active):
-        return outputs, ()
-    return attach(program, outputs, active, inputs, captured), captured
+        return outputs
+    return attach(program, outputs, active, inputs, captured)
 
 
 def attach(
@@ -207,19 +182,17 @@ def attach(
     inputs: Sequence[Tensor],
     captured: Sequence[Tensor] = (),
     level: int = 0,
-    tangents: Sequence[Tensor | None] = (),
 ) -> Tensors:
     """Give values the history of R[program](inputs), in plain autograd or at the innermost grad level.
 
-    `active` says for each value whether it depends on an input that requires grad. With `tangents`, some
-    inputs are dual in plain forward mode, and so are the results.
+    `active` says for each value whether it depends on an input that requires grad.
     """
     if captured:
         program = WithCaptured(program, program.call_level, [*map(id, captured)])
         inputs = [*inputs, *captured]
     functorch.set_single_level_autograd_function_allowed(True)
     try:
-        return (*_Node.apply(program, level, outputs, active, tangents, *inputs),)  # type: ignore[attr-defined]
+        return (*_Node.apply(program, level, outputs, active, *inputs),)  # type: ignore[attr-defined]
     except RuntimeError as error:
         if "NestedTensorImpl" not in str(error):
             raise
@@ -257,10 +230,10 @@ class _Node(functorch.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, program: Program, level: int, outputs: Tensors, active: Any, tangents: Any, *inputs: Tensor
+        ctx: Any, program: Program, level: int, outputs: Tensors, active: Any, *inputs: Tensor
     ) -> Tensors:
         ctx.set_materialize_grads(False)
-        ctx.called, ctx.level, ctx.tangents = program.source.name, level, tangents
+        ctx.called, ctx.level = program.source.name, level
         ctx.call_level = program.call_level
         if level:
             ctx.call_level, ctx.thread = min(program.call_level, level - 1), threading.get_ident()
@@ -336,12 +309,6 @@ class _Node(functorch.SingleLevelFunction):
                 results = bind(vjp, arguments)
         gradients = dict(zip(compress(wrt, vjp.connected), results, strict=True))
         return *(None,) * leading, *map(gradients.get, range(arity))
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The rule for plain forward mode: the tangents were computed with the outputs."""
-        tangents, ctx.tangents = ctx.tangents, ()
-        return (*tangents,)
 
 
 _NOTHING = nullcontext()

@@ -27,15 +27,15 @@ from .program import Program, Recording, UserProgram, here
 from .tensors import Tensors, versions_of
 
 
-def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    """Run a program after the first run of its function, and record nothing."""
+def run(program: Program, inputs: Sequence[Tensor], records: bool = False) -> Tensors:
+    """Run a program after the first run of its function. Nothing is recorded, unless `records`."""
     if autograd.top_saved_tensors_hooks() is not None:
         # The hooks of the caller need not see what is dropped at the end. They would take tensors out of
         # their levels, and transforms inside of f refuse them.
         with autograd.hooks_asleep():
-            return run(program, inputs)
+            return run(program, inputs, records)
     try:
-        if not torch.is_grad_enabled():
+        if records or not torch.is_grad_enabled():
             return recompute.run(program, inputs)
         with torch.no_grad():
             return recompute.run(program, inputs)
@@ -97,10 +97,6 @@ def run_first(
         if record is not None and "grad" not in map(_kind, layers):
             older = {*own, *source.history()}
             record.note_graph(outputs, older, 0 if functorch.uses_accelerator() else first_node)
-    if wrappers.has_dual_level():
-        for y in outputs:
-            if wrappers.tangent_of(y) is not None:
-                raise not_given(source, "that is dual", f": an output ({describe(y)}) depends on it")
     if isinstance(program, Recording) and source.is_compiled:
         return outputs, program.active, ()
     active = [*map(wrappers.require_grad, outputs)]

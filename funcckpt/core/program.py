@@ -340,9 +340,7 @@ class Vjp(Derived):
         primals, cotangents = [*inputs[: self.arity]], inputs[self.arity :]
         # If grad mode is on, this program is itself being differentiated.
         nested = torch.is_grad_enabled()
-        is_plain = (
-            not self.at_level and functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
-        )
+        is_plain = not self.at_level and functorch.peek_interpreter_stack() is None
         replay = watch_of(source) if functorch.number_of_dispatch_modes() else None
         with replay.recording() if isinstance(replay, recompute.Replay) else nullcontext():
             outputs, leaves = self.record(primals, is_plain)
@@ -381,8 +379,9 @@ class Vjp(Derived):
                 for i in self.tracked:
                     x = primals[i]
                     # A captured leaf stays, since f may differentiate it; but its hooks are for the backward.
+                    # With grad mode on, other inputs may lead to it.
                     # Saved-tensor hooks give another object, of which the graph would show the original.
-                    stays = id(x) == captured.get(i) and x.is_leaf and x.requires_grad
+                    stays = not mode and id(x) == captured.get(i) and x.is_leaf and x.requires_grad
                     if not stays or x._backward_hooks:
                         is_nested = mode and x.requires_grad
                         primals[i] = x.view_as(x) if is_nested else wrappers.requires_grad_(detach(x))
@@ -444,13 +443,6 @@ class Vjp(Derived):
             self.connected = connected
         some: Tensors = (*compress(gradients, self.connected),)  # type: ignore[arg-type]
         return (*map(wrappers.alive, some),) if any(map(wrappers.is_dead_tensor_wrapper, some)) else some
-
-
-def zeros_for_none(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Any]:
-    """Zeros in place of None, as an autograd.Function must return; None only for outputs without tangent."""
-    zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
-    pairs = zip(primals, tangents, strict=True)
-    return [zeros(y) if t is None and is_differentiable(y) else t for y, t in pairs]
 
 
 def is_differentiable(x: Tensor) -> bool:

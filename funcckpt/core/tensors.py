@@ -40,13 +40,9 @@ def has_lazy(tensors: Collection[Tensor]) -> bool:
 
 
 def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of captured tensors that belong to a functorch level, or are dual (after `drop_stale`)."""
-    is_wrapped, dual = wrappers.is_functorch_wrapped_tensor, wrappers.has_dual_level()
-    return {
-        id(x)
-        for x in tensors
-        if (is_wrapped(x) and is_wrapped(wrappers.alive(x))) or (dual and wrappers.is_plain_dual(x))
-    }
+    """The ids of captured tensors that belong to a functorch level (after `drop_stale`)."""
+    is_wrapped = wrappers.is_functorch_wrapped_tensor
+    return {id(x) for x in tensors if is_wrapped(x) and is_wrapped(wrappers.alive(x))}
 
 
 def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> None:
@@ -194,7 +190,7 @@ def buffers_among(candidates: Iterable[Tensor], own: Sequence[Tensor]) -> list[T
     return [
         x
         for x in candidates
-        if not (requires_grad(x) or wrappers.is_plain_dual(wrappers.below_wrappers(x)))
+        if not requires_grad(x)
         and not x.is_nested
         and x.numel() <= MAX_BUFFER
         and (_is_like_statistics(x) or (x.shape, x.dtype) in looks)

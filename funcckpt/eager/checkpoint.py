@@ -169,13 +169,14 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     if theirs is not None:
         how = dict(zip(Options._fields[:3], options[:3], strict=True))
         return theirs(functools.partial(f, **kwargs) if kwargs else f, *args, use_reentrant=False, **how)
-    if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if not torch.is_grad_enabled() or is_tracing or wrappers.in_dual_level():
         return f(*args, **kwargs)
     at_level = functorch.maybe_current_level() is not None
     if at_level and autograd.graph_task() != -1:
         # Torch's checkpoint runs f again inside of a batched backward. By hooks, as f ran before.
         at_level = not autograd.is_torch_checkpoint(autograd.top_saved_tensors_hooks())
-    if at_level or wrappers.in_dual_level():
+    if at_level:
         return _functional(f, args, kwargs, options)
     if (decide := decides.get()) is not None:
         policy = decide(f, title(f))

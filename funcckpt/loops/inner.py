@@ -81,8 +81,8 @@ def inner_grad(
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in numbers):
             raise InputError(f"inner_grad({name}): argnums={argnums}, but there are {len(args)} arguments.")
-        is_plain = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        if is_plain or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if not is_recorded or wrappers.in_dual_level() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
 
         chosen = {i % len(args): args[i] for i in numbers}
@@ -147,7 +147,7 @@ class _Gradient(Vjp):
         # depends on may be more, such as a summand, or less: a custom backward may use other tensors.)
         nested = torch.is_grad_enabled() or self.source.random is None
         # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
-        plain = functorch.peek_interpreter_stack() is None and not wrappers.in_dual_level()
+        plain = functorch.peek_interpreter_stack() is None
         (value, *others), leaves = self.record([*inputs], plain and not nested)
         found = iter(self.pull([value], leaves, nested, False, torch.ones_like(value)))
         wrt = zip(self.wrt, self.connected, strict=True)

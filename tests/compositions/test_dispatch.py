@@ -214,6 +214,29 @@ def results_of_operators_with_names(wrap, x, w):
 
 
 @case
+def plain_forward_mode_in_a_backward(wrap, x, w):
+    """Of a call outside of it."""
+    x, w = x.requires_grad_(), w.requires_grad_()
+    h = (x * w.sum()).sin()
+    f = wrap(lambda x: torch.tanh(w @ x) * w.exp().sum() * h)
+    y, (_, pull) = f(x), vjp(f, x.detach())
+    _, tangent = jvp(f, (x,), (x.cos(),))
+    first = torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0]
+    results = []
+    for out in (y, first, tangent):
+        for create_graph in (False, True):
+            for cts in (out.detach(), pair(out.detach())):
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(cts, cts.cos())
+                    of, more = ([x, w], cts.dim() > out.dim())
+                    gs = torch.autograd.grad(out, of, dual, True, create_graph, is_grads_batched=more)
+                    results += [t.detach() for g in gs for t in forward_ad.unpack_dual(g)]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(pair(y.detach()), pair(y.detach()).cos())
+        return results, [t.detach() for g in vmap(pull)(dual) for t in forward_ad.unpack_dual(g)]
+
+
+@case
 def pullbacks_that_f_captures(wrap, x, w):
     """Of torch.func.vjp. The graph behind them cannot be rebuilt."""
     _, pull = vjp(lambda u: torch.tanh(w @ u), x.detach())
