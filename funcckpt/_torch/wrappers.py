@@ -62,29 +62,6 @@ def alive(x: Tensor) -> Tensor:
     return x
 
 
-def unwrap_legacy(x: Tensor) -> tuple[Tensor, int | None]:
-    """Unwrap a tensor that `torch.autograd.grad(is_grads_batched=True)` has batched, and its dimension.
-
-    It batches with a vmap of its own, which is older than functorch; its level is the innermost.
-    """
-    if not is_legacy_batchedtensor(x):
-        return x, None
-    return torch._remove_batch_dim(x, _legacy_level(), 1, 0), 0  # type: ignore[attr-defined]
-
-
-def wrap_legacy(x: Tensor, dim: int | None) -> Tensor:
-    if dim is None:
-        return x
-    x = x.resolve_conj().resolve_neg()  # this vmap has no rules for such views
-    return torch._add_batch_dim(x, dim, _legacy_level())  # type: ignore[attr-defined]
-
-
-def _legacy_level() -> int:
-    torch._C._vmapmode_increment_nesting()
-    # In a thread of an accelerator nobody has counted.
-    return torch._C._vmapmode_decrement_nesting() or 1
-
-
 def detached(x: Tensor) -> Tensor:
     """A new tensor with the value of `x`, outside of any graph.
 

@@ -113,16 +113,6 @@ def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     return functorch.batched(outputs, batched.out_dims, level)
 
 
-def _bind_legacy(program: Program, inputs: Sequence[Tensor]) -> Tensors:
-    """The same at the vmap of plain autograd (`is_grads_batched`), which has batched some input."""
-    values, in_dims = zip(*map(wrappers.unwrap_legacy, inputs), strict=True)
-    size = next(x.shape[dim] for x, dim in zip(values, in_dims, strict=True) if dim is not None)
-    batched = program.vmapped(program.call_level, in_dims, size, "same")
-    with functorch.without_vmap_mode():
-        outputs = _bind_values(batched, values)
-    return (*map(wrappers.wrap_legacy, outputs, batched.out_dims),)
-
-
 def _bind_functionalize(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
     level = interpreter.level()
     views = functorch.CFunctionalizeInterpreterPtr(interpreter).functionalizeAddBackViews()
@@ -143,11 +133,10 @@ _RULES = {
 
 def _bind_values(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     """The rule for plain reverse mode."""
-    # Plain forward mode looks into a backward, as it does into f.
-    looks_inside = program.is_pullback and wrappers.in_dual_level()
-    is_legacy = not looks_inside and any(map(wrappers.is_legacy_batchedtensor, inputs))
-    if is_legacy and (program.is_pullback or isinstance(program, Jvp)):
-        return _bind_legacy(program, inputs)
+    # Plain forward mode looks into a backward, as it does into f. So does the vmap of `is_grads_batched`.
+    looks_inside = program.is_pullback and (
+        wrappers.in_dual_level() or any(map(wrappers.is_legacy_batchedtensor, inputs))
+    )
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     layers, source.layers = source.layers, None

@@ -237,6 +237,35 @@ def plain_forward_mode_in_a_backward(wrap, x, w):
 
 
 @case
+def batched_cotangents_of_plain_autograd(wrap, x, w):
+    """In functions that differentiate, batch or capture them. (Functorch has a wrong rule for cdist.)"""
+
+    class Outer(torch.autograd.Function):
+        forward = staticmethod(lambda x, way: x.sin())
+        setup_context = staticmethod(lambda ctx, inputs, out: setattr(ctx, "inputs", inputs))
+
+        @staticmethod
+        def backward(ctx, ct):
+            x, way = ctx.inputs
+            return way(x.detach(), ct), None
+
+    f = wrap(lambda x: torch.tanh(w @ x))
+    ways = [
+        lambda x, ct: jvp(f, (x,), (ct,))[1],
+        lambda x, ct: grad(lambda x: jvp(f, (x,), (ct,))[1].sum())(x),
+        lambda x, ct: grad(lambda x: wrap(lambda x: (x * ct).sin())(x).sum())(x),
+        lambda x, ct: vmap(wrap(torch.mul))(x, ct),
+    ]
+    functions = [*[lambda x, way=way: Outer.apply(x, way) for way in ways], lambda x: torch.cdist(w * x, w)]
+    x, found = x.requires_grad_(), []
+    for function in functions:
+        for y in (function(x), wrap(function)(x * 2)):
+            cts = torch.eye(y.numel(), dtype=y.dtype).view(-1, *y.shape)
+            found += torch.autograd.grad(y, x, cts, is_grads_batched=True)
+    return found
+
+
+@case
 def pullbacks_that_f_captures(wrap, x, w):
     """Of torch.func.vjp. The graph behind them cannot be rebuilt."""
     _, pull = vjp(lambda u: torch.tanh(w @ u), x.detach())
