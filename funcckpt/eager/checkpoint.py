@@ -1,8 +1,8 @@
 """`checkpoint`: `torch.utils.checkpoint.checkpoint`, under every transform.
 
-In plain eager code it works by saved-tensor hooks (`region`). Under a `torch.func` transform and in forward
-mode, where hooks are not allowed, it works by `remat`. While a compiler or `make_fx` traces plain eager code,
-it calls torch's own checkpoint, which they support.
+In plain eager code it works by saved-tensor hooks (`region`). Under a `torch.func` transform, where hooks are
+not allowed, it works by `remat`. In plain forward mode it calls the function as it is. While a compiler or
+`make_fx` traces plain eager code, it calls torch's own checkpoint, which they support.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _functional(f: Callable[..., Any], args: Any, kwargs: Any, options: Options)
         forward, _ = options.context_fn()
         if not isinstance(forward, Forward):
             raise OptionError(
-                f"{title}: under torch.func transforms and in forward mode, context_fn must be made with "
+                f"{title}: under torch.func transforms, context_fn must be made with "
                 "funcckpt.create_selective_checkpoint_contexts. Enter other contexts inside of the function."
             )
         policy = forward.policy
