@@ -47,6 +47,16 @@ def tangent_of(x: Tensor) -> Tensor | None:
     return forward_ad.unpack_dual(x, level=0).tangent
 
 
+def without_forward_views(inputs: Sequence[Tensor], record: bool) -> Sequence[Tensor]:
+    """Inputs that are not views of dual tensors. In a dual level, a view of a primal would be dual again.
+
+    Without `record`, no result requires grad, even if forward mode switches grad mode on.
+    """
+    if forward_ad._current_level < 0:
+        return inputs
+    return [detached(x).requires_grad_(record and x.requires_grad) for x in inputs]
+
+
 def is_tracked(x: Tensor) -> bool:
     """Whether a transform tracks `x`: it requires grad, or belongs to a level."""
     x = alive(x)

@@ -315,3 +315,18 @@ def a_tangent_that_f_hands_on(wrap, x, w):
         _, tangent = jvp(grad(lambda u, f=f: wrap(f)(u).pow(3).sum()), (x.detach(),), (t,))
         found += torch.autograd.grad(tangent.sin().sum(), t)
     return found
+
+
+@case
+def a_part_without_grad_inside_of_forward_mode(wrap, x, w):
+    """Forward mode switches grad mode on; what is computed there has no history all the same."""
+    x, t = x.requires_grad_(), x.detach().cos().requires_grad_()
+    gradient = grad(lambda x: (wrap(torch.cos)(x) * 2).sin().sum())
+
+    def both(x):
+        with torch.no_grad():
+            constant = gradient(x)
+        return constant + gradient(x)
+
+    out, tangent = jvp(both, (x,), (t,))
+    return out, tangent, *torch.autograd.grad((out * tangent).sum(), (x, t))
