@@ -144,7 +144,8 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     before, here.left = here.left, ()
     try:
         if looks_inside:
-            return net.run(program, inputs, records)
+            with functorch.without_vmap_mode():  # which is about random numbers of f
+                return net.run(program, inputs, records)
         if layers is not None:
             outputs, active, captured = net.run_first(program, source, values, layers)
         else:

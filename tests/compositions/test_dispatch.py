@@ -256,7 +256,9 @@ def batched_cotangents_of_plain_autograd(wrap, x, w):
         lambda x, ct: grad(lambda x: wrap(lambda x: (x * ct).sin())(x).sum())(x),
         lambda x, ct: vmap(wrap(torch.mul))(x, ct),
     ]
-    functions = [*[lambda x, way=way: Outer.apply(x, way) for way in ways], lambda x: torch.cdist(w * x, w)]
+    draws_nothing = wrap(lambda x: x.sin() + torch.rand(0).sum())  # so no stream has to be restored
+    functions = [lambda x, way=way: Outer.apply(x, way) for way in ways]
+    functions += [lambda x: torch.cdist(w * x, w), draws_nothing]
     x, found = x.requires_grad_(), []
     for function in functions:
         for y in (function(x), wrap(function)(x * 2)):
