@@ -1,30 +1,30 @@
 """Selective checkpointing: some operators of a region are not run again.
 
 A policy is asked about every operator of the forward, below autograd. The results that it saves are kept
-beside the graph. In the recomputation they are handed out, and the operator does not run: a call gets the
-results of that call of the forward before which the same operators ran (`tape`). More than in torch:
-`MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD` offload, values may have names, and results to which the function
-writes are recomputed.
+beside the graph. In the recomputation they are handed out, and the operator does not run: the n-th call of an
+operator gets the result of its n-th call in the forward. More than in torch: `MUST_CPU_OFFLOAD` and
+`PREFER_CPU_OFFLOAD` offload, values may have names, and results that the function writes to are recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import world
-from .._torch import autograd, dynamo
+from .._torch import autograd, dynamo, functorch
 from ..errors import CheckpointError
-from ..policies.offload import Offloaded, is_far
-from ..policies.policies import Chooser, Policy, as_function
-from ..tape.operators import kind_of, run_operator
-from ..tape.recording import Asking
-from ..tape.tape import Call, Tape, Watch
+from ..policies.offload import Offloaded, Returning, is_far
+from ..policies.policies import Chooser, Policy, as_function, current_name
+from ..tape.operators import kind_of, results, run_operator
+from ..tape.tape import Call, Tape
 from .region import Versioned
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
@@ -67,13 +67,23 @@ def create_selective_checkpoint_contexts(
         return torch_checkpoint.create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
-    forward = Forward(as_function(policy_fn_or_list, "create_selective_checkpoint_contexts"))
-    return forward, Recompute(forward, allow_cache_entry_mutation)
+    policy = as_function(policy_fn_or_list, "create_selective_checkpoint_contexts")
+    calls: _Calls = defaultdict(list)
+    return Forward(policy, calls), Recompute(calls, allow_cache_entry_mutation)
 
 
-class _Mode(Watch):
-    """What both modes have in common."""
+# The calls of each operator, in order; None for a call that returned memory of its arguments. `values` of a
+# call are the results that are kept: all or none.
+_Calls = dict[Any, list[Call | None]]
 
+
+def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
+    known = [call for of_one in calls.values() for call in of_one if call is not None]
+    return [(call, i, x) for call in known for i, x in call.values.items() if isinstance(x, Offloaded)]
+
+
+class _Mode(TorchDispatchMode):
+    sees_names = True
     # False in recomputations, which `unwatched` excepts: f may take a gradient itself.
     in_f = True
 
@@ -82,87 +92,101 @@ class _Mode(Watch):
         return True
 
     def __enter__(self) -> Any:
-        self.number, self._ignored = 0, SAC_IGNORED_OPS
+        self.ignored = SAC_IGNORED_OPS
         if world.autocasts():
             # One run may find in the cache of autocast what the other one casts.
-            self._ignored = SAC_IGNORED_OPS | {torch.ops.aten._to_copy.default}
+            self.ignored = SAC_IGNORED_OPS | {torch.ops.aten._to_copy.default}
         return super().__enter__()
 
-    @dynamo.hidden
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._ignored:
-            return run_operator(func, args, kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def sees_nothing(self, func: Any) -> bool:
+        """Whether an operator just runs. In a graph that is traced, what is kept would be a constant."""
+        return func in self.ignored or not self.in_f or functorch.is_tracing()
 
 
-class Forward(_Mode, Asking):
+class Forward(_Mode):
     """The mode for the forward: asks the policy, and keeps what it saves."""
 
-    counts_flops = False
-    kinds = (*Asking.kinds, "like", "other")
-
-    def __init__(self, policy: Callable[..., Any]) -> None:
-        super().__init__(None, Chooser(policy, "create_selective_checkpoint_contexts"))
+    def __init__(self, policy: Callable[..., Any], calls: _Calls) -> None:
+        super().__init__()
         self.policy = policy
-        # By number: the calls of which all results are kept. And all operators that ran.
-        self.kept: dict[int, Call] = {}
-        self.operators: set[Any] = set()
+        self._chooser = Chooser(policy, "create_selective_checkpoint_contexts")
+        self._calls = calls
+        self._tape = Tape()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for call in self.tape.calls if self.tape is not None else ():
-            if len(call.values) == (call.count or 1):
-                self.kept[call.number] = call
-        for _, _, x in self.offloaded():
+        self._tape = Tape()
+        for _, _, x in _offloaded(self._calls):
             x.is_about_to_be_written()  # the caller may write to it, if it is an output
-        self.tape = Tape()
 
-    def offloaded(self) -> list[tuple[Call, int, Offloaded]]:
-        values = [(call, i, x) for call in self.kept.values() for i, x in call.values.items()]
-        return [(call, i, x) for call, i, x in values if isinstance(x, Offloaded)]
-
-    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
-        self.operators.add(func)
-        out, call = super().call(tape, func, args, kwargs)
-        # Some take a dimension away in place, as `squeeze_` in a product with a vector.
-        reshapes = torch.Tag.inplace_view in getattr(func, "tags", ())
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.sees_nothing(func):
+            return run_operator(func, args, kwargs)
+        calls = self._calls[func]
+        calls.append(None)  # also if it raises an error that f catches
+        out, calls[-1] = self._tape.run(func, args, kwargs)
+        call = calls[-1]
+        reshapes = torch.Tag.inplace_view in func.tags  # as `squeeze_` in a product with a vector
         if reshapes or func is torch.ops.aten._unsafe_view.default:
             # The same memory has another version or counter from here on, and the caller may write to it.
-            for other, i, x in tape.named(out):
+            for other, i, x in self._tape.named(out):
                 if isinstance(other.values.get(i), Versioned):
                     other.values[i] = Versioned(x, out, reshapes)  # torch counts it when this call is over
-        return out, call
+        decision = self._chooser.decides(func, args, kwargs, out)
+        if decision.keep:
+            if call is not None and kind_of(func) != "writes":
+                self._keep(call, results(out), decision.offload)
+            elif func is torch.ops.aten.alias.default and current_name() is not None:
+                self._name_given(args[0], decision.offload)
+        return out
 
-    def hold(self, call: Call, i: int, x: Tensor) -> None:
-        call.values[i] = Offloaded(x) if call.offloads and is_far(x) else Versioned(x)
+    def _keep(self, call: Call, outs: Sequence[Any], offloads: bool) -> None:
+        with autograd.without_dispatch_modes():
+            for i, y in enumerate(outs):
+                kind = Offloaded if offloads and isinstance(y, Tensor) and is_far(y) else Versioned
+                call.values[i] = kind(y) if isinstance(y, Tensor) else y
+
+    def _name_given(self, x: Tensor, offloads: bool) -> None:
+        """Keep a result that was computed earlier, and gets its name only now."""
+        with autograd.without_dispatch_modes():
+            for call, _, result in self._tape.named(x):
+                if call.count is None and not call.values:
+                    self._keep(call, [result], offloads)
 
 
 class Recompute(_Mode):
     """The mode for the recomputation: hands out each kept result once."""
 
-    def __init__(self, forward: Forward, allow_mutation: bool) -> None:
-        super().__init__(None, Tape())  # with a tape, `call` runs what is not handed out
-        self._forward, self.known, self._allow_mutation = forward, forward.kept, allow_mutation
+    def __init__(self, calls: _Calls, allow_mutation: bool) -> None:
+        super().__init__()
+        self._calls = calls
+        self._allow_mutation = allow_mutation
 
     def __enter__(self) -> Any:
-        for call, i, x in self._forward.offloaded():
+        self._count: Counter[Any] = Counter()
+        for call, i, x in _offloaded(self._calls):
             call.values[i] = x.back(x.host)  # copies run beside the computation
         return super().__enter__()
 
-    def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        values, call.values = [*call.values.values()], {}
-        if not values:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # No view is kept. (Since torch 2.15 the hooks of a checkpoint may call some, too.)
+        if self.sees_nothing(func) or kind_of(func) == "view":
             return run_operator(func, args, kwargs)
+        i, calls = self._count[func], self._calls.get(func, [])
+        self._count[func] += 1
+        if i >= len(calls):
+            raise CheckpointError(
+                f"{func} (call {i}) encountered during backward but not found in storage: the forward "
+                f"called it {len(calls)} times. The function must do the same each time."
+            )
+        call = calls[i]
+        if call is None or not call.values:
+            return run_operator(func, args, kwargs)
+        values, call.values = call.values, {}
         call.move_streams()
         with autograd.without_dispatch_modes():
-            found = [x.get(self._allow_mutation) for x in values]
+            kinds = Versioned, Returning
+            found = [x.get(self._allow_mutation) if isinstance(x, kinds) else x for x in values.values()]
         return found[0] if call.count is None else tuple(found)
-
-    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
-        # No view is kept. (Since torch 2.15 the hooks of a checkpoint may call some, too.)
-        if func not in self._forward.operators and kind_of(func) != "view":
-            raise CheckpointError(
-                f"{func} encountered during backward but not found in storage: the forward did not call it. "
-                "The function must do the same each time."
-            )
-        return run_operator(func, args, kwargs), None

@@ -54,51 +54,15 @@ class Kept:
 _plans = Plans()
 
 
-class Asking(Watch):
-    """A mode that writes a tape, and holds the values for which a policy asks, as `values` of each call."""
-
-    # The kinds of operators whose results may be kept.
-    kinds: tuple[str, ...] = ("pure", "custom", "random")
-
-    def __init__(self, source: Any, chooser: Chooser) -> None:
-        super().__init__(source, Tape())
-        self._chooser = chooser
-
-    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
-        out, call = super().call(tape, func, args, kwargs)
-        if call is not None and kind_of(func) in self.kinds:
-            decision = self._chooser.decides(func, args, kwargs, out)
-            call.offloads = decision.offload
-            for i in call.outputs if decision.keep else ():
-                self.hold(call, i, out if call.count is None else out[i])
-        elif func is torch.ops.aten.alias.default and current_name() is not None:
-            decision = self._chooser.decides(func, args, kwargs, out)
-            if decision.forbid:
-                for index, i in tape.made(args):
-                    tape.calls[index].values.pop(i, None)
-            elif decision.keep:
-                for named, i, x in tape.named(out):
-                    named.offloads = decision.offload
-                    if i not in named.values:
-                        self.hold(named, i, x)
-        return out, call
-
-    def hold(self, call: Call, i: int, x: Tensor) -> None:
-        """Hold a result of a call."""
-        if not x.is_inference():  # which the graph refuses to save
-            with suppress(RuntimeError):  # of a wrapped number, which has no alias
-                call.values[i] = autograd.alias(x)
-
-
-class Record(Asking):
+class Record(Watch):
     """The mode of a first run. It keeps what the policy asks for, or what an earlier run has learned."""
 
     # The number at the end of that earlier run.
     _last: int | None = None
 
     def __init__(self, program: Any, chooser: Chooser) -> None:
-        super().__init__(program.source, chooser)
-        self._kept = Kept()
+        super().__init__(program.source, Tape())
+        self._chooser, self._kept = chooser, Kept()
         self._key: Any = (chooser.known, program.source.codes, *steps_of(program))
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
@@ -119,8 +83,33 @@ class Record(Asking):
         self._kept.keep(replace(call, outputs={**call.outputs}, streams=streams), values)
         return out
 
+    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+        out, call = super().call(tape, func, args, kwargs)
+        if call is not None and kind_of(func) in ("pure", "custom", "random"):
+            decision = self._chooser.decides(func, args, kwargs, out)
+            for i in call.outputs if decision.keep else ():
+                x = out if call.count is None else out[i]
+                if not x.is_inference():  # which the graph refuses to save
+                    with suppress(RuntimeError):  # of a wrapped number, which has no alias
+                        call.values[i] = autograd.alias(x)
+            call.offloads = decision.offload
+        elif func is torch.ops.aten.alias.default and current_name() is not None:
+            self._name_given(tape, func, args, kwargs, out)
+        return out, call
+
     def note_write(self) -> None:
         self._last = None  # the run takes another way than the earlier one
+
+    def _name_given(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        decision = self._chooser.decides(func, args, kwargs, out)
+        if decision.forbid:
+            for index, i in tape.made(args):
+                tape.calls[index].values.pop(i, None)
+        elif decision.keep:
+            for call, i, x in tape.named(out):
+                if i not in call.values:
+                    call.values[i] = autograd.alias(x)
+                call.offloads = decision.offload
 
     def note_graph(
         self, outputs: Sequence[Tensor], own: Collection[autograd.Edge] = (), first_node: int = 0

@@ -76,14 +76,12 @@ class Tape:
         kind = kind_of(func)
         if kind == "view":
             return operators.run_operator(func, args, kwargs), None
-        changed: list[Tensor] = []
-        if acts := kind not in ("pure", "custom"):  # it may write, or draw random numbers
-            changed = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
-            for index, _ in self.made(changed):
-                self.calls[index].values.clear()  # it must run again, since it is written to
-        before = world.states_drawn_from(func, args, kwargs) if acts else []
+        changed = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
+        for index, _ in self.made(changed):
+            self.calls[index].values.clear()  # it must run again, since it is written to
+        before = world.states_drawn_from(func, args, kwargs)
         out = operators.run_operator(func, args, kwargs)
-        streams = before, world.states_drawn_from(func, args, kwargs) if acts else []
+        streams = before, world.states_drawn_from(func, args, kwargs)
         # (Collectives take lists of lists.)
         given = tensors_in((args, kwargs)) if kind == "writes" else tensors_of(args, kwargs)
         index = len(self.calls)
@@ -167,7 +165,6 @@ class Watch(functorch.UnguardedMode):
     in_f = False
     modes = 0
     number = 0
-    counts_flops = True  # of each call that is recorded
     # By number: calls of an earlier run.
     known: Mapping[int, Call] = {}
 
@@ -220,8 +217,7 @@ class Watch(functorch.UnguardedMode):
         out, call = tape.run(func, args, kwargs)
         if call is not None:
             call.number, call.signature = self.number, operators.signature(func, args, kwargs)
-            if self.counts_flops:
-                call.flops = operators.flops_of(func, args, kwargs, out)
+            call.flops = operators.flops_of(func, args, kwargs, out)
         return out, call
 
 
