@@ -98,7 +98,7 @@ class _Graph(UserProgram):
         for i in self._inputs:
             self._args[i] = None
         outputs = dispatch.bind(self, inputs)
-        # (Dynamo expects the same tensor where an input is returned.)
+        # Where f returns an input, Dynamo expects the same tensor.
         return self._outputs.assemble(outputs, tensors_in(args))  # type: ignore[no-any-return]
 
     def received(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:

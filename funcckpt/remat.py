@@ -67,8 +67,8 @@ def remat(
     """Recompute f in the backward instead of keeping what it computed.
 
     The returned function has the arguments and results of f. It works under any composition of
-    `torch.func` transforms, and under plain autograd in reverse and forward mode. Between the forward
-    and the backward only its inputs are kept: the tensors among the arguments, and those that f
+    `torch.func` transforms, and in plain autograd (in plain forward mode f runs as it is). Between the
+    forward and the backward only its inputs are kept: the tensors among the arguments, and those that f
     captured.
 
     Parameters
@@ -252,7 +252,7 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
             if program.is_looked_at():
                 return program.call()
     # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no checkpoint.
-    # f may still switch grad mode on inside. Plain forward mode and reverse mode see f at once, as it is.
+    # f may still switch grad mode on inside. Plain forward and reverse mode are one level: f runs as it is.
     return f(*args, **kwargs)
 
 

@@ -321,7 +321,7 @@ def write(x):
         ),
         (
             grad(lambda x: remat(write)(x * 1).sum()),
-            "remat(write) writes in place to an argument or a captured tensor (float64[4, 3])",
+            "remat(write) writes in place to a tensor (float64[4, 3]) or what it captured",
         ),
     ],
     ids=["policy", "contexts", "write"],

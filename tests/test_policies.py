@@ -135,6 +135,31 @@ PRODUCTS = {
 }
 
 
+@torch.library.custom_op("funcckpt_tests::counted_product", mutates_args=())
+def counted_product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, int]:
+    RUN.append(1)
+    return x @ w, len(RUN)
+
+
+counted_product.register_autograd(
+    lambda ctx, ct, _: (ct @ ctx.saved_tensors[1].mT, ctx.saved_tensors[0].mT @ ct),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+RUN = []
+
+
+def test_an_operator_with_results_that_are_no_tensors():
+    """As fused attention on an accelerator, which gives the longest sequence."""
+    x, w = SAMPLES[0].clone().requires_grad_(), weights(mlp)[0].requires_grad_()
+    f = lambda x, w: (counted_product(x, w)[0].sin() @ w.mT).square().sum()
+    expected = torch.autograd.grad(f(x, w), (x, w))
+    for _ in range(3):
+        RUN.clear()
+        y = remat(f, policy=[torch.ops.funcckpt_tests.counted_product.default])(x, w)
+        assert_close(torch.autograd.grad(y, (x, w)), expected)
+        assert RUN == [1]
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_dots_are_kept(name):
     """A vector that requires no grad may be a running statistic, of which a recomputation gets a copy; and

@@ -53,14 +53,14 @@ NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
 # tensor from outside of a level.
 _WRITES_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
-_WRITES_TO_CAPTURED = "that would mutate a captured Tensor"
+WRITES_TO_CAPTURED = "that would mutate a captured Tensor"
 # Part of the error of torch.func if a saved-tensor hook is active.
 REFUSES_HOOKS = "support saved tensor hooks"
 
 
 def is_about_writes(error: Exception) -> bool:
     """Whether torch refuses a write to a leaf, or to a tensor from outside of a level."""
-    return any([words in str(error) for words in (_WRITES_TO_LEAF, _WRITES_TO_CAPTURED)])
+    return any([words in str(error) for words in (_WRITES_TO_LEAF, WRITES_TO_CAPTURED)])
 
 
 def gradients(

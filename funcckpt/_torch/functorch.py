@@ -70,7 +70,7 @@ from torch._subclasses import FakeTensor
 # Graph nodes are numbered in the order in which a thread makes them: this separates nodes that were made
 # inside of a call from older ones.
 from torch.autograd import _get_sequence_nr as next_sequence_number  # type: ignore[attr-defined]
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
 
 # The one kind of autograd.Function that functorch lets record at a single level.
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
@@ -166,7 +166,7 @@ class UnguardedMode(TorchDispatchMode):
         return False
 
 
-# Whether operators handle zero tensors of autograd, or conjugate or negative views, below the key of modes.
+# Blocks in which operators handle zero tensors of autograd, conjugates and negatives below the key of modes.
 handling_zeros = partial(_SetExcludeDispatchKeyGuard, DispatchKey.ZeroTensor, False)
 handling_conjugates = partial(_SetExcludeDispatchKeyGuard, DispatchKey.Conjugate, False)
 handling_negatives = partial(_SetExcludeDispatchKeyGuard, DispatchKey.Negative, False)
@@ -261,7 +261,7 @@ def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[l
 @contextmanager
 def jvp_level() -> Iterator[int]:
     """A jvp level, and the dual level that it needs if none is open."""
-    with jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), _dual_level():
+    with jvp_increment_nesting() as level, set_forward_mode(True), _dual_level():
         yield level
 
 

@@ -156,7 +156,7 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
     # A tangent can be read only if its level is the innermost.
     interpreter = functorch.peek_interpreter_stack()
     if is_dual and (interpreter is None or interpreter.key().value == functorch.JVP):
-        with functorch._set_fwd_grad_enabled(True):
+        with functorch.set_forward_mode(True):
             if (tangent := tangent_of(x)) is not None:
                 found.append(tangent)
     if nodes is not None:

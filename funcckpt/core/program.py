@@ -115,7 +115,7 @@ class UserProgram(Program):
 
     def where(self, i: int) -> str:
         """The name of input `i` in messages."""
-        return "an argument or a captured tensor"
+        return "a tensor"
 
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         """Raise if f has changed an input in place."""
@@ -123,18 +123,20 @@ class UserProgram(Program):
             if version != now:
                 raise changed_inside(f"remat({self.name})", inputs[i], self.where(i))
 
-    def check_error(self, error: Exception, inputs: Sequence[Tensor]) -> None:
+    def check_error(self, error: Exception, inputs: Sequence[Tensor], perhaps: str = "") -> None:
         """Raise a MutationError if torch has refused a write. It does not say to which tensor.
 
-        f gets its inputs as leaves, to which autograd allows none; nor does functorch to captured tensors.
+        f gets its inputs as leaves, to which autograd allows none; nor does functorch to captured tensors, of
+        which `perhaps` is the name of one.
         """
         if autograd.is_about_writes(error):
             given = [f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)]
-            raise MutationError(
-                f"remat({self.name}) writes in place to {' or '.join(given)}, or to what it captured. "
-                "Work on a copy (x.clone()) inside of it. Of a module in training, pass the buffers, too, to "
-                "the function that is transformed, or call eval()."
-            ) from error
+            what = " or ".join([*given, "what it captured"])
+            way = "Work on a copy (x.clone()) inside the function."
+            if perhaps and autograd.WRITES_TO_CAPTURED in str(error):
+                what = f"what it captured, perhaps to {perhaps}"
+                way = "Pass the buffers, too, to the function that is transformed, or call eval()."
+            raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error
 
 
 @dataclass(eq=False)

@@ -137,14 +137,14 @@ def changed_inside(name: str, x: Tensor, where: str, hint: str = "") -> Mutation
     return MutationError(
         f"{name} changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside the function, "
         "or return the new value. Only buffers of a module that is in training at the call may be updated, "
-        f"of at most {MAX_BUFFER} elements. {hint}"
+        f"of at most {MAX_BUFFER} elements.{hint}"
     )
 
 
 def changed_between(name: str, x: Tensor, where: str, hint: str = "") -> MutationError:
     return MutationError(
         f"{name}: {where} ({describe(x)}) was changed in place since the forward, as an optimizer changes a "
-        f"parameter. Change it after the backward, or pass a copy of it. {hint}"
+        f"parameter. Change it after the backward, or pass a copy of it.{hint}"
     )
 
 

@@ -335,6 +335,8 @@ class Region:
             rebuilt,
             written and tensors.Refusing(written, self._was_changed),
             not self._world.is_here() and self._world.replayed(),
+            # In plain forward mode, checkpoints inside of f do nothing.
+            functorch.forward_ad._current_level >= 0 and functorch.set_forward_mode(False),
             self._torch_function.value != functorch._get_torch_function_state().value
             and functorch.torch_function_as(self._torch_function),
             self._patched != patched.is_active() and patched.active(self._patched),
@@ -402,7 +404,7 @@ class Region:
     def _was_changed(self, x: Tensor) -> MutationError:
         is_inside = id(x) in self._written_by_f
         changed = tensors.changed_inside if is_inside else tensors.changed_between
-        hint = 'determinism_check="none" turns this check off.'
+        hint = ' determinism_check="none" turns this check off.'
         return changed(self._name, x, self._found.where(id(x)), hint)
 
     def _error(self, what: str) -> CheckpointError:

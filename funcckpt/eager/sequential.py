@@ -149,7 +149,7 @@ class Cost(NamedTuple):
 def plan_segments(functions: Functions, input: Any, segments: int | None = None) -> list[int]:
     """Measure each layer, and find the segments with the lowest peak of live bytes in the backward.
 
-    The peak is computed of that, without a loss, as if each layer kept its input.
+    The peak is computed from what they take, without a loss, and as if the last segment kept its input.
 
     The layers run one after another, each followed by its backward. Random streams and buffers are restored,
     and no gradient is accumulated. Plan once, for the largest input.

@@ -274,7 +274,7 @@ def _kept_for(outputs: Iterable[Tensor]) -> list[tuple[Tensor, str, bool]]:
     """
     found: list[tuple[Tensor, str, bool]] = []
     nodes: list[Any] = []  # those that made a tensor or its tangents, at all levels
-    with functorch._set_fwd_grad_enabled(True):
+    with functorch.set_forward_mode(True):
         for y in outputs:
             wrappers.everything_below(y, nodes)
         pending: list[tuple[Any, str, bool]] = [(nodes, "", False)]

@@ -210,7 +210,7 @@ def while_loop(
         return _sweep(cond_fun, loop._replace(bars=bars), init_val, max_steps, ())[0]
     # Only values are computed here: no transform looks at them.
     with leaving_nothing(loop.name, (cond_fun, body_fun), init_val) as (streams, has_assigned):
-        with torch.no_grad(), functorch._set_fwd_grad_enabled(False):
+        with torch.no_grad(), functorch.set_forward_mode(False):
             steps = _sweep(cond_fun, loop, init_val, max_steps, streams)[1]  # and no carry
         if has_assigned():
             raise MutationError(

@@ -124,6 +124,8 @@ class Replay(Watch):
                 with functorch.no_dispatch():
                     meta = torch.empty_strided(slot.size, slot.strides, dtype=slot.dtype, device="meta")
                 x = Placeholder(meta, slot.device, self)
+            else:
+                x = call.others.get(i)
             found.append(x)
         return found[0] if call.count is None else tuple(found)
 

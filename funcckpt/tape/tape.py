@@ -30,6 +30,8 @@ class Call:
     count: int | None = None
     # By output index, for results in new memory: a `TensorMeta`; for a kept result, its index among the kept.
     outputs: dict[int, Any] = field(default_factory=dict)
+    # By output index: results that are no tensors, as of fused attention.
+    others: dict[int, Any] = field(default_factory=dict)
     # Whether it may be skipped: it has no side effects, and no hidden alias shares memory with its results.
     may_skip: bool = False
     # A hash of all calls up to it; what decides shapes and dtypes of its results; its cost.
@@ -96,7 +98,9 @@ class Tape:
         is_pure = kind == "pure" or (kind == "random" and not operators.draws(func, args, kwargs))
         call.may_skip, shares = is_pure and bool(given), False
         for i, y in enumerate(results(out)):
-            if not isinstance(y, Tensor) or not operators.is_plain(y):
+            if not isinstance(y, Tensor):
+                call.may_skip, call.others[i] = False, y
+            elif not operators.is_plain(y):
                 call.may_skip = False
             elif y.untyped_storage()._cdata in storages or y.untyped_storage() in self.makers:
                 # Shared memory that the schema does not mention (`aten.unsafe_split`).
@@ -161,8 +165,9 @@ class Watch(functorch.UnguardedMode):
     supports_higher_order_operators = True
     sees_names = True
 
-    # Whether f runs now: not the code before it, and not its pullback. And how many modes are active then.
+    # Whether f runs now: not the code before it, and not its pullback.
     in_f = False
+    # How many dispatch modes were active when f began.
     modes = 0
     number = 0
     # By number: calls of an earlier run.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from support import assert_same
 from torch import nn
+from torch.autograd import forward_ad
 
 from funcckpt import CheckpointPolicy, checkpoint, checkpoint_scope, inner_grad, patched, remat
 from funcckpt._torch import autograd, functorch
@@ -23,7 +24,7 @@ from funcckpt.eager.selective import create_selective_checkpoint_contexts
 from funcckpt.errors import MutationError
 from funcckpt.policies import dots_saveable, everything_saveable
 
-from .implementations import D, copying, in_a_thread, theirs
+from .implementations import D, copying, in_a_thread, leaf, theirs
 
 aten = torch.ops.aten
 
@@ -266,3 +267,15 @@ def test_as_without_found(program, how, monkeypatch):
     monkeypatch.setattr(selective, "is_far", lambda x: True)
     autograd.references_of_private_leaf.cache_clear()
     assert_same(run(program, 0, False, how), run(program, 0, True, how))
+
+
+@pytest.mark.parametrize("inner", [checkpoint, lambda f, x: remat(f)(x)])
+def test_a_backward_in_plain_forward_mode(inner):
+    """Checkpoints do nothing there, but the inner one did something in the forward."""
+    f, x = lambda x: x.sin().exp(), leaf(3)
+    y = checkpoint(lambda x: inner(f, x).tanh(), x)
+    with forward_ad.dual_level():
+        ct = forward_ad.make_dual(torch.ones_like(y), y.detach().cos())
+        found = forward_ad.unpack_dual(torch.autograd.grad(y, x, ct)[0])
+        expected = forward_ad.unpack_dual(torch.autograd.grad(f(x).tanh(), x, ct)[0])
+        assert_same([*found], [*expected])
