@@ -135,6 +135,39 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize("name", ["dots", "everything", "budget"])
+def test_a_policy_where_plain_autograd_differentiates_a_gradient(name):
+    """As of a penalty on gradients. What only the outer backward reads is there, and no run begins again."""
+    policy = policies.budget(fraction=0.5) if name == "budget" else POLICIES[name]
+
+    def run(wrap):
+        ws = [w.clone().requires_grad_() for w in weights(attention)]
+        vmap(grad(lambda x: loss(attention, wrap)(ws, x)))(SAMPLES).square().sum().backward()
+        return [w.grad for w in ws]
+
+    expected, *nothing = measure(run, lambda f: f).result, measure(run, remat), measure(run, remat)
+    for _ in range(2):
+        measured = measure(run, functools.partial(remat, policy=policy))
+        assert_close(measured.result, expected)
+        assert measured.flops < nothing[-1].flops  # of a call that knows what nobody reads
+
+
+def test_a_block_whose_input_requires_grad_is_another_one():
+    """Below the wrapper of vmap, which does not say so. A scaled weight is read for that input alone."""
+    block = lambda x, w1, w2: x + (x @ (w1 * 2)).tanh() @ w2
+
+    def run(wrap):
+        ws = [w.clone().requires_grad_() for w in weights(mlp)]
+        vmap(lambda x: wrap(block)(wrap(block)(x, *ws), *ws).sum())(SAMPLES).sum().backward()
+        return [w.grad for w in ws]
+
+    without = measure(run, lambda f: f)
+    for _ in range(2):
+        measured = measure(run, functools.partial(remat, policy=policies.everything_saveable))
+        assert_close(measured.result, without.result)
+        assert measured.flops == without.flops
+
+
 @torch.library.custom_op("funcckpt_tests::counted_product", mutates_args=())
 def counted_product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, int]:
     RUN.append(1)

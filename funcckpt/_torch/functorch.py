@@ -258,6 +258,10 @@ def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[l
             leave.pop()()
 
 
+# The open dual level of plain forward mode, or -1. Not a function of Python, which costs a frame.
+current_dual_level = partial(getattr, forward_ad, "_current_level")
+
+
 @contextmanager
 def jvp_level() -> Iterator[int]:
     """A jvp level, and the dual level that it needs if none is open."""

@@ -139,6 +139,14 @@ def below_wrappers(x: Tensor) -> Tensor:
     return x
 
 
+def layers_of(x: Tensor) -> list[Tensor]:
+    """`x`, and the tensors inside of its wrappers of functorch, one level after the other."""
+    layers = [x]
+    while is_functorch_wrapped_tensor(layers[-1]):
+        layers.append(get_unwrapped(layers[-1]))
+    return layers
+
+
 def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
     """The tensors inside of `x`, below all wrappers: its value, and its tangents at all levels.
 

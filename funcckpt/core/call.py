@@ -261,7 +261,7 @@ class Call(UserProgram):
                 out = f(*args, **kwargs)
                 failed = False
             except RuntimeError as error:
-                # A normalization in training writes to this one first.
+                # A normalization in training writes to its count of batches first.
                 captured = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
                 counts = [where for where in map(found.where, map(id, captured)) if "num_batches_" in where]
                 self.check_error(error, inputs, *counts[:1])

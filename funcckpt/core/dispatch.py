@@ -139,13 +139,13 @@ def _bind_values(program: Program, inputs: Sequence[Tensor]) -> Tensors:
     )
     source = program.source
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    values = inputs if looks_inside else wrappers.without_forward_views(inputs, records)
     layers, source.layers = source.layers, None
     before, here.left = here.left, ()
     try:
         if looks_inside:
             with functorch.without_vmap_mode():  # which is about random numbers of f
                 return net.run(program, inputs, records)
+        values = wrappers.without_forward_views(inputs, records)
         if layers is not None:
             outputs, active, captured = net.run_first(program, source, values, layers)
         else:

@@ -94,7 +94,7 @@ def run_first(
             raise not_given(source, "that belongs to an outer vmap") from error
         if layers:
             outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
-        if record is not None and "grad" not in map(_kind, layers):
+        if record is not None:
             older = {*own, *source.history()}
             record.note_graph(outputs, older, 0 if functorch.uses_accelerator() else first_node)
     if isinstance(program, Recording) and source.is_compiled:

@@ -226,10 +226,7 @@ def _is_like_statistics(x: Tensor) -> bool:
 
 def refill(buffer: Tensor, value: Tensor) -> None:
     """Write to a buffer as batch normalization does: no version tells. An earlier call may have saved it."""
-    layers = [buffer]
-    while wrappers.is_functorch_wrapped_tensor(layers[-1]):
-        layers.append(wrappers.get_unwrapped(layers[-1]))
-    with torch.no_grad(), autograd.version_kept((*layers,)):
+    with torch.no_grad(), autograd.version_kept((*wrappers.layers_of(buffer),)):
         buffer.copy_(value)
 
 

@@ -336,7 +336,7 @@ class Region:
             written and tensors.Refusing(written, self._was_changed),
             not self._world.is_here() and self._world.replayed(),
             # In plain forward mode, checkpoints inside of f do nothing.
-            functorch.forward_ad._current_level >= 0 and functorch.set_forward_mode(False),
+            functorch.current_dual_level() >= 0 and functorch.set_forward_mode(False),
             self._torch_function.value != functorch._get_torch_function_state().value
             and functorch.torch_function_as(self._torch_function),
             self._patched != patched.is_active() and patched.active(self._patched),

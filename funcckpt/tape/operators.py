@@ -20,8 +20,9 @@ _VIEWS = frozenset(("_unsafe_view", "is_same_size", "_has_same_storage_numel"))
 # They write to running statistics, which their schemas do not mark.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
 _STATISTICS = frozenset(("running_mean", "running_var"))
-# Collectives of torch.distributed. Schemas of the first do not mark that they write.
-COLLECTIVES = ("c10d", "_c10d_functional")
+# Namespaces of collectives. The schemas of c10d do not mark that they write.
+_C10D = "c10d"
+COLLECTIVES = (_C10D, "_c10d_functional")
 # The kinds of operators that read no values.
 READ_NO_VALUES = frozenset(("view", "like"))
 
@@ -38,7 +39,7 @@ def kind_of(func: Any) -> str:
     name = name_of(func)
     if not name or name in _UNTOLD:
         return "other"
-    if func.namespace == COLLECTIVES[0]:
+    if func.namespace == _C10D:
         return "writes"
     if name in _VIEWS:
         return "view"
@@ -74,7 +75,7 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
     if not (name := name_of(func)):
         return []
     arguments, untold = func._schema.arguments, _STATISTICS if name in _UNTOLD else frozenset()
-    if func.namespace == COLLECTIVES[0] and name.endswith("_"):
+    if func.namespace == _C10D and name.endswith("_"):
         untold = frozenset((arguments[0].name,))
     return [
         (i, a.name)

@@ -67,8 +67,8 @@ class Record(Watch):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
-        looks = [(operators.look(wrappers.below_wrappers(x)), x.requires_grad) for x in inputs]
-        self._key = *self._key, *looks
+        for layers in map(wrappers.layers_of, inputs):
+            self._key = *self._key, operators.look(layers[-1]), *[x.requires_grad for x in layers]
         if self._chooser.known is not None and (plan := _plans.get(self._key)) is not None:
             self.tape, (self.known, self._last) = None, plan
 
