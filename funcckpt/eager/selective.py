@@ -23,7 +23,7 @@ from .._torch import autograd, dynamo, functorch
 from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, Policy, as_function, current_name
-from ..tape.operators import kind_of, results, run_operator
+from ..tape.operators import kind_of, results, run_operator, written
 from ..tape.tape import Call, Tape
 from .region import Versioned
 
@@ -135,7 +135,7 @@ class Forward(_Mode):
                     other.values[i] = Versioned(x, out, reshapes)  # torch counts it when this call is over
         decision = self._chooser.decides(func, args, kwargs, out)
         if decision.keep:
-            if call is not None and kind_of(func) != "writes":
+            if call is not None and not written(func, args, kwargs):
                 self._keep(call, results(out), decision.offload)
             elif func is torch.ops.aten.alias.default and current_name() is not None:
                 self._name_given(args[0], decision.offload)

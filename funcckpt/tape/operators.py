@@ -19,6 +19,7 @@ aten = torch.ops.aten
 _VIEWS = frozenset(("_unsafe_view", "is_same_size", "_has_same_storage_numel"))
 # They write to running statistics, which their schemas do not mark.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
+_UNTOLD |= {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 _STATISTICS = frozenset(("running_mean", "running_var"))
 # Namespaces of collectives. The schemas of c10d do not mark that they write.
 _C10D = "c10d"

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import Changing, Storages, assert_same
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 import funcckpt
-from funcckpt import checkpoint, policies
+from funcckpt import checkpoint, checkpoint_scope, policies, remat
 from funcckpt.eager import selective
 from funcckpt.errors import MutationError, OptionError
 
@@ -277,3 +278,49 @@ def test_casts_in_the_cache_of_autocast(call, is_cast_before):
 
     contexts = ours(lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
     assert_same(step(functools.partial(call, context_fn=contexts)), step(lambda f, *args: f(*args)))
+
+
+class Statistics(nn.Module):
+    """Normalizes, and then reads the statistics; with the operator of nn.SyncBatchNorm that writes to them."""
+
+    def __init__(self, is_one_operator):
+        super().__init__()
+        self.norm, self.is_one_operator = nn.BatchNorm1d(4, dtype=torch.float64), is_one_operator
+
+    def forward(self, x):
+        mean, var = self.norm.running_mean, self.norm.running_var
+        if self.is_one_operator:
+            y = self.norm(x)
+        else:
+            with torch.no_grad():
+                center, variance = torch.batch_norm_update_stats(x, mean, var, 0.1)
+            y = (x - center) * variance.rsqrt()
+        return (y * var.sqrt() + mean).sin() * x
+
+
+def in_scope(f):
+    def run(x):
+        with checkpoint_scope():
+            return f(x)
+
+    return run
+
+
+@pytest.mark.parametrize("is_one_operator", [False, True])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: lambda x: checkpoint(f, x, context_fn=ours(policies.everything_saveable)),
+        lambda f: remat(f, policy=policies.everything_saveable),
+        in_scope,
+    ],
+)
+def test_statistics_that_f_reads_after_their_update(wrap, is_one_operator):
+    """No operator that writes is kept, also where its schema does not say that it does."""
+
+    def run(wrap):
+        x = torch.linspace(-1, 2, 24, dtype=torch.float64).view(6, 4).requires_grad_()
+        f = Statistics(is_one_operator)
+        return torch.autograd.grad(wrap(f)(x).sum(), x), f.norm.running_mean, f.norm.running_var
+
+    assert_same(run(wrap), run(lambda f: f))
