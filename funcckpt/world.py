@@ -164,9 +164,13 @@ def states(streams: Sequence[Stream]) -> States:
 _state_of = operator.methodcaller("get_state")
 
 
+_TAG = torch.Tag.nondeterministic_seeded
+
+
 def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> States:
     """The streams from which an operator may draw, as they are now."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+    # Whether an operator of somebody else draws, only its author could say.
+    if getattr(func, "namespace", "aten") == "aten" and _TAG not in getattr(func, "tags", ()):
         return []
     explicit = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
     return states(random_streams(explicit))

@@ -152,6 +152,24 @@ def test_a_policy_where_plain_autograd_differentiates_a_gradient(name):
         assert measured.flops < nothing[-1].flops  # of a call that knows what nobody reads
 
 
+@pytest.mark.parametrize("name", ["names", "dots", "everything", "budget"])
+def test_reverse_over_reverse_computes_less_with_a_policy(name):
+    """A recomputation that uses kept values learns what nobody reads, as one without."""
+    policy = policies.budget(fraction=0.3) if name == "budget" else POLICIES[name]
+
+    def run(wrap):
+        ws = [w.clone().requires_grad_() for w in weights(attention)]
+        gradients = torch.autograd.grad(loss(attention, wrap)(ws, SAMPLES[0]), ws, create_graph=True)
+        sum([g.square().sum() for g in gradients]).backward()
+        return [w.grad for w in ws]
+
+    expected, *nothing = measure(run, lambda f: f).result, measure(run, remat), measure(run, remat)
+    for i in range(3):
+        measured = measure(run, functools.partial(remat, policy=policy))
+        assert_close(measured.result, expected)
+        assert measured.flops < nothing[-1].flops or not i
+
+
 def test_a_block_whose_input_requires_grad_is_another_one():
     """Below the wrapper of vmap, which does not say so. A scaled weight is read for that input alone."""
     block = lambda x, w1, w2: x + (x @ (w1 * 2)).tanh() @ w2

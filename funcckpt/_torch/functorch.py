@@ -269,7 +269,8 @@ def jvp_level() -> Iterator[int]:
         yield level
 
 
-_lock = threading.Lock()
+# Reentrant: the collector may close an interrupted `_dual_level` at any time.
+_lock = threading.RLock()
 # One for each user of `_dual_level`; and the level that was opened for them, if none was open.
 _users: list[None] = []
 _opened: list[int] = []

@@ -286,7 +286,7 @@ class _Block(TorchDispatchMode):
         if name_of(func).startswith("_foreach"):
             for i in copied:
                 torch.autograd.graph.increment_version(tensors[i])
-        streams = world.states_drawn_from(func, args, kwargs)
+        states = world.states_drawn_from(func, args, kwargs)
         with unwatched():  # a policy would hand out what an earlier run has made in a scope
             out = operators.run_operator(func, args, kwargs)
         makes = {}
@@ -304,7 +304,8 @@ class _Block(TorchDispatchMode):
         if makes or writes:
             for i, x in tensors.items():
                 leaves[i] = views[i] if i in views else self._keep(before.get(i, x))
-            self._operations.append(_Operation(func, leaves, structure, copied, makes, writes, streams))
+            drawn = world.moved(states)
+            self._operations.append(_Operation(func, leaves, structure, copied, makes, writes, drawn))
         return out
 
     # -- the recomputation -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from .._torch import autograd, dynamo, functorch
 from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, Policy, as_function, current_name
-from ..tape.operators import kind_of, results, run_operator, written
+from ..tape.operators import is_subclass_first, kind_of, results, run_operator, written
 from ..tape.tape import Call, Tape
 from .region import Versioned
 
@@ -121,6 +121,8 @@ class Forward(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and is_subclass_first(types):
+            return NotImplemented
         if self.sees_nothing(func):
             return run_operator(func, args, kwargs)
         calls = self._calls[func]
@@ -135,7 +137,9 @@ class Forward(_Mode):
                     other.values[i] = Versioned(x, out, reshapes)  # torch counts it when this call is over
         decision = self._chooser.decides(func, args, kwargs, out)
         if decision.keep:
-            if call is not None and not written(func, args, kwargs):
+            # (The recomputation may draw from another generator, which f makes anew.)
+            given = [isinstance(a, torch.Generator) for a in (*args, *kwargs.values())]
+            if call is not None and not any(given) and not written(func, args, kwargs):
                 self._keep(call, results(out), decision.offload)
             elif func is torch.ops.aten.alias.default and current_name() is not None:
                 self._name_given(args[0], decision.offload)
@@ -171,6 +175,8 @@ class Recompute(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and is_subclass_first(types):
+            return NotImplemented
         # No view is kept. (Since torch 2.15 the hooks of a checkpoint may call some, too.)
         if self.sees_nothing(func) or kind_of(func) == "view":
             return run_operator(func, args, kwargs)

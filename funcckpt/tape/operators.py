@@ -170,7 +170,7 @@ class TensorMeta(NamedTuple):
 
 def is_plain(x: Tensor) -> bool:
     """Whether `x` is a plain strided tensor with memory."""
-    return x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor())
+    return x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x._is_zerotensor() or x.is_nested)
 
 
 # -- what they cost ---------------------------------------------------------------------------------------

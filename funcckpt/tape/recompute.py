@@ -94,10 +94,9 @@ PLAIN.add(Placeholder)
 class Replay(Watch):
     """Hands out the results of an earlier run; or learns, from a tape, what to skip the next time."""
 
-    # The key for what is learned; the kept values; how many known calls ran so far.
+    # The key for what is learned; and the kept values.
     key: Any = None
     coming: Sequence[Returning] = ()
-    met = 0
     # How many FLOPs must be skipped for each call that is watched.
     worth_a_call: int
     # Whether a placeholder was read, even if the error was caught.
@@ -106,13 +105,15 @@ class Replay(Watch):
     active: ExitStack
     _recordings = 0
 
-    def __init__(self, source: Any, known: Mapping[int, Call] | None) -> None:
-        super().__init__(source, Tape() if known is None else None)
-        self.name, self.known, self.worth_a_call = source.name, known or {}, FLOPS_WORTH_A_CALL
+    def __init__(self, source: Any, kept: Mapping[int, Call], plan: Mapping[int, Call] | None) -> None:
+        super().__init__(source, Tape() if plan is None else None)
+        self.name, self.plan, self.worth_a_call = source.name, plan or {}, FLOPS_WORTH_A_CALL
+        self.known = {**self.plan, **kept}
+        self.met: set[int] = set()
         self.placeholders: list[weakref.ref[Placeholder]] = []
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.met += 1
+        self.met.add(call.number)
         call.move_streams()
         found = []
         for i in range(1 if call.count is None else call.count):
@@ -150,7 +151,7 @@ class Replay(Watch):
     def learned(self) -> Mapping[int, Call] | None:
         """What to skip the next time; None if that must be learned again."""
         if self.tape is None:
-            return self.known if self.met == len(self.known) else None
+            return self.plan if self.met >= self.plan.keys() else None
         unread = self.tape.unread()
         worth_it = sum([call.flops for call in unread]) > self.worth_a_call * len(self.tape.calls)
         return {call.number: call for call in unread} if worth_it else {}
@@ -222,7 +223,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         error = raised.with_traceback(None)  # its frames would keep tensors alive
     finally:
         # f may store a result that was skipped: it refers to the replay, which then holds nothing else.
-        replay.coming, replay.known, replay.source = (), {}, None
+        replay.coming, replay.known, replay.plan, replay.source = (), {}, {}, None
     if replay.key is not None:
         _plans[replay.key] = {}
     outputs = program.run(*inputs)
@@ -237,22 +238,24 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if not program.is_pullback or program.source.is_compiled or dynamo.is_traced():
         return None
     source, kept, tensors = _given.get()
+    calls: Mapping[int, Call] = {}
     if kept is not None and source is program.source:
-        places = zip(tensors, kept.places, strict=True)
-        replay = Replay(source, kept.calls)
-        replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
-        return replay
+        calls = kept.calls
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
-    if elements * elements < 2 * FLOPS_WORTH_A_CALL or functorch.has_compiled():
-        return None
-    # The function, what is computed of it, and shapes and dtypes of its inputs.
-    key = *steps_of(program), *map(look, inputs)
-    plan = _plans.get(key)
+    key, plan = None, {}
+    if elements * elements >= 2 * FLOPS_WORTH_A_CALL and not functorch.has_compiled():
+        key = *steps_of(program), frozenset(calls), *map(look, inputs)
+        plan = _plans.get(key)
     if plan is not None and not plan:
-        return None
-    replay = Replay(program.source, plan)
+        if not calls:
+            return None
+        key = None
+    replay = Replay(program.source, calls, plan)
     replay.key = key
+    if calls:
+        places = zip(tensors, kept.places, strict=True)
+        replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
     if any([x.device.type not in ("cpu", "meta") for x in inputs]):
         replay.worth_a_call = FLOPS_ON_ACCELERATOR
     return replay

@@ -200,7 +200,12 @@ class Watch(functorch.UnguardedMode):
             if self.storages and kind in ("writes", "other"):
                 if not self.storages.isdisjoint(operators.written_storages(func, args, kwargs)):
                     self.note_write()
-            self.number = hash((self.number, func, *[x.shape for x in given]))
+            try:
+                self.number = hash((self.number, func, *[x.shape for x in given]))
+            except RuntimeError:  # a nested tensor has no shape
+                if self.tape is not None:
+                    self.tape.read |= self.tape.made(given)
+                return operators.run_operator(func, args, kwargs)
             known = self.known.get(self.number)
             if known is not None and known.signature == operators.signature(func, args, kwargs):
                 return self.hand_out(known, func, args, kwargs)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from support import Changing, Storages, assert_same
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 import funcckpt
@@ -306,15 +307,15 @@ def in_scope(f):
     return run
 
 
+THAT_KEEP = [
+    lambda f: lambda x: checkpoint(f, x, context_fn=ours(policies.everything_saveable)),
+    lambda f: remat(f, policy=policies.everything_saveable),
+    in_scope,
+]
+
+
 @pytest.mark.parametrize("is_one_operator", [False, True])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda f: lambda x: checkpoint(f, x, context_fn=ours(policies.everything_saveable)),
-        lambda f: remat(f, policy=policies.everything_saveable),
-        in_scope,
-    ],
-)
+@pytest.mark.parametrize("wrap", THAT_KEEP)
 def test_statistics_that_f_reads_after_their_update(wrap, is_one_operator):
     """No operator that writes is kept, also where its schema does not say that it does."""
 
@@ -322,5 +323,60 @@ def test_statistics_that_f_reads_after_their_update(wrap, is_one_operator):
         x = torch.linspace(-1, 2, 24, dtype=torch.float64).view(6, 4).requires_grad_()
         f = Statistics(is_one_operator)
         return torch.autograd.grad(wrap(f)(x).sum(), x), f.norm.running_mean, f.norm.running_var
+
+    assert_same(run(wrap), run(lambda f: f))
+
+
+def draws_from_its_own_generator(x):
+    generator = torch.Generator().manual_seed(4)
+    draw = functools.partial(torch.rand, 4, generator=generator, dtype=torch.float64)
+    return (x * draw()).sin() * draw().bernoulli_(0.5, generator=generator) * draw()
+
+
+@torch.library.custom_op("funcckpt_selective::mask", mutates_args=())
+def mask(x: torch.Tensor) -> torch.Tensor:
+    return (torch.rand_like(x) > 0.5).to(x.dtype)  # without a tag that says so
+
+
+def draws_with_an_operator_of_its_own(x):
+    y = torch.dropout((x * x * mask(x.detach())).exp(), 0.5, train=True)
+    return y * y
+
+
+def writes_to_a_subclass(x):
+    with torch.no_grad():
+        two = TwoTensor(x + 1, x * 2)
+        two.mul_(2)
+        sin = two.sin()
+    return (x * sin.a).sin() * sin.b * two.b
+
+
+def encodes_padded_sequences(x):
+    """In evaluation, torch's encoder makes a nested tensor."""
+    with torch.random.fork_rng():
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dtype=torch.float64)
+        encoder = nn.TransformerEncoder(layer, 1).eval()
+    sequences = x.expand(2, 3, 4)
+    with torch.no_grad():
+        y = encoder(sequences, src_key_padding_mask=torch.tensor([[False, False, True], [False] * 3]))
+    return (sequences * y.sum(1, keepdim=True)).sin()
+
+
+@pytest.mark.parametrize("wrap", THAT_KEEP)
+@pytest.mark.parametrize(
+    "f",
+    [
+        draws_from_its_own_generator,
+        draws_with_an_operator_of_its_own,
+        writes_to_a_subclass,
+        encodes_padded_sequences,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_functions_with_unusual_operators(f, wrap):
+    def run(wrap):
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
+        return torch.autograd.grad(wrap(f)(x).sum(), x), torch.rand(1)
 
     assert_same(run(wrap), run(lambda f: f))
