@@ -157,8 +157,14 @@ def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> lis
     return streams
 
 
+# Torch makes the tensor of a state while it holds the lock of the generator. The collector may run then, and
+# let another thread go on, which must not wait for that lock: it would not let go of the interpreter.
+_one_at_a_time = threading.RLock()
+
+
 def states(streams: Sequence[Stream]) -> States:
-    return [*zip(streams, map(_state_of, streams), strict=True)]
+    with _one_at_a_time:
+        return [*zip(streams, map(_state_of, streams), strict=True)]
 
 
 _state_of = operator.methodcaller("get_state")
@@ -179,9 +185,10 @@ def states_drawn_from(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def moved(before: States) -> States:
     """The streams, with their old states, from which random numbers were drawn since."""
     found: States = []
-    for stream, state in before:
-        if _bytes(state) != _bytes(stream.get_state()):
-            found.append((stream, state))
+    with _one_at_a_time:
+        for stream, state in before:
+            if _bytes(state) != _bytes(stream.get_state()):
+                found.append((stream, state))
     return found
 
 
@@ -197,8 +204,9 @@ def ended_elsewhere(before: States, ends: Sequence[int]) -> bool:
 
 
 def set_streams(recorded: States) -> None:
-    for stream, state in recorded:
-        stream.set_state(state)
+    with _one_at_a_time:
+        for stream, state in recorded:
+            stream.set_state(state)
 
 
 # A process has one stream for each device, and may run backwards in several threads.

@@ -167,16 +167,23 @@ def world():
 
 def state():
     """`world` and everything below it that an exception could leave behind."""
+    return {
+        **state_of_thread(),
+        "random stream": tuple(torch.get_rng_state().tolist()),
+        "python random": random.getstate(),
+        "forward AD level": torch.autograd.forward_ad._current_level,
+    }
+
+
+def state_of_thread():
+    """Without what torch and Python have once for all threads."""
     functorch = torch._C._functorch
     return {
         **world(),
-        "random stream": tuple(torch.get_rng_state().tolist()),
-        "python random": random.getstate(),
         "functorch level": functorch.maybe_current_level(),
         "single level functions": functorch.get_single_level_autograd_function_allowed(),
         "inplace requires_grad": functorch.get_inplace_requires_grad_allowed(),
         "forward AD": torch._C._is_fwd_grad_enabled(),
-        "forward AD level": torch.autograd.forward_ad._current_level,
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
         "function modes": torch._C._len_torch_function_stack(),
         "VmapMode excluded": torch._C._dispatch_tls_is_dispatch_key_excluded("VmapMode"),

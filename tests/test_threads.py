@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from compositions.stacks import stack
-from oracles import F64, assert_same, plain, state, tensor, total
+from oracles import F64, assert_same, plain, state_of_thread, tensor, total
 from torch import nn
 from torch.func import grad, vmap
 
@@ -31,11 +32,6 @@ def switch_often():
     sys.setswitchinterval(before)
 
 
-def own_state():
-    """Without the random streams and the level of forward AD: torch has one for all threads."""
-    return {k: v for k, v in state().items() if "random" not in k and k != "forward AD level"}
-
-
 def together(*jobs):
     """Results of the jobs, each run in its own thread, all started at once. An error in one is raised."""
     barrier = threading.Barrier(len(jobs))
@@ -43,9 +39,9 @@ def together(*jobs):
     def run(job):
         torch.set_num_threads(1)
         barrier.wait()
-        before = own_state()
+        before = state_of_thread()
         result = job()
-        assert own_state() == before
+        assert state_of_thread() == before
         return result
 
     with ThreadPoolExecutor(len(jobs)) as pool:
@@ -227,3 +223,28 @@ def test_a_history_of_another_thread():
         return w.grad, x.grad
 
     assert_same(job(remat), job(plain))
+
+
+WHILE_IT_COLLECTS = """
+import gc, threading, time
+import torch
+from funcckpt import remat
+
+def run():
+    for _ in range(300):
+        f(torch.ones(3, requires_grad=True))
+
+f = remat(torch.sin)
+gc.callbacks.append(lambda *_: time.sleep(1e-6))  # lets another thread in
+gc.set_threshold(1)
+threads = [threading.Thread(target=run) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_the_collector_runs_while_torch_reads_a_random_stream():
+    """Torch holds a lock then, and a thread that waits for it with the interpreter's would wait forever."""
+    subprocess.run([sys.executable, "-c", WHILE_IT_COLLECTS], check=True, timeout=120)
