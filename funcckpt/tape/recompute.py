@@ -238,22 +238,21 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if not program.is_pullback or program.source.is_compiled or dynamo.is_traced():
         return None
     source, kept, tensors = _given.get()
-    calls: Mapping[int, Call] = {}
-    if kept is not None and source is program.source:
-        calls = kept.calls
+    if source is not program.source:
+        kept = None
+    calls: Mapping[int, Call] = {} if kept is None else kept.calls
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
-    key, plan = None, {}
+    key: Any = None
+    plan: Mapping[int, Call] | None = {}
     if elements * elements >= 2 * FLOPS_WORTH_A_CALL and not functorch.has_compiled():
         key = *steps_of(program), frozenset(calls), *map(look, inputs)
         plan = _plans.get(key)
-    if plan is not None and not plan:
-        if not calls:
-            return None
-        key = None
+    if plan is not None and not (plan or calls):
+        return None
     replay = Replay(program.source, calls, plan)
     replay.key = key
-    if calls:
+    if kept is not None:
         places = zip(tensors, kept.places, strict=True)
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
     if any([x.device.type not in ("cpu", "meta") for x in inputs]):
