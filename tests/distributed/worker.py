@@ -85,6 +85,9 @@ def check(actual, expected):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+KEPT = {"products": dots_saveable, "everything": everything_saveable}  # by a context_fn
+
+
 def setup(how):
     """A model with checkpoints, the one without, and three batches."""
     torch.manual_seed(0)
@@ -93,6 +96,8 @@ def setup(how):
     model = copy.deepcopy(plain)
     if how == "checkpoint":
         model.call = checkpoint
+    elif how in KEPT:
+        model.call = partial(checkpoint, context_fn=partial(contexts, KEPT[how]))
     elif how == "remat":
         apply_remat(model, Block)
     return model, plain, batches
@@ -160,7 +165,8 @@ SHARDED = [
 
 def training():
     for shard, options in SHARDED:
-        for how in ("nothing",) if "first" in options else ("remat", "checkpoint"):
+        kept = KEPT if "tensor" in shard.__name__ else ()
+        for how in ("nothing",) if "first" in options else ("remat", "checkpoint", *kept):
             model, plain, batches = setup(how)
             called, share_of = shard(model, **options)
             check(steps(called, share_of(batches)), steps(plain, batches))
