@@ -77,8 +77,12 @@ def create_selective_checkpoint_contexts(
 _Calls = dict[Any, list[Call | None]]
 
 
+def _calls_in(calls: _Calls) -> list[Call]:
+    return [call for of_one in calls.values() for call in of_one if call is not None]
+
+
 def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
-    known = [call for of_one in calls.values() for call in of_one if call is not None]
+    known = _calls_in(calls)
     return [(call, i, x) for call in known for i, x in call.values.items() if isinstance(x, Offloaded)]
 
 
@@ -121,10 +125,12 @@ class Forward(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and is_subclass_first(types):
-            return NotImplemented
         if self.sees_nothing(func):
             return run_operator(func, args, kwargs)
+        # (Subclasses do not come first: DTensor calls more operators when it meets one for the first time.)
+        if types and is_subclass_first(types) and written(func, args, kwargs):
+            for call in _calls_in(self._calls):
+                call.values.clear()  # only the subclass knows what it writes to
         calls = self._calls[func]
         calls.append(None)  # also if it raises an error that f catches
         out, calls[-1] = self._tape.run(func, args, kwargs)
@@ -175,8 +181,6 @@ class Recompute(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and is_subclass_first(types):
-            return NotImplemented
         # No view is kept. (Since torch 2.15 the hooks of a checkpoint may call some, too.)
         if self.sees_nothing(func) or kind_of(func) == "view":
             return run_operator(func, args, kwargs)

@@ -11,6 +11,7 @@ from support import Changing, Storages, assert_same
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import funcckpt
@@ -379,4 +380,41 @@ def test_functions_with_unusual_operators(f, wrap):
         x = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
         return torch.autograd.grad(wrap(f)(x).sum(), x), torch.rand(1)
 
+    assert_same(run(wrap), run(lambda f: f))
+
+
+class Quantized(torch.Tensor):
+    """A matrix that is computed from what it holds when an operator first reads it."""
+
+    @staticmethod
+    def __new__(cls, whole):
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float64)
+
+    def __init__(self, whole):
+        self.whole, self.scaled = whole, None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def scaled(x):
+            x.scaled = x.whole * 0.3 if x.scaled is None else x.scaled
+            return x.scaled
+
+        return func(*pytree.tree_map_only(cls, scaled, args), **kwargs or {})
+
+
+@pytest.mark.parametrize("policy", [policies.everything_saveable, [aten.mul.Tensor]])
+def test_a_subclass_that_calls_more_operators_the_first_time(policy):
+    """As a DTensor does, of which the policy sees the operators on the whole."""
+
+    def run(wrap):
+        w = Quantized(torch.arange(16).view(4, 4) % 5 - 2)
+        x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4).requires_grad_()
+
+        def f(x):
+            h = (x @ w).sin()
+            return (h * x * (h + 1)).sin()
+
+        return torch.autograd.grad(wrap(f)(x).sum(), x)
+
+    wrap = lambda f: lambda x: checkpoint(f, x, context_fn=ours(policy))
     assert_same(run(wrap), run(lambda f: f))
