@@ -129,8 +129,8 @@ class Forward(_Mode):
             return run_operator(func, args, kwargs)
         # (Subclasses do not come first: DTensor calls more operators when it meets one for the first time.)
         if types and is_subclass_first(types) and written(func, args, kwargs):
-            for call in _calls_in(self._calls):
-                call.values.clear()  # only the subclass knows what it writes to
+            for earlier in _calls_in(self._calls):
+                earlier.values.clear()  # only the subclass knows what it writes to
         calls = self._calls[func]
         calls.append(None)  # also if it raises an error that f catches
         out, calls[-1] = self._tape.run(func, args, kwargs)

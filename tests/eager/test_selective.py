@@ -407,7 +407,7 @@ def test_a_subclass_that_calls_more_operators_the_first_time(policy):
     """As a DTensor does, of which the policy sees the operators on the whole."""
 
     def run(wrap):
-        w = Quantized(torch.arange(16).view(4, 4) % 5 - 2)
+        w = Quantized(torch.arange(16, dtype=torch.float64).view(4, 4) % 5 - 2)
         x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4).requires_grad_()
 
         def f(x):
