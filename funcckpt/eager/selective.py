@@ -144,8 +144,9 @@ class Forward(_Mode):
         decision = self._chooser.decides(func, args, kwargs, out)
         if decision.keep:
             # (The recomputation may draw from another generator, which f makes anew.)
-            given = [isinstance(a, torch.Generator) for a in (*args, *kwargs.values())]
-            if call is not None and not any(given) and not written(func, args, kwargs):
+            draws = any([isinstance(a, torch.Generator) for a in (*args, *kwargs.values())])
+            writes = kind_of(func) == "writes" or written(func, args, kwargs)
+            if call is not None and not (draws or writes):
                 self._keep(call, results(out), decision.offload)
             elif func is torch.ops.aten.alias.default and current_name() is not None:
                 self._name_given(args[0], decision.offload)
