@@ -192,6 +192,14 @@ def moved(before: States) -> States:
     return found
 
 
+def drawn_since(before: States) -> tuple[States, States]:
+    """The streams from which random numbers were drawn since: with their old states, and as they are now."""
+    if not before:
+        return [], []
+    old = moved(before)
+    return old, states([stream for stream, _ in old])
+
+
 def marks(recorded: States) -> list[int]:
     """Hashes of the states of streams, which take less memory than the states."""
     return [hash(_bytes(state)) for _, state in recorded]

@@ -143,10 +143,17 @@ def _leave(x: Tensor, block: _Block) -> None:
 class _Kept:
     """A tensor that is kept: by the hooks around the scope, if any, or as it is."""
 
+    is_copied = False
+
     def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
         self.unpack: Callable[[], Tensor] = (
             Versioned(x).get if below is None else functools.partial(below[1], below[0](x))
         )
+
+    def copy(self) -> None:
+        """Called before an operator writes to it, of which no version tells."""
+        if not self.is_copied:
+            self.unpack, self.is_copied = Versioned(self.unpack().clone()).get, True
 
 
 _Source = _Made | _Kept
@@ -206,6 +213,10 @@ class _Block(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __init__(self, below: autograd.Hooks | None) -> None:
         super().__init__()
         self.task = autograd.graph_task()
@@ -241,9 +252,11 @@ class _Block(TorchDispatchMode):
 
     def _keep(self, x: Tensor) -> _View:
         key = id(x), version_of(x)
-        if key not in self._kept or self._kept[key][0]() is not x:
+        if key not in self._kept or self._kept[key][0]() is not x or self._kept[key][1].is_copied:
             # A weak reference: a remat inside counts the others to a leaf that its function makes.
             self._kept[key] = weakref.ref(x), _Kept(x, self._below)
+            if not x.requires_grad and (storage := _storage(x)) is not None:
+                vars(storage).setdefault("_funcckpt_kept", weakref.WeakSet()).add(self._kept[key][1])
         return _View(self._kept[key][1])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -282,6 +295,9 @@ class _Block(TorchDispatchMode):
         # Beside what they make, some operators write to buffers, and no version tells (observers of ranges).
         makes_new = copied and any([x.alias_info is None for x in func._schema.returns])
         before = {i: tensors[i].clone() for i in copied} if makes_new else {}
+        for i in before:
+            for kept in [*getattr(_storage(tensors[i]), "_funcckpt_kept", ())]:
+                kept.copy()
         # In a dispatch mode, these count no versions.
         if name_of(func).startswith("_foreach"):
             for i in copied:

@@ -23,7 +23,7 @@ from .._torch import autograd, dynamo, functorch
 from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, Policy, as_function, current_name
-from ..tape.operators import is_subclass_first, kind_of, results, run_operator, written
+from ..tape.operators import kind_of, results, run_operator, written
 from ..tape.tape import Call, Tape
 from .region import Versioned
 
@@ -77,12 +77,8 @@ def create_selective_checkpoint_contexts(
 _Calls = dict[Any, list[Call | None]]
 
 
-def _calls_in(calls: _Calls) -> list[Call]:
-    return [call for of_one in calls.values() for call in of_one if call is not None]
-
-
 def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
-    known = _calls_in(calls)
+    known = [call for of_one in calls.values() for call in of_one if call is not None]
     return [(call, i, x) for call in known for i, x in call.values.items() if isinstance(x, Offloaded)]
 
 
@@ -128,9 +124,6 @@ class Forward(_Mode):
         if self.sees_nothing(func):
             return run_operator(func, args, kwargs)
         # (Subclasses do not come first: DTensor calls more operators when it meets one for the first time.)
-        if types and is_subclass_first(types) and written(func, args, kwargs):
-            for earlier in _calls_in(self._calls):
-                earlier.values.clear()  # only the subclass knows what it writes to
         calls = self._calls[func]
         calls.append(None)  # also if it raises an error that f catches
         out, calls[-1] = self._tape.run(func, args, kwargs)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._torch import functorch
 
@@ -145,6 +146,14 @@ PLAIN: set[type] = {Tensor, functorch.FakeTensor}
 def is_subclass_first(types: Iterable[Any]) -> bool:
     """Whether a subclass among `types` handles an operator itself. A mode then sees its inner tensors."""
     return any([t not in PLAIN and t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types])
+
+
+def inner_tensors(x: Tensor) -> list[Tensor]:
+    """The tensors of which a subclass consists, as it says itself."""
+    if not is_traceable_wrapper_subclass(x):
+        return []
+    inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    return [z for y in inner for z in (y, *inner_tensors(y))]
 
 
 # -- tensors and their memory ---------------------------------------------------------------------------

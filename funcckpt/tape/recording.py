@@ -76,7 +76,7 @@ class Record(Watch):
         """Run an operator of a known call, and hold those of its results that are kept."""
         before = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
-        streams = before, world.states_drawn_from(func, args, kwargs)
+        streams = world.drawn_since(before)
         slots = [i for i, slot in call.outputs.items() if isinstance(slot, int)]
         values = {i: autograd.alias(out if call.count is None else out[i]) for i in slots}
         self.storages |= {x.untyped_storage()._cdata for x in values.values()}

@@ -78,12 +78,14 @@ class Tape:
         kind = kind_of(func)
         if kind == "view":
             return operators.run_operator(func, args, kwargs), None
-        changed = [x for x in operators.written(func, args, kwargs) if x.layout is torch.strided]
+        inner = operators.inner_tensors
+        changed = [y for x in operators.written(func, args, kwargs) for y in (x, *inner(x))]
+        changed = [x for x in changed if x.layout is torch.strided]
         for index, _ in self.made(changed):
             self.calls[index].values.clear()  # it must run again, since it is written to
         before = world.states_drawn_from(func, args, kwargs)
         out = operators.run_operator(func, args, kwargs)
-        streams = before, world.states_drawn_from(func, args, kwargs)
+        streams = world.drawn_since(before)
         # (Collectives take lists of lists.)
         given = tensors_in((args, kwargs)) if kind == "writes" else tensors_of(args, kwargs)
         index = len(self.calls)

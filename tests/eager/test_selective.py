@@ -328,6 +328,25 @@ def test_statistics_that_f_reads_after_their_update(wrap, is_one_operator):
     assert_same(run(wrap), run(lambda f: f))
 
 
+@pytest.mark.parametrize("form", ["statistic", "view"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_statistics_that_a_scope_reads_before_their_update(calls, form):
+    """As batch renormalization does, and a convolution with its normalization in training for quantization."""
+
+    def run(wrap):
+        norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        w = torch.linspace(1, 2, 4, dtype=torch.float64).requires_grad_()
+
+        def f(w):
+            var = norm.running_var if form == "statistic" else norm.running_var[None]
+            y = torch.linspace(-1, 2, 24, dtype=torch.float64).view(6, 4) * (w / torch.sqrt(var + norm.eps))
+            return norm(y) * y
+
+        return torch.autograd.grad(sum([wrap(f)(w).square().sum() for _ in range(calls)]), w)
+
+    assert_same(run(in_scope), run(lambda f: f))
+
+
 def draws_from_its_own_generator(x):
     generator = torch.Generator().manual_seed(4)
     draw = functools.partial(torch.rand, 4, generator=generator, dtype=torch.float64)
