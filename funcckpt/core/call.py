@@ -49,10 +49,7 @@ class Call(UserProgram):
     _stored: Sequence[Tensor] = ()
     _beside = 0  # how many tensors are returned beside the outputs: these, and updated buffers
 
-    def __init__(
-        self, f: Any, name: str, options: Options, args: Any, kwargs: Any, lifts_all: bool = False
-    ) -> None:
-        """With `lifts_all`, all captured tensors that require grad are inputs, whether f uses them or not."""
+    def __init__(self, f: Any, name: str, options: Options, args: Any, kwargs: Any) -> None:
         super().__init__(name)
         self._options, self.chooser, self.code = options, options.chooser, code_of(f)
         self._arguments = arguments = Arguments(args, kwargs)
@@ -77,11 +74,11 @@ class Call(UserProgram):
         self._marks = [*zip(map(tensors.attributes_of, inputs), map(type, inputs), strict=True)]
         # By id: the numbers of the inputs that f captured.
         self._numbers: dict[int, int] = {}
-        if found.tensors and (lifts_all or self.layers):
+        if found.tensors and self.layers:
             at_levels = tensors.at_active_levels(found.tensors.values())
             numbers = {id(x): i for i, x in enumerate(inputs)}
             for key, x in found.tensors.items():
-                if key in at_levels or (lifts_all and x.requires_grad):
+                if key in at_levels:
                     number = self._numbers[key] = numbers.get(key, len(inputs))
                     if number == len(inputs):
                         inputs.append(x)

@@ -94,14 +94,14 @@ def inner_grad(
                     f"inner_grad({name}): argument {path[1:].replace(']', '', 1)} is {in_words(x)}, which "
                     "has no gradient. Select other arguments with argnums, or let the loss close over it."
                 )
-        call = _Loss(loss, name, Options(), args, kwargs, lifts_all=True)
+        call = _Loss(loss, name, Options(), args, kwargs)
         is_given_twice = len(call._arguments._numbers) > call.arity
         if is_given_twice or not call.found.tensors.keys().isdisjoint(map(id, leaves)):
             # New tensors: elsewhere, the same tensor is a constant.
             leaves = [x.view_as(x) for x in leaves]
             new = pytree.tree_unflatten(leaves, structure)
             args = (*[new.get(i, x) for i, x in enumerate(args)],)
-            call = _Loss(loss, name, Options(), args, kwargs, lifts_all=True)
+            call = _Loss(loss, name, Options(), args, kwargs)
         if not call.is_looked_at():
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
         places = {id(x): i for i, x in enumerate(call._inputs)}
