@@ -61,7 +61,9 @@ _KERNELS = "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION"
 
 
 def _state() -> tuple[Any, ...]:
-    """Default device and dtype; autocast's switches, dtypes and cache; which kernels attention may choose."""
+    """Default device and dtype; autocast's switches, dtypes and cache; which kernels attention may choose;
+    and whether `__torch_function__` of subclasses is on.
+    """
     device = _CPU
     if functorch.has_function_modes():  # the default device is one
         with functorch.without_levels():  # torch may make a tensor to find out
@@ -72,7 +74,8 @@ def _state() -> tuple[Any, ...]:
     of = torch.backends.cuda
     flash, efficient = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled()
     attention = flash, efficient, of.math_sdp_enabled(), of.cudnn_sdp_enabled()
-    return device, torch.get_default_dtype(), casts, attention
+    overrides = functorch._get_torch_function_state().value
+    return device, torch.get_default_dtype(), casts, attention, overrides
 
 
 class Mode(TorchFunctionMode):
@@ -101,7 +104,7 @@ class World:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Put this world back for a block of code."""
-        device, dtype, (enabled, dtypes, cache), attention = self._state
+        device, dtype, (enabled, dtypes, cache), attention, overrides = self._state
         now = _state()
         with ExitStack() as stack:
             active = functorch.function_modes() if self._modes else ()
@@ -119,6 +122,10 @@ class World:
             if dtype != now[1]:
                 stack.callback(torch.set_default_dtype, now[1])
                 torch.set_default_dtype(dtype)
+            if overrides != now[4]:
+                before = functorch._get_torch_function_state()
+                stack.callback(functorch._set_torch_function_state, before)
+                functorch._set_torch_function_state(type(before)(overrides))
             yield
 
 

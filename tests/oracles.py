@@ -162,6 +162,7 @@ def world():
         "default dtype": torch.get_default_dtype(),
         "default device": str(torch.get_default_device()),
         "attention": torch.backends.cuda.flash_sdp_enabled(),
+        "overrides": torch._C._get_torch_function_state().value,
     }
 
 

@@ -194,6 +194,7 @@ WORLDS = {
     "default_dtype": lambda: default_dtype(F64),
     "default_device": lambda: torch.device("meta"),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "no_overrides": torch._C.DisableTorchFunctionSubclass,
 }
 
 

@@ -307,14 +307,3 @@ def is_tracing() -> bool:
     return (
         number_of_dispatch_modes() > 0 or _dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
     ) and get_proxy_mode() is not None
-
-
-@contextmanager
-def torch_function_as(state: Any) -> Iterator[None]:
-    """Set whether `__torch_function__` of subclasses and modes is on, as it was at another time."""
-    now = _get_torch_function_state()
-    _set_torch_function_state(state)
-    try:
-        yield
-    finally:
-        _set_torch_function_state(now)

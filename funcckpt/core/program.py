@@ -85,7 +85,6 @@ class UserProgram(Program):
         self.name = name
         level = functorch.maybe_current_level()
         self.call_level = level or 0
-        self.torch_function = functorch._get_torch_function_state()
         # The levels that are active at the call; None after the first run.
         self.layers: list[functorch.Layer] | None = functorch.active_layers() if level else []
 
@@ -336,9 +335,6 @@ class Vjp(Derived):
 
     def run(self, *inputs: Tensor) -> Tensors:
         source = self.source
-        if source.torch_function != functorch._get_torch_function_state():
-            with functorch.torch_function_as(source.torch_function):
-                return self.run(*inputs)
         primals, cotangents = [*inputs[: self.arity]], inputs[self.arity :]
         # If grad mode is on, this program is itself being differentiated.
         nested = torch.is_grad_enabled()

@@ -172,7 +172,6 @@ class Region:
                 copies = tensors.copies_of(buffers.values())
             self._buffers = [(buffers[n], old, tensors.version_of(buffers[n])) for n, old in copies.items()]
         self._world = world.World()
-        self._torch_function = functorch._get_torch_function_state()
         self._patched = patched.is_active()
         streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states = world.states(streams if options.preserve_rng_state else [])
@@ -337,8 +336,6 @@ class Region:
             not self._world.is_here() and self._world.replayed(),
             # In plain forward mode, checkpoints inside of f do nothing.
             functorch.current_dual_level() >= 0 and functorch.set_forward_mode(False),
-            self._torch_function.value != functorch._get_torch_function_state().value
-            and functorch.torch_function_as(self._torch_function),
             self._patched != patched.is_active() and patched.active(self._patched),
             self._states and world.streams_at(self._states),
             # Random numbers are those of the forward: a vmap around the backward must not change them.
