@@ -224,8 +224,8 @@ ASSERTS = "INTERNAL ASSERT FAILED"
 
 
 @contextmanager
-def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[list[int]]:
-    """Put levels back, below those that are entered next. Gives their numbers, outermost first.
+def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[None]:
+    """Put levels back, below those that are entered next.
 
     A vmap level comes back with randomness "same": it must only recognize its own batched tensors, and not
     decide about random numbers again. A functionalize level would wrap all tensors, so it is replaced by a
@@ -234,12 +234,9 @@ def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[l
     grad level refuses, and none comes back. The others are themselves: what f stores lives as long as they
     do.
     """
-    levels: list[int] = []
     leave: list[Callable[[], Any]] = []
     if replaced := on_accelerator and may_draw(layers):
-        if all([layer.kind == "vmap" for layer in layers]):
-            yield [0 for _ in layers]
-            return
+        layers = layers if any([layer.kind != "vmap" for layer in layers]) else ()
     try:
         for layer in layers:
             if layer.kind == "vmap" and not replaced:
@@ -251,8 +248,7 @@ def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[l
             else:
                 push_dynamic_layer_stack(layer.dynamic)
                 leave.append(pop_dynamic_layer_stack)
-            levels.append(maybe_current_level() or 0)
-        yield levels
+        yield
     finally:
         while leave:
             leave.pop()()

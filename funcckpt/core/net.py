@@ -83,8 +83,8 @@ def run_first(
         if records or "grad" in map(_kind, layers):
             record = recording.Record(program, source.chooser)
     on_accelerator = functorch.uses_accelerator()
-    shadows = functorch.shadows(layers, on_accelerator) if layers else nullcontext(())
-    with shadows as levels, record or nullcontext():
+    shadows = functorch.shadows(layers, on_accelerator) if layers else nullcontext()
+    with shadows, record or nullcontext():
         try:
             outputs = program.run(*given)
         except RuntimeError as error:
@@ -93,7 +93,7 @@ def run_first(
                 raise
             raise not_given(source, "that belongs to an outer vmap") from error
         if layers:
-            outputs = (*[_below_shadows(y, layers, levels, source) for y in outputs],)
+            outputs = (*[_below_shadows(y, layers, source) for y in outputs],)
         if record is not None:
             older = {*own, *source.history()}
             record.note_graph(outputs, older, 0 if functorch.uses_accelerator() else first_node)
@@ -128,13 +128,11 @@ def run_first(
     return outputs, active, captured
 
 
-def _below_shadows(
-    y: Tensor, layers: Sequence[functorch.Layer], levels: Sequence[int], source: UserProgram
-) -> Tensor:
+def _below_shadows(y: Tensor, layers: Sequence[functorch.Layer], source: UserProgram) -> Tensor:
     # A tensor that is_grads_batched has batched supports few operators, and has no tangent.
     is_legacy = wrappers.is_legacy_batchedtensor(wrappers.below_wrappers(y))
     while layers:
-        (*layers, layer), (*levels, level) = layers, levels
+        level, (*layers, layer) = len(layers), layers
         if layer.kind == "vmap":
             y, dim = functorch._unwrap_batched(y, level)
             captured = dim is not None
@@ -150,7 +148,7 @@ def _below_shadows(
         if "jvp" in map(_kind, layers):  # tangents are seen only from their own level
             interpreter = functorch.peek_interpreter_stack()
             assert interpreter is not None
-            return functorch.below(interpreter, _below_shadows, y, layers, levels, source)
+            return functorch.below(interpreter, _below_shadows, y, layers, source)
     return y
 
 
