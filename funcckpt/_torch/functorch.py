@@ -9,7 +9,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
@@ -276,8 +276,10 @@ _opened: list[int] = []
 def _dual_level() -> Iterator[None]:
     """A dual level, if none is open. Torch has one for all threads, so the last that needs it closes it."""
     with _lock:
-        if not _users and not _has_dual_level():
-            _opened.append(forward_ad.enter_dual_level())
+        if not _users:
+            with suppress(RuntimeError):  # one is open; by a graph of Dynamo, unknown to forward_ad
+                torch._C._exit_dual_level(level=torch._C._enter_dual_level())
+                _opened.append(forward_ad.enter_dual_level())
         _users.append(None)
     try:
         yield
@@ -286,15 +288,6 @@ def _dual_level() -> Iterator[None]:
             _users.pop()
             if not _users and _opened:
                 forward_ad.exit_dual_level(level=_opened.pop())
-
-
-def _has_dual_level() -> bool:
-    """Whether a dual level is open. A graph of Dynamo opens one without torch's bookkeeping."""
-    try:
-        torch._C._exit_dual_level(level=torch._C._enter_dual_level())
-    except RuntimeError:
-        return True
-    return False
 
 
 def is_tracing() -> bool:
