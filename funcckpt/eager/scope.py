@@ -298,10 +298,6 @@ class _Block(TorchDispatchMode):
         for i in before:
             for kept in [*getattr(_storage(tensors[i]), "_funcckpt_kept", ())]:
                 kept.copy()
-        # In a dispatch mode, these count no versions.
-        if name_of(func).startswith("_foreach"):
-            for i in copied:
-                torch.autograd.graph.increment_version(tensors[i])
         states = world.states_drawn_from(func, args, kwargs)
         with unwatched():  # a policy would hand out what an earlier run has made in a scope
             out = operators.run_operator(func, args, kwargs)

@@ -98,6 +98,12 @@ def written_storages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return [x.untyped_storage()._cdata for x in written(func, args, kwargs) if x.layout is torch.strided]
 
 
+@functools.cache
+def _counts_no_versions(func: Any) -> bool:
+    """Whether an operator that writes does not count it in a dispatch mode."""
+    return name_of(func).startswith("_foreach") and func._schema.is_mutable
+
+
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator inside of a dispatch mode.
 
@@ -105,6 +111,10 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     that handle them are above that of modes. Some operators (`aten.mul.Scalar`, `aten.linalg_pinv`) need
     them in the operators that they call, and would crash or be wrong without them.
     """
+    if _counts_no_versions(func):
+        torch.autograd.graph.increment_version(
+            [x for x in written(func, args, kwargs) if not x.is_inference()]
+        )
     for x in args:
         if isinstance(x, Tensor) and (x.is_complex() or x._is_zerotensor()):
             with functorch.handling_zeros(), functorch.handling_conjugates(), functorch.handling_negatives():

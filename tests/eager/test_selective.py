@@ -437,3 +437,18 @@ def test_a_subclass_that_calls_more_operators_the_first_time(policy):
 
     wrap = lambda f: lambda x: checkpoint(f, x, context_fn=ours(policy))
     assert_same(run(wrap), run(lambda f: f))
+
+
+@pytest.mark.parametrize("wrap", THAT_KEEP[:2])
+def test_a_write_by_foreach_to_what_f_has_captured(wrap):
+    """As of a teacher that is updated in the forward. Torch counts no version of it in a dispatch mode."""
+    w = torch.ones(3, dtype=torch.float64)
+
+    def f(x):
+        with torch.no_grad():
+            torch._foreach_mul_([w], 2.0)
+        return (x * w).sin()
+
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(MutationError, match=r"'w'|closure"):
+        wrap(f)(x).sum().backward()
