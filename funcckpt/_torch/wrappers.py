@@ -179,9 +179,13 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
 def is_constant(x: Tensor) -> bool:
     """Whether no active transform differentiates a tensor inside of `x`."""
     x = alive(x)
-    return len(everything_below(x)) == 1 and not any(
-        [y.requires_grad or is_legacy_batchedtensor(y) for y in layers_of(x)]
-    )
+    if len(everything_below(x)) > 1:
+        return False
+    while not (x.requires_grad or is_legacy_batchedtensor(x)):
+        if not is_functorch_wrapped_tensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
 
 
 def is_over(x: Tensor) -> bool:
@@ -199,7 +203,9 @@ def is_bound(x: Tensor) -> bool:
 def storages_of(tensors: Iterable[Tensor]) -> list[int | None]:
     """A key for the storage of each tensor; None if it has no storage."""
     found: list[int | None] = []
-    for x in map(below_wrappers, tensors):
+    for x in tensors:
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
         try:
             found.append(x.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # sparse, or opaque
