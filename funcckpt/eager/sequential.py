@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from .. import world
-from ..closures import Found, Rebuilt
 from ..core.program import is_differentiable
 from ..core.tensors import versions_of
 from ..errors import InputError, OptionError
+from ..loops.measure import leaving_nothing
 from ..meter import Meter, storages
 from ..tape.operators import tensors_in
 from .checkpoint import checkpoint
@@ -195,9 +194,8 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
         saved.update([storage._cdata for storage in storages(t)])
         return t.detach()
 
-    found = Found((*layers,))
-    streams = world.states(world.random_streams(found.streams, found.draws_elsewhere))
-    with world.streams_at(streams), torch.enable_grad(), saved_tensors_hooks(see, lambda t: t):
+    alone = leaving_nothing("plan_segments", (*layers,), ())
+    with alone, torch.enable_grad(), saved_tensors_hooks(see, lambda t: t):
         for i, layer in enumerate(layers):
             leaves = tensors_in(input)
             x = pytree.tree_map_only(Tensor, torch.clone, input)  # the layer may write to it
@@ -207,10 +205,8 @@ def measure_layers(layers: Sequence[Callable[[Any], Any]], input: Any) -> list[C
             module = layer if isinstance(layer, nn.Module) else nn.Module()
             parameters = [p for p in module.parameters() if p.requires_grad]
             wrt = [t for t in leaves if t.requires_grad] + parameters
-            # The layer runs as a copy that updates copies of its buffers.
-            copies = {id(b): b.clone() for b in module.buffers()}
-            with Rebuilt(Found(layer), copies) as run, Meter() as meter:
-                y = run(x)
+            with Meter() as meter:
+                y = layer(x)
                 writes = versions != versions_of(tensors_in(x))
                 alive = meter.peak_bytes = meter.live_bytes
                 roots = [t for t in tensors_in(y) if t.requires_grad]

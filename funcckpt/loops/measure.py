@@ -14,7 +14,7 @@ from .. import world
 from .._torch import autograd, functorch, wrappers
 from ..closures import Found, put_back
 from ..core.program import is_differentiable
-from ..core.tensors import changed_inside, has_lazy, refill, version_of, versions_of
+from ..core.tensors import changed_inside, has_lazy, is_same, refill, version_of, versions_of
 from ..errors import MutationError, OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
@@ -55,7 +55,7 @@ def leaving_nothing(
             put_back(found)
         world.set_streams(states)
         for x, before in buffers:
-            if not torch.equal(wrappers.physical(x)[0], wrappers.physical(before)[0]):
+            if not is_same(x, wrappers.physical(before)[0], may_wait=True):
                 refill(x, before)
 
 
