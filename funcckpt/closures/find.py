@@ -42,6 +42,8 @@ from .kinds import Hole, Node, about
 # Hooks that run in a backward: what they refer to is not searched, so that they find what is there then.
 _RUN_LATER = frozenset({"_backward_hooks", "_backward_pre_hooks"})
 _HOOKS = frozenset([name for name in nn.Module().__dict__ if "_hooks" in name])
+# Buffers that modules of quantization have.
+_OF_OBSERVERS = frozenset(("observer_enabled", "min_val"))
 # Attributes that each module or function has. They need no search while they are empty.
 _OFTEN_EMPTY = frozenset(
     {*kinds.PARTS, *_HOOKS, "_non_persistent_buffers_set", "__dict__", "__annotations__"}
@@ -245,8 +247,9 @@ class Found:
                     if (as_tree := _PYTREES.get(cls)) is not None:
                         pending.append((as_tree.flatten_fn, number, _BESIDE))
                 if kind is kinds.MODULE:
-                    if value.training and value._buffers:
-                        self._training.append(value._buffers)
+                    # (Observers of quantization observe in evaluation, too.)
+                    if (own := value._buffers) and (value.training or not _OF_OBSERVERS.isdisjoint(own)):
+                        self._training.append(own)
                     if isinstance(value, torch.fx.GraphModule):
                         names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
                 elif kind in kinds.KEYED:

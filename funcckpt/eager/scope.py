@@ -213,10 +213,6 @@ class _Block(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
     def __init__(self, below: autograd.Hooks | None) -> None:
         super().__init__()
         self.task = autograd.graph_task()
@@ -446,6 +442,8 @@ class ScopedTensor(Tensor):
         for y in operators.results(out):
             if type(y) is Tensor and _find(y) is not None:
                 y.__class__ = cls
+            elif func is Tensor.detach:  # nothing can replay it, and `nn.Parameter` wants the same class
+                args[0].__class__ = Tensor
         return out
 
 

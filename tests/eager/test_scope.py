@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import Counter, Storages, assert_same
+from torch import nn
+from torch.ao import quantization
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -46,9 +48,11 @@ def own_generator(scope, a):
 
 
 def conditional(scope, x):
+    # Not torch.cond, which compiles them first: Dynamo does so under some dispatch modes only.
+    cond = torch.ops.higher_order.cond
     with scope():
         y = x.exp()
-        z = torch.cond(y.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (y,))
+        (z,) = cond(y.sum() > 0, lambda x: (x.sin(),), lambda x: (x.cos(),), (y,))
         w = z * y
     return w * z
 
@@ -91,7 +95,6 @@ def without_grad(scope, a):
 INSIDE = [own_generator, conditional, inner_gradient, without_grad]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.cond itself
 @pytest.mark.parametrize(
     ("f", "around"),
     [*[(f, plain) for f in [*INSIDE, overwritten, parts]], *[(f, checkpoint) for f in INSIDE]],
@@ -348,6 +351,35 @@ def test_observers_of_quantization():
         return gradients, lo, hi, scale
 
     assert_same(run(checkpoint_scope), run(nullcontext))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min:UserWarning")
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("call", [checkpoint, lambda f, x: remat(f)(x)], ids=["checkpoint", "remat"])
+def test_observers_of_a_model_in_evaluation(call, is_fused):
+    """They observe all the same."""
+
+    def run(call):
+        torch.manual_seed(0)
+        if is_fused:
+            quantize = quantization.FusedMovingAvgObsFakeQuantize()
+        else:
+            quantize = quantization.FakeQuantize(quantization.MovingAverageMinMaxObserver)
+        model = nn.Sequential(nn.Linear(4, 4), quantize, nn.Tanh())
+        model(torch.randn(8, 4))
+        x = (torch.randn(8, 4) * 4).requires_grad_()
+        gradients = torch.autograd.grad(call(model.eval(), x).square().sum(), (x, *model.parameters()))
+        return gradients, model.state_dict()
+
+    assert_same(run(call), run(plain))
+
+
+def test_a_parameter_of_what_a_scope_has_left():
+    w = leaf(3)
+    with checkpoint_scope():
+        x = w.exp() * 2
+    x = x.detach()
+    assert_same(nn.Parameter(x), nn.Parameter(w.detach().exp() * 2))
 
 
 @pytest.mark.parametrize("changed", ["input", "kept"])
