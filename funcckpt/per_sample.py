@@ -285,14 +285,11 @@ def _reduced(
         captured = Found(loss).tensors
         drop_stale(captured, layers)
         for x in [*tensors_in((parameters, batch)), *captured.values()]:
-            while wrappers.is_functorch_wrapped_tensor(x):
-                if x.requires_grad:
-                    raise TransformError(
-                        f"{chunks.name}: the results have no derivative in reverse mode. Use "
-                        "vmap(grad(loss)) or forward mode (jvp, jacfwd), or detach what it is given if only "
-                        "the values count."
-                    )
-                x = wrappers.get_unwrapped(x)
+            if any([at_level.requires_grad for at_level in wrappers.layers_of(x)[:-1]]):
+                raise TransformError(
+                    f"{chunks.name}: the results have no derivative in reverse mode. Use vmap(grad(loss)) or "
+                    "forward mode (jvp, jacfwd), or detach what it is given if only the values count."
+                )
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)
     states = world.states(world.random_streams(())) if randomness == "same" else []
     results = []

@@ -179,13 +179,9 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
 def is_constant(x: Tensor) -> bool:
     """Whether no active transform differentiates a tensor inside of `x`."""
     x = alive(x)
-    if len(everything_below(x)) > 1:
-        return False
-    while not (x.requires_grad or is_legacy_batchedtensor(x)):
-        if not is_functorch_wrapped_tensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
+    return len(everything_below(x)) == 1 and not any(
+        [y.requires_grad or is_legacy_batchedtensor(y) for y in layers_of(x)]
+    )
 
 
 def is_over(x: Tensor) -> bool:
