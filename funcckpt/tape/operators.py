@@ -93,11 +93,6 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tens
     return tensors_in(values) if values else []
 
 
-def written_storages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Keys for the storages that an operator writes to."""
-    return [x.untyped_storage()._cdata for x in written(func, args, kwargs) if x.layout is torch.strided]
-
-
 @functools.cache
 def _counts_no_versions(func: Any) -> bool:
     """Whether an operator that writes does not count it in a dispatch mode."""

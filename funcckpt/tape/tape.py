@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import world
-from .._torch import dynamo, functorch
+from .._torch import dynamo, functorch, wrappers
 from . import operators
 from .operators import TensorMeta, kind_of, results, tensors_in, tensors_of
 
@@ -200,7 +200,7 @@ class Watch(functorch.UnguardedMode):
         given, kind = tensors_of(args, kwargs), kind_of(func)
         if self.in_f and kind != "view":
             if self.storages and kind in ("writes", "other"):
-                if not self.storages.isdisjoint(operators.written_storages(func, args, kwargs)):
+                if not self.storages.isdisjoint(wrappers.storages_of(operators.written(func, args, kwargs))):
                     self.note_write()
             try:
                 self.number = hash((self.number, func, *[x.shape for x in given]))
