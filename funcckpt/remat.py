@@ -237,7 +237,10 @@ class _CheckpointedModule(_Checkpointed):
 def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
     """`remat(f, ...)(*args, **kwargs)`; f and the options have been checked."""
     if torch.compiler.is_dynamo_compiling():
-        return _call_compiled(f, name, options, args, kwargs)
+        if options.chooser is not None:
+            compiled.refuse(f"remat({name}): policy")
+        how = functools.partial(call, name=name, options=Options(*options[:2]))
+        return compiled.call(how, name, f, args, kwargs)
     if (decide := decides.get()) is not None:
         policy = decide(f, f"remat({name})")
         if policy is PLAIN:
@@ -254,11 +257,3 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
     # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no checkpoint.
     # f may still switch grad mode on inside. Plain forward and reverse mode are one level: f runs as it is.
     return f(*args, **kwargs)
-
-
-def _call_compiled(f: Callable[..., Any], name: str, options: Options, args: Any, kwargs: Any) -> Any:
-    """A call in code that Dynamo traces."""
-    if options.chooser is not None:
-        compiled.refuse(f"remat({name}): policy")
-    how = functools.partial(call, name=name, options=Options(*options[:2]))
-    return compiled.call(how, name, f, args, kwargs)

@@ -75,10 +75,10 @@ class Call(UserProgram):
         # By id: the numbers of the inputs that f captured.
         self._numbers: dict[int, int] = {}
         if found.tensors and self.layers:
-            at_levels = tensors.at_active_levels(found.tensors.values())
+            is_wrapped = wrappers.is_functorch_wrapped_tensor
             numbers = {id(x): i for i, x in enumerate(inputs)}
             for key, x in found.tensors.items():
-                if key in at_levels:
+                if is_wrapped(x) and is_wrapped(wrappers.alive(x)):
                     number = self._numbers[key] = numbers.get(key, len(inputs))
                     if number == len(inputs):
                         inputs.append(x)

@@ -92,7 +92,8 @@ def _bind_jvp(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> T
         return tuple(wrappers.wrapped_for_grad(outputs, level))
     jvp = Jvp(program, min(program.call_level, level - 1), len(inputs), along)
     outputs = functorch.below(interpreter, bind, jvp, unwrapped)
-    return _make_duals(*jvp.split(tuple(wrappers.wrapped_for_grad(outputs, level))))
+    duals = zip(*jvp.split(tuple(wrappers.wrapped_for_grad(outputs, level))), strict=True)
+    return tuple([y if t is None else forward_ad.make_dual(y, t, level=0) for y, t in duals])
 
 
 def _bind_vmap(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> Tensors:
@@ -324,8 +325,3 @@ def _as_frozen_before(inputs: Sequence[Tensor], flags: Sequence[bool]) -> Iterat
     finally:
         for x, flag in changed:
             x.requires_grad_(not flag)
-
-
-def _make_duals(primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensors:
-    duals = zip(primals, tangents, strict=True)
-    return tuple([y if t is None else forward_ad.make_dual(y, t, level=0) for y, t in duals])

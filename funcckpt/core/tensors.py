@@ -39,12 +39,6 @@ def has_lazy(tensors: Collection[Tensor]) -> bool:
     return not PLAIN.issuperset(map(type, tensors)) and any(map(is_lazy, tensors))
 
 
-def at_active_levels(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of captured tensors that belong to a functorch level (after `drop_stale`)."""
-    is_wrapped = wrappers.is_functorch_wrapped_tensor
-    return {id(x) for x in tensors if is_wrapped(x) and is_wrapped(wrappers.alive(x))}
-
-
 def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> None:
     """Remove tensors of levels that are over, which a function has stored. No operator takes them."""
     for key, x in [*compress(found.items(), map(wrappers.is_functorch_wrapped_tensor, found.values()))]:
