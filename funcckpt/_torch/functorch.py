@@ -212,11 +212,6 @@ def active_layers() -> list[Layer]:
     return layers
 
 
-def may_draw(layers: Sequence[Layer]) -> bool:
-    """Whether some vmap level lets f draw."""
-    return any([layer.kind == "vmap" and layer.randomness != "error" for layer in layers])
-
-
 # Parts of the errors of an operator that gets a tensor of a vmap level where no vmap has that number.
 ESCAPED = "may have escaped", "batched == nullptr INTERNAL ASSERT FAILED"
 # What it says of some tensors of a level that is over.
@@ -224,8 +219,8 @@ ASSERTS = "INTERNAL ASSERT FAILED"
 
 
 @contextmanager
-def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[None]:
-    """Put levels back, below those that are entered next.
+def shadows(layers: Sequence[Layer]) -> Iterator[bool]:
+    """Put levels back, below those that are entered next. Gives whether vmap levels are replaced.
 
     A vmap level comes back with randomness "same": it must only recognize its own batched tensors, and not
     decide about random numbers again. A functionalize level would wrap all tensors, so it is replaced by a
@@ -235,7 +230,8 @@ def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[N
     do.
     """
     leave: list[Callable[[], Any]] = []
-    if replaced := on_accelerator and may_draw(layers):
+    lets_draw = any([layer.kind == "vmap" and layer.randomness != "error" for layer in layers])
+    if replaced := lets_draw and uses_accelerator():
         layers = layers if any([layer.kind != "vmap" for layer in layers]) else ()
     try:
         for layer in layers:
@@ -248,7 +244,7 @@ def shadows(layers: Sequence[Layer], on_accelerator: bool = False) -> Iterator[N
             else:
                 push_dynamic_layer_stack(layer.dynamic)
                 leave.append(pop_dynamic_layer_stack)
-        yield
+        yield replaced
     finally:
         while leave:
             leave.pop()()

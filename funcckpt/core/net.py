@@ -82,13 +82,11 @@ def run_first(
     if source.chooser is not None and not dynamo.is_traced():
         if records or "grad" in map(_kind, layers):
             record = recording.Record(program, source.chooser)
-    on_accelerator = functorch.uses_accelerator()
-    shadows = functorch.shadows(layers, on_accelerator) if layers else nullcontext()
-    with shadows, record or nullcontext():
+    shadows = functorch.shadows(layers) if layers else nullcontext(False)
+    with shadows as is_replaced, record or nullcontext():
         try:
             outputs = program.run(*given)
         except RuntimeError as error:
-            is_replaced = layers and on_accelerator and functorch.may_draw(layers)
             if not (is_replaced and any([words in str(error) for words in functorch.ESCAPED])):
                 raise
             raise not_given(source, "that belongs to an outer vmap") from error
