@@ -167,12 +167,14 @@ def name_of(f: Any) -> str:
 
 
 def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
-    """The name of f in messages. Raises if f is not callable."""
+    """The name of f in messages. Raises if f is not callable, or a class of modules."""
+    right = "{}({}, x)" if taker == "checkpoint" else "{}({})(x)"
     if not callable(f):
-        right = "checkpoint(f, x)" if taker == "checkpoint" else f"{taker}(f)(x)"
-        raise InputError(
-            f"{taker} takes a callable, not {type(f).__name__}. Write {right}, not {taker}(f(x))."
-        )
+        write = f"Write {right.format(taker, 'f')}, not {taker}(f(x))."
+        raise InputError(f"{taker} takes a callable, not {type(f).__name__}. {write}")
+    if isinstance(f, type) and issubclass(f, nn.Module):
+        of = f"{f.__name__}(...)"
+        raise InputError(f"{taker} takes a module, not its class: write {right.format(taker, of)}.")
     return name_of(f)
 
 

@@ -113,6 +113,8 @@ HIDES = "boxes", LOOK, "register|tuple|dict|list"
 INSTEAD = "in place", "clone|copy|return|buffer|argument"
 WRONG = {
     "int": (InputError, ("remat", "int", "callable"), lambda x: remat(3)),
+    "class": (InputError, ("its class", r"remat\(Tanh\(...\)\)\(x\)"), lambda x: remat(nn.Tanh)),
+    "class called": (InputError, ("its class", r"checkpoint\(Tanh\(...\), x\)"), lambda x: checkpoint(nn.Tanh, x)),
     "check": option("default", "none", "values", "sometimes", determinism_check="sometimes"),
     "check of a decorator": (InputError, ("sometimes",), lambda x: remat(determinism_check="sometimes")),
     "generator": (OutputError, ("generates", *LATE), remat(generates)),

@@ -119,7 +119,7 @@ class Region:
     """A call of f, from its forward to its last recomputation."""
 
     def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any, options: Options) -> None:
-        if not callable(f):
+        if not callable(f) or isinstance(f, type):
             name_and_check(f, "checkpoint")
         stop, debug = autograd.checkpoint_settings()
         self._early_stop = options.early_stop if stop is None else stop
