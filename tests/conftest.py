@@ -63,7 +63,7 @@ def factors(callspec):
 def state_intact():
     """Seed before the test; after it every level, mode and default of torch must be as it was."""
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
+    before, excluded = torch.get_default_dtype(), torch._C._dispatch_tls_local_exclude_set()
     yield
     assert peek_interpreter_stack() is None, "a functorch level was left on the stack"
     assert forward_ad._current_level == -1, "a forward AD level was left open"
@@ -71,6 +71,8 @@ def state_intact():
     assert not torch.is_inference_mode_enabled(), "inference mode was left on"
     assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
     assert torch.get_default_dtype() == before, "the default dtype was changed"
+    left = torch._C._dispatch_tls_local_exclude_set()
+    assert left == excluded, f"torch still skips {left}, and not {excluded}"
     assert torch._C._len_torch_dispatch_stack() == 0, "a TorchDispatchMode was left on"
     assert torch._C._len_torch_function_stack() == 0, "a TorchFunctionMode was left on"
 

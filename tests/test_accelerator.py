@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from funcckpt import ClosureError, policies, remat, scan
 from funcckpt._torch import functorch
+from funcckpt.meter import measure
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 F64 = torch.float64
@@ -424,6 +425,31 @@ def test_loops(options):
         torch.manual_seed(0)
         found.append([grad(loss)(w, loop), *in_eager(lambda w, loop=loop: loss(w, loop), w)])
     assert_same(found[1], found[0])
+
+
+@on_a_gpu
+def test_what_nobody_reads_is_skipped_while_the_gpu_is_behind(monkeypatch):
+    """To watch a block takes the host time, and there is none to win where the GPU waits for the host."""
+    x, w, v = random_tensor(1200, 1200), random_tensor(1200, 1200, seed=1), random_tensor(1200, 1200, seed=2)
+    loss = lambda wrap: lambda w: wrap(lambda w: (x @ w).tanh() @ v)(w).sum()
+    product, expected = 2 * 1200**3, grad(loss(plain))(w)
+    for is_behind, again in [(True, 2), (True, 1), (False, 2), (True, 1)]:  # the first call learns it
+        monkeypatch.setattr(functorch, "is_behind", lambda _, found=is_behind: found)
+        measured = measure(grad(loss(remat)), w)
+        assert_same(measured.result, expected)
+        assert measured.flops == (4 + again) * product
+
+
+@on_a_gpu
+def test_whether_a_gpu_is_behind():
+    x = random_tensor(4)
+    torch.cuda.synchronize()
+    assert not functorch.is_behind(x.device)
+    torch.cuda._sleep(10**9)  # cycles
+    assert functorch.is_behind(x.device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        (x * 2).sin()
+        assert functorch.is_behind(x.device)
 
 
 @on_a_gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import aot_function, nop
-from oracles import tensor
+from oracles import REVERSE, tensor, total
 from support import assert_same
 from torch import nn
 from torch.func import grad, hessian, jvp, vmap
@@ -226,6 +226,25 @@ def test_dots_are_kept(name):
     measured = measure(run, functools.partial(remat, policy=policies.dots_saveable))
     assert_close(measured.result, without.result)
     assert measured.flops == without.flops
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad", "inference"])
+@pytest.mark.parametrize("policy", [policies.everything_saveable, [torch.ops.aten.sin.default]])
+def test_values_that_are_not_computed_again_are_not_compared(policy, transform):
+    """To print one would leave torch in the state in which it was read, until the error is collected."""
+    w, x = tensor(D, D, seed=3), SAMPLES[0]
+
+    def f(x):
+        y = x.sin() @ w
+        return y.exp(), y @ w  # the backward reads only the first
+
+    def run(check):
+        with torch.inference_mode(transform == "inference"):
+            return of(lambda x: total(remat(f, policy=policy, determinism_check=check)(x)), x)
+
+    of = REVERSE.get(transform, lambda loss, x: grad(loss)(x))
+    assert_same(run("values"), of(lambda x: total(f(x)), x))
+    assert measure(run, "values").flops == measure(run, "default").flops
 
 
 def test_what_a_policy_keeps_is_learned_once(monkeypatch):

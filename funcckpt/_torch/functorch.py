@@ -177,6 +177,19 @@ def uses_accelerator() -> bool:
     return (module := _accelerator()) is not None and getattr(module, "is_initialized", lambda: True)()
 
 
+def is_behind(device: torch.device) -> bool:
+    """Whether an accelerator still computes what it was given, so that the host need not hurry.
+
+    True if that cannot be asked: while a CUDA graph is captured, or of a device without streams.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    try:
+        return not torch.accelerator.current_stream(device).query()
+    except RuntimeError:
+        return True
+
+
 @functools.cache
 def _accelerator() -> Any:
     return torch.get_device_module() if torch.accelerator.is_available() else None

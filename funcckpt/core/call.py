@@ -66,7 +66,7 @@ class Call(UserProgram):
             check_no_opacus(f"remat({name})", f, found)
         self.has_pullbacks = found.has_pullbacks
         if self.chooser is not None:
-            self.codes = (*found.codes(), *arguments.flags())
+            self.codes = (*found.codes(), *arguments.flags(), options.determinism_check)
         self.arity = arguments.arity
         # Captured tensors of functorch levels are inputs. The graph will show those of plain autograd.
         inputs = self._inputs = arguments.tensors

@@ -248,6 +248,9 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if elements * elements >= 2 * FLOPS_WORTH_A_CALL and not functorch.has_compiled():
         key = *steps_of(program), frozenset(calls), *map(look, inputs)
         plan = _plans.get(key)
+    device = next((x.device for x in inputs if x.device.type not in ("cpu", "meta")), None)
+    if plan and not calls and device is not None and not functorch.is_behind(device):
+        plan = {}  # the device waits for the host, and what is skipped would take it no time
     if plan is not None and not (plan or calls):
         return None
     replay = Replay(program.source, calls, plan)
@@ -255,7 +258,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if kept is not None:
         places = zip(tensors, kept.places, strict=True)
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
-    if any([x.device.type not in ("cpu", "meta") for x in inputs]):
+    if device is not None:
         replay.worth_a_call = FLOPS_ON_ACCELERATOR
     return replay
 
