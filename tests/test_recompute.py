@@ -8,10 +8,10 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import tensor
+from oracles import tensor, total
 from support import assert_same, no_remat
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacrev, vmap
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
@@ -122,6 +122,44 @@ def test_only_gradients_that_the_backward_uses_are_computed(create_graph):
     assert_close(measured.result, without.result)
     if not create_graph:
         assert measured.flops - without.flops == L * MATMUL
+
+
+derivative = lambda f: grad(lambda x: f(x).square().sum())
+BELOW = {
+    "jvp_grad": lambda f, x: jvp(derivative(f), (x,), (x,)),
+    "vmap_jvp_grad": lambda f, x: vmap(lambda x: jvp(derivative(f), (x,), (x,)))(x),
+    "grad_grad": lambda f, x: grad(lambda x: derivative(f)(x).sin().sum())(x),
+    "vmap_jacrev": lambda f, x: vmap(jacrev(lambda x: f(x)[:3]))(x),
+    "hessian": lambda f, x: hessian(lambda x: f(x).square().sum())(x[0]),
+    "jvp_of_no_grad": lambda f, x: jvp(torch.no_grad()(lambda x: vjp(f, x)[1](x)[0]), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("transform", BELOW)
+def test_plain_autograd_records_no_recomputation(transform):
+    """Not below a transform either: parameters that require grad take no memory under no_grad, and little else."""
+    x, ws = tensor(N, D), [tensor(D, D, seed=i) for i in range(8)]
+
+    def f(x):
+        for w in ws:
+            x = (x @ w).tanh()
+        return x
+
+    def run(wrap, requires_grad, mode):
+        for w in ws:
+            w.requires_grad_(requires_grad)
+        with torch.set_grad_enabled(mode):
+            return BELOW[transform](wrap(f), x)
+
+    frozen, found = measure(run, remat, False, False), measure(run, remat, True, False)
+    assert not total(found.result).requires_grad
+    assert (found.flops, found.peak_bytes) == (frozen.flops, frozen.peak_bytes)
+    expected, found = measure(run, no_remat, True, True), measure(run, remat, True, True)
+    assert total(found.result).requires_grad == total(expected.result).requires_grad
+    if transform == "jvp_of_no_grad":
+        return
+    assert found.peak_bytes < 0.75 * expected.peak_bytes
+    assert_same(*[torch.autograd.grad(total(measured.result), ws) for measured in (found, expected)])
 
 
 def test_a_run_that_takes_another_way():

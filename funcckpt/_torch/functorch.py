@@ -58,7 +58,7 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
 # torch.func's own bookkeeping: how many jvp levels are open (only the outermost opens a dual level), and
 # the code of `torch.func.grad`, to recognize its frames.
 from torch._functorch import eager_transforms
-from torch._functorch.eager_transforms import jvp_increment_nesting
+from torch._functorch.eager_transforms import grad_increment_nesting, jvp_increment_nesting
 from torch._functorch.pyfunctorch import (
     coerce_cinterpreter,
     temporarily_clear_interpreter_stack as without_levels,

@@ -462,6 +462,9 @@ class Call(UserProgram):
     def _changed_between(self, x: Tensor, where: str = "") -> MutationError:
         return tensors.changed_between(f"remat({self.name})", x, where or self.found.where(id(x)))
 
+    def reads_grad_mode(self) -> bool:
+        return any([isinstance(node.value, nn.RNNBase) for node in self.found.nodes.values()])
+
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""
         return [*self.constants, *[x for x, _ in self._outputs.values], *self._updated.values()]

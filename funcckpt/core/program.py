@@ -116,6 +116,10 @@ class UserProgram(Program):
         """The name of input `i` in messages."""
         return "a tensor"
 
+    def reads_grad_mode(self) -> bool:
+        """Whether f may have a kernel that reads the grad mode below all levels."""
+        return False
+
     def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
         """Raise if f has changed an input in place."""
         for i, (version, now) in enumerate(zip(before, versions_of(inputs), strict=True)):
@@ -254,8 +258,7 @@ class Jvp(Derived):
     active: tuple[int, ...] = ()
 
     def run(self, *inputs: Tensor) -> Tensors:
-        # Some backward formulas inside of the program are differentiable only with grad mode on.
-        with functorch.jvp_level() as level, torch.enable_grad():
+        with functorch.jvp_level() as level:
             duals = wrappers.wrapped_for_grad(inputs[: self.arity], level)
             for i, t in zip(self.along, inputs[self.arity :], strict=True):
                 duals[i] = forward_ad.make_dual(duals[i], t, level=0)
@@ -348,12 +351,18 @@ class Vjp(Derived):
         # some that have a wrong batching rule (lu_solve under two vmaps).
         # So do graphs that make_fx traces: they may be differentiated later.
         create_graph = nested or self.unbatched is not None or functorch.is_tracing()
-        if not create_graph and (functorch.maybe_current_level() or 0) > 1:
-            create_graph = [layer.kind for layer in functorch.active_layers()].count("vmap") > 1
+        # And some have a tangent only then.
+        if not create_graph and functorch.maybe_current_level():
+            kinds = [layer.kind for layer in functorch.active_layers()]
+            create_graph = "jvp" in kinds or kinds.count("vmap") > 1
         # At a level of its own nobody can differentiate the graph again.
         retain_graph = create_graph and is_plain
-        gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
-        return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
+        if nested or is_plain or not create_graph or functorch.is_tracing():
+            gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
+            return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
+        with functorch.grad_increment_nesting():  # below it nothing is recorded
+            gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
+        return (*map(wrappers.alive, gradients),)
 
     def record(self, primals: list[Tensor], is_plain: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Record f on leaves; gives outputs and leaves. Plain autograd supports more than functorch."""
@@ -362,7 +371,9 @@ class Vjp(Derived):
                 return self.record(primals, is_plain)
         mode, level = torch.is_grad_enabled(), 0
         if not is_plain:
-            if not mode and not self.source.captured:
+            source = self.source
+            are_frozen = not (source.captured or any(map(wrappers.require_grad, source.constants)))
+            if not mode and (are_frozen or source.reads_grad_mode()):
                 if any(map(wrappers.require_grad, primals)):
                     primals = [wrappers.detached(x) if x.requires_grad else x for x in primals]
                 # Some kernels read the grad mode below all levels (mkldnn's LSTM).

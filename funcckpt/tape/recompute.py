@@ -248,11 +248,11 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if elements * elements >= 2 * FLOPS_WORTH_A_CALL and not functorch.has_compiled():
         key = *steps_of(program), frozenset(calls), *map(look, inputs)
         plan = _plans.get(key)
-    device = next((x.device for x in inputs if x.device.type not in ("cpu", "meta")), None)
-    if plan and not calls and device is not None and not functorch.is_behind(device):
-        plan = {}  # the device waits for the host, and what is skipped would take it no time
     if plan is not None and not (plan or calls):
         return None
+    device = next((x.device for x in inputs if x.device.type not in ("cpu", "meta")), None)
+    if plan and not calls and device is not None and not functorch.is_behind(device):
+        return None  # the device waits for the host, and what is skipped would take it no time
     replay = Replay(program.source, calls, plan)
     replay.key = key
     if kept is not None:
