@@ -126,6 +126,26 @@ def test_a_vmap_that_lets_f_draw_under_plain_autograd(pretended, randomness):
     assert_same(run(remat), run(plain))
 
 
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_a_counter_of_calls_under_vmap(pretended, randomness):
+    """It is used again in the next call, so no level that stands for that of vmap may stay around it."""
+
+    def run(wrap):
+        module = nn.Module()
+        module.count = torch.zeros((), dtype=F64)
+
+        def f(x):
+            module.count = module.count + 1
+            return x.sin() * module.count
+
+        g = wrap(f)
+        loss = lambda x: g(g(x)).sum()
+        found = [vmap(grad(loss), randomness=randomness)(torch.ones(2, 3, dtype=F64)) for _ in range(3)]
+        return *found, module.count + 0
+
+    assert_same(run(remat), run(plain))
+
+
 HIDDEN = {
     "beside a captured one": lambda w, h: h * 2,
     "of a leaf": lambda w, h: w.exp(),

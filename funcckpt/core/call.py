@@ -318,7 +318,7 @@ class Call(UserProgram):
                 )
             if is_given:
                 self._given[id(x)] = given[id(x)]
-            elif is_bound:
+            elif is_bound or (self.replaces_levels and id(x) in reached):
                 bound.append(x)
         return [*map(wrappers.alive, bound)]
 

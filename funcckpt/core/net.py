@@ -84,6 +84,7 @@ def run_first(
             record = recording.Record(program, source.chooser)
     shadows = functorch.shadows(layers) if layers else nullcontext(False)
     with shadows as is_replaced, record or nullcontext():
+        source.replaces_levels = is_replaced
         try:
             outputs = program.run(*given)
         except RuntimeError as error:

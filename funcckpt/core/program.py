@@ -59,6 +59,8 @@ class UserProgram(Program):
     is_compiled = False
     # Whether a run draws random numbers; None before the first.
     random: bool | None = None
+    # Whether other levels stand for those of vmap in the first run.
+    replaces_levels = False
     # Whether it refers to a pullback of torch.func.vjp.
     has_pullbacks = False
     # Its code, the key for what is learned for later calls.
