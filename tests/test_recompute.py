@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import tensor, total
+from oracles import REVERSE, tensor, total
 from support import assert_same, no_remat
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
@@ -122,6 +122,62 @@ def test_only_gradients_that_the_backward_uses_are_computed(create_graph):
     assert_close(measured.result, without.result)
     if not create_graph:
         assert measured.flops - without.flops == L * MATMUL
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad", "grad_grad"])
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable, policies.dots_saveable])
+def test_printing_is_no_read(policy, transform, capsys):
+    """No mode sees it, and an error in torch's printing leaves some keys of functorch excluded."""
+    w, prints = tensor(3, 3, seed=1), [True]
+
+    def f(x):
+        try:
+            h = (x @ w).tanh()
+            y = h @ w
+            if prints:
+                print(f"{y} {y!r}", y)
+            return y + h.sin()
+        except Exception as error:
+            raise RuntimeError("the block failed") from error
+
+    run = lambda wrap: REVERSE[transform](lambda x: total(wrap(f)(x)), tensor(3))
+    checkpointed = lambda f: remat(f, policy=policy)
+    for _ in range(3):
+        assert_same(run(checkpointed), run(no_remat))
+    flops = measure(run, checkpointed).flops
+    assert "not computed again, float64[" in capsys.readouterr().out
+    prints.clear()
+    assert measure(run, checkpointed).flops == flops
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap_grad"])
+def test_f_may_catch_the_error_of_a_value_that_is_skipped(transform):
+    """What it does then says nothing about which gradients there are."""
+    w, checks = tensor(3, 3, seed=1), []
+
+    def f(x):
+        h = (x @ w).tanh()
+        y = h @ w
+        if checks:
+            try:
+                y.abs().amax()
+            except Exception:
+                return h.detach()
+        return y + h
+
+    run = lambda wrap: REVERSE[transform](lambda x: total(wrap(f)(x)), tensor(3))
+    for checks[:] in ([], [], [True], []):
+        assert_same(run(remat), run(no_remat))
+
+
+def test_checks_do_not_change_what_other_calls_skip():
+    run = lambda check: grad(lambda x: (remat(lambda x: x.sin() @ x.mT, determinism_check=check)(x)).sum())(
+        points()
+    )
+    of = lambda *checks: [meter.measure(run, check).flops for check in checks]
+    expected = of("default", "default", "default")[1:]
+    recompute._plans.clear()
+    assert of("values", "values", "default", "default", "default")[3:] == expected
 
 
 derivative = lambda f: grad(lambda x: f(x).square().sum())

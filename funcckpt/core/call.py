@@ -51,7 +51,8 @@ class Call(UserProgram):
 
     def __init__(self, f: Any, name: str, options: Options, args: Any, kwargs: Any) -> None:
         super().__init__(name)
-        self._options, self.chooser, self.code = options, options.chooser, code_of(f)
+        self._options, self.chooser = options, options.chooser
+        self.code = code_of(f), options.determinism_check
         self._arguments = arguments = Arguments(args, kwargs)
         if (i := arguments.iterator) is not None:
             kind = type(arguments.others[i]).__name__
@@ -66,7 +67,7 @@ class Call(UserProgram):
             check_no_opacus(f"remat({name})", f, found)
         self.has_pullbacks = found.has_pullbacks
         if self.chooser is not None:
-            self.codes = (*found.codes(), *arguments.flags(), options.determinism_check)
+            self.codes = (*found.codes(), *arguments.flags())
         self.arity = arguments.arity
         # Captured tensors of functorch levels are inputs. The graph will show those of plain autograd.
         inputs = self._inputs = arguments.tensors

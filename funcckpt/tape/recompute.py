@@ -64,6 +64,10 @@ class Placeholder(Tensor):
 
     __torch_function__ = functorch.no_torch_function  # type: ignore[assignment]
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        # Printing is no read: no tape sees it, and after an error in torch's keys of functorch stay excluded.
+        return f"<not computed again, {str(self.dtype).removeprefix('torch.')}{[*self.shape]}>"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -142,6 +146,8 @@ class Replay(Watch):
             yield
         finally:
             self._recordings -= 1
+        if self.was_read:  # f has caught the error. Its pullback would tell which gradients there are
+            raise Redo(self)
         if self._recordings:
             return
         self.in_f = False
