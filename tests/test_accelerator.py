@@ -131,16 +131,18 @@ def test_a_counter_of_calls_under_vmap(pretended, randomness):
     """It is used again in the next call, so no level that stands for that of vmap may stay around it."""
 
     def run(wrap):
-        module = nn.Module()
-        module.count = torch.zeros((), dtype=F64)
+        module, table = nn.Module(), torch.ones(3)
+        module.count, module.last = torch.zeros((), dtype=F64), None
 
         def f(x):
             module.count = module.count + 1
+            module.last = table  # an object of the user stays itself
             return x.sin() * module.count
 
         g = wrap(f)
         loss = lambda x: g(g(x)).sum()
         found = [vmap(grad(loss), randomness=randomness)(torch.ones(2, 3, dtype=F64)) for _ in range(3)]
+        assert module.last is table
         return *found, module.count + 0
 
     assert_same(run(remat), run(plain))

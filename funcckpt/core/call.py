@@ -312,6 +312,7 @@ class Call(UserProgram):
             if wrappers.is_over(x):
                 continue
             is_bound, is_given = wrappers.is_bound(x), id(x) in given
+            is_replaced = self.replaces_levels and id(x) in reached
             if not (is_given or wrappers.is_constant(x)) or ((is_given or is_bound) and id(x) not in reached):
                 raise EscapeError(
                     f"remat({self.name}) stores a tensor ({describe(x)}) as {where}: its gradient would "
@@ -319,7 +320,7 @@ class Call(UserProgram):
                 )
             if is_given:
                 self._given[id(x)] = given[id(x)]
-            elif is_bound or (self.replaces_levels and id(x) in reached):
+            elif is_bound or (is_replaced and wrappers.is_functorch_wrapped_tensor(x)):
                 bound.append(x)
         return [*map(wrappers.alive, bound)]
 
