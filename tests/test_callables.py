@@ -359,3 +359,19 @@ def test_an_ensemble_of_stacked_modules():
         return vmap(vmap(grad(call), (None, None, 0)), (0, 0, None))(*state, tensor(5, 3))
 
     assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_the_lstm_of_torch_as_a_function(mode):
+    """Its kernel, which is for float32, reads the grad mode below all transforms."""
+    weights = [*build("lstm").float().parameters()]
+    zero = torch.zeros(1, 2, 3)
+
+    def f(x):
+        return torch.lstm(x, (zero, zero), weights, True, 1, 0.0, False, False, True)[0].square().sum()
+
+    x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    with mode():
+        ours, plain = grad(remat(f))(x), grad(f)(x)
+    torch.testing.assert_close(ours.detach(), plain.detach())
+    assert ours.requires_grad == plain.requires_grad

@@ -465,7 +465,8 @@ class Call(UserProgram):
         return tensors.changed_between(f"remat({self.name})", x, where or self.found.where(id(x)))
 
     def reads_grad_mode(self) -> bool:
-        return any([isinstance(node.value, nn.RNNBase) for node in self.found.nodes.values()])
+        modules = any([isinstance(node.value, nn.RNNBase) for node in self.found.nodes.values()])
+        return modules or "lstm" in self.found.names
 
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""

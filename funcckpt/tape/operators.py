@@ -35,9 +35,32 @@ def name_of(func: Any) -> str:
     return "" if schema is None else str(schema.name).partition("::")[2]
 
 
-@functools.cache
+class Operator(NamedTuple):
+    """What is known of an operator. `func` itself is among it, so that its id stays its own."""
+
+    func: Any
+    # "pure", "custom" (pure, as its schema says), "random", "view", "writes", "like" or "other".
+    kind: str
+    # Whether it writes, and does not count that in a dispatch mode.
+    counts_no_versions: bool
+
+
+# By id: to hash an operator takes torch a call of Python.
+_operators: dict[int, Operator] = {}
+
+
+def about(func: Any) -> Operator:
+    if (of := _operators.get(id(func))) is None:
+        counts_no_versions = name_of(func).startswith("_foreach") and func._schema.is_mutable
+        of = _operators[id(func)] = Operator(func, _kind_of(func), counts_no_versions)
+    return of
+
+
 def kind_of(func: Any) -> str:
-    """ "pure", "custom" (pure, as its schema says), "random", "view", "writes", "like" or "other"."""
+    return about(func).kind
+
+
+def _kind_of(func: Any) -> str:
     name = name_of(func)
     if not name or name in _UNTOLD:
         return "other"
@@ -93,12 +116,6 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tens
     return tensors_in(values) if values else []
 
 
-@functools.cache
-def _counts_no_versions(func: Any) -> bool:
-    """Whether an operator that writes does not count it in a dispatch mode."""
-    return name_of(func).startswith("_foreach") and func._schema.is_mutable
-
-
 def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator inside of a dispatch mode.
 
@@ -106,7 +123,7 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     that handle them are above that of modes. Some operators (`aten.mul.Scalar`, `aten.linalg_pinv`) need
     them in the operators that they call, and would crash or be wrong without them.
     """
-    if _counts_no_versions(func):
+    if (_operators.get(id(func)) or about(func)).counts_no_versions:
         torch.autograd.graph.increment_version(
             [x for x in written(func, args, kwargs) if not x.is_inference()]
         )
@@ -128,7 +145,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator."""
-    return [x for a in (*args, *kwargs.values()) for x in results(a) if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += [x for x in a if isinstance(x, Tensor)]
+    return found
 
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -161,7 +161,7 @@ class Watch(functorch.UnguardedMode):
     """A mode that watches a run of one function, and all operators in it.
 
     `number` is a hash of all operators since f began. If an earlier run had the same number, both have run
-    the same operators on the same shapes.
+    the same operators. Shapes are compared only for operators whose results are kept or skipped.
     """
 
     supports_higher_order_operators = True
@@ -194,28 +194,25 @@ class Watch(functorch.UnguardedMode):
         kwargs = kwargs or {}
         if types and operators.is_subclass_first(types):
             return NotImplemented
-        # (Inside of this method, it is no active mode itself.)
-        if self.in_f and functorch.number_of_dispatch_modes() >= self.modes and functorch.is_tracing():
-            return operators.run_operator(func, args, kwargs)  # f traces: a kept value would be a constant
-        given, kind = tensors_of(args, kwargs), kind_of(func)
-        if self.in_f and kind != "view":
-            if self.storages and kind in ("writes", "other"):
-                if not self.storages.isdisjoint(wrappers.storages_of(operators.written(func, args, kwargs))):
-                    self.note_write()
-            try:
-                self.number = hash((self.number, func, *[x.shape for x in given]))
-            except RuntimeError:  # a nested tensor has no shape
-                if self.tape is not None:
-                    self.tape.read |= self.tape.made(given)
-                return operators.run_operator(func, args, kwargs)
-            known = self.known.get(self.number)
-            if known is not None and known.signature == operators.signature(func, args, kwargs):
-                return self.hand_out(known, func, args, kwargs)
-        if self.tape is not None:
-            if self.in_f:
+        kind = operators.about(func).kind
+        if self.in_f:
+            # (Inside of this method, it is no active mode itself.)
+            if functorch.number_of_dispatch_modes() >= self.modes and functorch.is_tracing():
+                return operators.run_operator(func, args, kwargs)  # a kept value would be a constant
+            if kind != "view":
+                if self.storages and kind in ("writes", "other"):
+                    written = wrappers.storages_of(operators.written(func, args, kwargs))
+                    if not self.storages.isdisjoint(written):
+                        self.note_write()
+                self.number = hash((self.number, id(func)))
+                known = self.known.get(self.number)
+                if known is not None and known.signature == operators.signature(func, args, kwargs):
+                    return self.hand_out(known, func, args, kwargs)
+            if self.tape is not None:
                 return self.call(self.tape, func, args, kwargs)[0]
-            if kind not in operators.READ_NO_VALUES:  # a read by something other than the calls
-                self.tape.read |= self.tape.made(given)
+        elif self.tape is not None and kind not in operators.READ_NO_VALUES:
+            # A read by something other than the calls.
+            self.tape.read |= self.tape.made(tensors_of(args, kwargs))
         return operators.run_operator(func, args, kwargs)
 
     def note_write(self) -> None:
@@ -226,6 +223,10 @@ class Watch(functorch.UnguardedMode):
 
     def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
         """Run an operator of f, and record the call."""
+        given = tensors_of(args, kwargs)
+        if any([x.is_nested for x in given]):  # such a tensor has no shape
+            tape.read |= tape.made(given)
+            return operators.run_operator(func, args, kwargs), None
         out, call = tape.run(func, args, kwargs)
         if call is not None:
             call.number, call.signature = self.number, operators.signature(func, args, kwargs)
