@@ -156,6 +156,26 @@ def test_its_forward_has_the_old_signature():
     assert inspect.signature(remove_remat(model).forward) == before
 
 
+class OwnCopies(nn.Sequential):
+    def __deepcopy__(self, memo):
+        return type(self)(*copy.deepcopy([*self], memo))
+
+
+class OwnPickles(nn.Sequential):
+    def __reduce__(self):
+        return type(self), (*self,)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, OwnCopies, OwnPickles])
+def test_copies_and_slices_keep_the_options(kind):
+    model = Remat(kind(Remat(nn.Linear(2, 2), policy=policies.dots_saveable), nn.Tanh()), early_stop=False)
+    for again in (copy.deepcopy(model), copy.copy(model), save_and_load(model), model[:1]):
+        assert type(again) is type(model) and type(again[0]) is type(model[0])
+    assert type(model)._funcckpt_options == {"early_stop": False}
+    assert type(model[0])._funcckpt_options == {"policy": policies.dots_saveable}
+    assert type(Remat(model[0]))._funcckpt_options == {}
+
+
 def save_and_load(model):
     file = io.BytesIO()
     torch.save(model, file)

@@ -329,6 +329,8 @@ def test_hooks_that_collect_gradients_for_each_sample_are_refused_inside(wrap):
     x = torch.ones(3, 2)
     with pytest.raises(funcckpt.InputError, match=r"GradSampleModule on a Linear.*clipped_sum"):
         wrap(model[1])(x)
+    with pytest.raises(funcckpt.InputError, match="before Opacus' GradSampleModule"):
+        apply_remat(model, nn.Linear)
     with torch.no_grad():
         wrap(model[1])(x)
     wrap(model[1].eval())(x)

@@ -1,9 +1,9 @@
 """Modules that are recomputed: `Remat`, `apply_remat`, `remove_remat`, `Sequential`.
 
-Only the class of a module changes: it becomes a subclass of `Remat` and of the old class. Its `forward` calls
-the old one through `checkpoint`. So names of parameters and keys of `state_dict` stay, `isinstance` holds,
-and hooks on the module run once, outside of the checkpoint. (`torch.distributed.fsdp.fully_shard` changes
-modules in the same way.)
+Only the class of a module changes: it becomes a subclass of `Remat` and of the old class, which has the
+options. Its `forward` calls the old one through `checkpoint`. So names of parameters and keys of `state_dict`
+stay, `isinstance` holds, and hooks on the module run once, outside of the checkpoint.
+(`torch.distributed.fsdp.fully_shard` changes modules in the same way.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..policies.policies import as_function
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
 
-# The attribute with the options of a module, in its __dict__ and in its class.
+# The attribute with the options, of the class: so copies, slices and other instances have them, too.
 _KEY = "_funcckpt_options"
 
 
@@ -81,24 +81,23 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
             return super().__new__(cls)
         if args:
             raise OptionError("Remat takes one module. Pass its options by keyword.")
-        options = _checked(module, options)
-        module.__class__ = _checkpointed_class(type(module))
-        module.__dict__[_KEY] = options
+        module.__class__ = _checked_class(module, options)
         return module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Python also calls this on the result of `Remat(module)`, which is initialized already.
-        if _KEY not in self.__dict__:
+        if "_modules" not in self.__dict__:
             super().__init__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class cannot be found by its name.
         make, args, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
-        args = tuple(_original(type(self)) if arg is type(self) else arg for arg in args)
-        return _make_again, (make, args), *state
+        make, *args = [_original(type(self)) if x is type(self) else x for x in (make, *args)]
+        return _make_again, (make, (*args,), getattr(self, _KEY)), *state
 
 
-def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _checked_class(module: Any, options: dict[str, Any]) -> type[nn.Module]:
+    """The class that a module gets. Raises if it cannot be wrapped."""
     name = type(module).__name__
     if isinstance(module, type) and issubclass(module, nn.Module):
         raise InputError(f"Remat takes an nn.Module, not a class: write Remat({module.__name__}(...)).")
@@ -111,17 +110,21 @@ def _checked(module: Any, options: dict[str, Any]) -> dict[str, Any]:
             f"Remat({name}): a forward was assigned to this instance, as torch.compile and accelerate do. "
             "Wrap the module before that, or use funcckpt.checkpoint(module, ...) where it is called."
         )
+    hooks = [getattr(hook, "__name__", "") for hook in module._forward_hooks.values()]
+    if "capture_activations_hook" in hooks:  # it looks up how to differentiate a layer by its class
+        raise InputError(f"Remat({name}): wrap layers before Opacus' GradSampleModule is made of the model.")
     if type(module).forward is nn.Module.forward:
         raise InputError(f"Remat({name}): the module has no forward. Wrap the modules inside of it.")
     kind: Any = type(module)
-    changed = _checkpointed_class(kind)
+    options = _checked_options(f"Remat({name})", options)
+    changed = _checkpointed_class(kind, options)
     try:
         module.__class__ = changed
         module.__class__ = kind
     except TypeError as error:  # Python compares the first bases
         advice = f"Let nn.Module be the first base, as in class {name}(nn.Module, ABC)"
         raise InputError(f"Remat({name}): its class cannot change: {error}. {advice}.") from error
-    return _checked_options(f"Remat({name})", options)
+    return changed
 
 
 def _checked_options(title: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -133,11 +136,10 @@ def _checked_options(title: str, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
-    if issubclass(kind, Remat):
-        return kind
+def _checkpointed_class(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
+    kind = _original(kind) if issubclass(kind, Remat) else kind
     for known in kind.__subclasses__():
-        if vars(known).get(_KEY) is not None and known.__bases__[1:] == (kind,):
+        if vars(known).get(_KEY) == options and known.__bases__[1:] == (kind,):
             return known
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,10 +148,10 @@ def _checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     if isinstance(inspect.getattr_static(kind, "forward"), types.FunctionType):
         # Libraries pass what the signature has.
         cast(Any, forward).__signature__ = inspect.signature(kind.forward)
-    contents: dict[str, Any] = {_KEY: {}, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    contents: dict[str, Any] = {_KEY: options, "__module__": kind.__module__, "__doc__": kind.__doc__}
     becomes = getattr(kind, "cls_to_become", None)
     if becomes is not None:  # a lazy module changes its class in its first call
-        contents["cls_to_become"] = _checkpointed_class(becomes)
+        contents["cls_to_become"] = _checkpointed_class(becomes, options)
     # The search for what the module refers to skips classes of this package, and so this forward. And a
     # registry of classes must not get this one.
     of_around = {"forward": forward, "__module__": __name__, "__init_subclass__": lambda cls: None}
@@ -172,9 +174,9 @@ def _original(kind: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", kind.__bases__[1])
 
 
-def _make_again(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _make_again(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     module = make(*args)
-    module.__class__ = _checkpointed_class(type(module))
+    module.__class__ = _checkpointed_class(type(module), options)
     return module
 
 
@@ -217,8 +219,8 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
             "that matches some of its named_modules()"
             + (", or pass 'every 1', for the members of its lists of modules." if has_lists else ".")
         )
-    for module, checked in [(module, _checked(module, options)) for module in chosen]:
-        Remat(module, **checked)
+    for module, kind in [(module, _checked_class(module, options)) for module in chosen]:
+        cast(Any, module).__class__ = kind
     return model
 
 
@@ -280,7 +282,6 @@ def remove_remat(model: M) -> M:
     found = [(m, _original(type(m))) for m in model.modules() if isinstance(m, Remat)]
     for module, kind in found:
         cast(Any, module).__class__ = kind
-        module.__dict__.pop(_KEY, None)
     return model
 
 
