@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import functorch
-from .tape.operators import flops_of, is_subclass_first, run_operator
+from .tape.operators import about, flops_of, is_subclass_first, run_operator
 from .tape.recompute import Placeholder
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
@@ -128,12 +128,9 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_subclass_first(types):
             return NotImplemented
-        if torch.is_inference_mode_enabled():
-            # Composite ops are decomposed at autograd's dispatch keys, which are off here.
+        if about(func).is_composite:
             with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+                return func.decompose(*args, **kwargs)
 
         with self._lock:
             # torch.tensor makes its storage with the dispatcher off, then hands it to lift_fresh.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcckpt.meter import Meter, mark, measure, storages
 from funcckpt.tape.recompute import Placeholder
@@ -120,6 +121,11 @@ def test_flops():
     with torch.inference_mode():
         m = measure(lambda: F.linear(BATCH, M.T))
     assert m.flops == 2 * 7 * 3 * 4 * 5 and "aten.linear.default" not in m.ops
+    of_samples = torch.func.vmap(torch.func.grad(lambda x: (x @ M).sin().sum()))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), FlopCounterMode(display=False) as counter:
+            m = measure(of_samples, BATCH)
+        assert m.flops == counter.get_total_flops() > 0 and "aten.matmul.default" not in m.ops
     product = 2 * 2 * 3 * 16 * 16 * 8
     for causal in (False, True):
         m = measure(partial(F.scaled_dot_product_attention, Q, Q, Q, is_causal=causal))

@@ -248,6 +248,19 @@ def test_values_that_are_not_computed_again_are_not_compared(policy, transform):
     assert measure(run, checked).flops == measure(run, functools.partial(remat, policy=policy)).flops
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
+def test_products_are_kept_in_each_mode(policy, mode):
+    """In inference mode, operators come to the policy that consist of others."""
+    w, x = tensor(D, D, seed=3), SAMPLES
+    f = lambda x: (x @ w).sin() @ w
+    run = lambda wrap: vmap(grad(lambda x: wrap(f)(x).sin().sum()))(x)
+    with mode():
+        kept, plain = measure(run, functools.partial(remat, policy=policy)), measure(run, lambda f: f)
+    assert_same(kept.result, plain.result)
+    assert kept.flops == plain.flops > 0
+
+
 def test_what_a_policy_keeps_is_learned_once(monkeypatch):
     """And where a flag decides what f does, nothing is taken for known any more."""
     asked = []

@@ -29,6 +29,9 @@ from torch._C._autograd import (  # type: ignore[attr-defined]
     SavedTensor,
     _pop_saved_tensors_default_hooks as pop_hooks,
     _push_saved_tensors_default_hooks as push_hooks,
+    _saved_tensors_hooks_disable,
+    _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_get_disabled_error_message,
     _saved_tensors_hooks_is_enabled,
     _top_saved_tensors_default_hooks,
 )
@@ -48,6 +51,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import functorch
 
 OPERATORS = OpOverload, HigherOrderOperator
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator consists of other ones, into which `func.decompose` takes it apart."""
+    return isinstance(func, OpOverload) and func._can_decompose()
+
+
 # Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.
 NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
@@ -304,6 +314,20 @@ def _without_hooks() -> Iterator[list[Hooks]]:
     finally:
         for pair in reversed(hooks):
             push_hooks(*pair)
+
+
+@contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """A block in which no transform is active, so that saved-tensor hooks are allowed."""
+    refused = _saved_tensors_hooks_get_disabled_error_message()
+    with functorch.without_levels():
+        if refused is not None:
+            _saved_tensors_hooks_enable()
+        try:
+            yield
+        finally:
+            if refused is not None:
+                _saved_tensors_hooks_disable(refused)
 
 
 def may_push_hooks() -> bool:

@@ -60,8 +60,9 @@ def run_first(
     captured tensor; and those captured tensors. The source learns which captured inputs no output depends on.
     """
     if (hooks := autograd.top_saved_tensors_hooks()) is not None:  # as in `run`
-        if autograd.is_checkpoint(hooks):
-            source.chooser = None  # it counts what is saved, and another run may keep something else
+        # A checkpoint counts what is saved, and another run may keep something else. A scope keeps nothing.
+        if autograd.is_checkpoint(hooks) or getattr(hooks[0], "keeps_nothing", False):
+            source.chooser = None
         with autograd.hooks_asleep():
             return run_first(program, source, inputs, layers)
     records = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -330,7 +330,7 @@ class Region:
         # What differs from the world of the forward is put back.
         contexts: Any = [
             # A batched backward may read a slot inside of a vmap, but f ran outside of all transforms.
-            functorch.maybe_current_level() is not None and functorch.without_levels(),
+            functorch.maybe_current_level() is not None and autograd.outside_of_transforms(),
             rebuilt,
             written and tensors.Refusing(written, self._was_changed),
             not self._world.is_here() and self._world.replayed(),

@@ -146,6 +146,7 @@ class _Kept:
     is_copied = False
 
     def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
+        self._x = weakref.ref(x)
         self.unpack: Callable[[], Tensor] = (
             Versioned(x).get if below is None else functools.partial(below[1], below[0](x))
         )
@@ -153,7 +154,9 @@ class _Kept:
     def copy(self) -> None:
         """Called before an operator writes to it, of which no version tells."""
         if not self.is_copied:
-            self.unpack, self.is_copied = Versioned(self.unpack().clone()).get, True
+            x = self._x()  # other hooks may be those of a checkpoint, and would recompute it
+            x = self.unpack() if x is None else x
+            self.unpack, self.is_copied = Versioned(x.clone()).get, True
 
 
 _Source = _Made | _Kept
@@ -216,7 +219,9 @@ class _Block(TorchDispatchMode):
     def __init__(self, below: autograd.Hooks | None) -> None:
         super().__init__()
         self.task = autograd.graph_task()
-        self.pack: Any = functools.partial(_pack, below)
+        pack: Any = functools.partial(_pack, below)
+        pack.keeps_nothing = True
+        self.pack = pack
         # Whether all graphs that refer to the block are gone.
         self.is_over = False
         self._below = below
@@ -341,7 +346,10 @@ class _Block(TorchDispatchMode):
                 task = autograd.graph_task()
                 # Outside of a backward, only the slot that is read is filled.
                 slots = [slot] if task in (-1, self._replayed) else [ref() for ref in [*self._slots]]
-                with unwatched(), nullcontext() if self._world.is_here() else self._world.replayed():
+                # The block ran outside of all transforms that are around the backward.
+                is_inside = functorch.maybe_current_level() is not None
+                around = autograd.outside_of_transforms() if is_inside else nullcontext()
+                with unwatched(), around, nullcontext() if self._world.is_here() else self._world.replayed():
                     self._replay([s for s in slots if s is not None and s.value is None])
                 self._replayed = task
             x, slot.value = slot.value, None
@@ -435,7 +443,9 @@ class ScopedTensor(Tensor):
         # Not inside of a checkpoint: in its recomputation the same tensor is plain, and both runs must save
         # the same.
         in_checkpoint = any(map(autograd.is_checkpoint, autograd.saved_tensors_hooks()))
-        if torch.is_grad_enabled() and _current() is None and autograd.may_push_hooks() and not in_checkpoint:
+        # Nor in the recomputation of a remat: it has the tensor, and a slot would compute it again.
+        is_forward = torch.is_grad_enabled() and _current() is None and autograd.graph_task() == -1
+        if is_forward and autograd.may_push_hooks() and not in_checkpoint:
             hooks = saved_tensors_hooks(functools.partial(_pack, autograd.top_saved_tensors_hooks()), _unpack)
         with autograd.subclasses_asleep(), hooks:
             out = func(*args, **kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .._torch import functorch
+from .._torch import autograd, functorch
 
 aten = torch.ops.aten
 
@@ -43,6 +43,9 @@ class Operator(NamedTuple):
     kind: str
     # Whether it writes, and does not count that in a dispatch mode.
     counts_no_versions: bool
+    # Whether it consists of other operators. These are what a mode sees, but not in inference mode, where the
+    # dispatch keys of autograd are off, which take it apart.
+    is_composite: bool
 
 
 # By id: to hash an operator takes torch a call of Python.
@@ -52,7 +55,8 @@ _operators: dict[int, Operator] = {}
 def about(func: Any) -> Operator:
     if (of := _operators.get(id(func))) is None:
         counts_no_versions = name_of(func).startswith("_foreach") and func._schema.is_mutable
-        of = _operators[id(func)] = Operator(func, _kind_of(func), counts_no_versions)
+        what = _kind_of(func), counts_no_versions, autograd.is_composite(func)
+        of = _operators[id(func)] = Operator(func, *what)
     return of
 
 

@@ -194,7 +194,11 @@ class Watch(functorch.UnguardedMode):
         kwargs = kwargs or {}
         if types and operators.is_subclass_first(types):
             return NotImplemented
-        kind = operators.about(func).kind
+        of = operators.about(func)
+        if of.is_composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        kind = of.kind
         if self.in_f:
             # (Inside of this method, it is no active mode itself.)
             if functorch.number_of_dispatch_modes() >= self.modes and functorch.is_tracing():

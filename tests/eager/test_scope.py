@@ -14,9 +14,10 @@ from torch.ao import quantization
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcckpt import checkpoint, checkpoint_scope, remat
+from funcckpt import checkpoint, checkpoint_scope, policies, remat
 from funcckpt.eager import scope as scope_module
 from funcckpt.errors import MutationError, TransformError
+from funcckpt.meter import measure
 
 from .implementations import D, Ops, in_a_thread, leaf, plain
 
@@ -124,6 +125,70 @@ def test_batched_gradients_with_dropout():
         return torch.autograd.grad(x * x, a, torch.eye(16, dtype=D), is_grads_batched=True)[0]
 
     assert_same(f(checkpoint_scope), f(nullcontext))
+
+
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+@pytest.mark.parametrize("draw", [torch.rand_like, F.dropout, lambda x: torch.empty_like(x).normal_()])
+def test_random_numbers_under_a_vmap_of_the_backward(draw, randomness):
+    a = leaf(4, 4)
+
+    def f(scope):
+        torch.manual_seed(0)
+        with scope():
+            x = torch.tanh(a) * draw(torch.ones(4, 4, dtype=D))
+        pull = lambda ct: torch.autograd.grad(x, a, ct, retain_graph=True)[0]
+        return torch.func.vmap(pull, randomness=randomness)(torch.eye(16, dtype=D).view(16, 4, 4))
+
+    assert_same(f(checkpoint_scope), f(nullcontext))
+
+
+@pytest.mark.parametrize("around", [plain, checkpoint, lambda f, x: remat(f)(x)])
+@pytest.mark.parametrize("call", [plain, lambda f, x: remat(f)(x)])
+def test_statistics_that_are_read_before_they_are_updated(call, around):
+    def run(scope, call, around):
+        torch.manual_seed(0)
+        m, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), torch.randn(5, 4, dtype=D)
+
+        def f(x):
+            with scope():
+                return call(m, x - m[1].running_mean)
+
+        around(f, x).square().sum().backward()
+        return [p.grad for p in m.parameters()], [*m.buffers()]
+
+    assert_same(run(checkpoint_scope, call, around), run(nullcontext, plain, plain))
+
+
+def test_a_policy_in_a_scope_keeps_nothing():
+    def run(scope, policy):
+        torch.manual_seed(0)
+        m, x = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)).double(), leaf(5, 4)
+        with scope():
+            y = remat(m, policy=policy)(x)
+        y.square().sum().backward()
+        return x.grad, [p.grad for p in m.parameters()], [*m.buffers()]
+
+    assert_same(run(checkpoint_scope, policies.dots_saveable), run(nullcontext, None))
+
+
+def test_a_remat_in_each_of_several_scopes_takes_its_input_as_it_is():
+    n = 6
+    ws, start = [leaf(8, 8) for _ in range(n)], leaf(8, 8).detach()
+
+    def run(scope, call):
+        x = start
+        for w in ws:
+            with scope():
+                x = call(lambda w, x: (x @ w).tanh() @ w, w, x)
+        return torch.autograd.grad(x.square().sum(), ws)
+
+    outside, inside = measure(run, nullcontext, remat_of), measure(run, checkpoint_scope, remat_of)
+    assert_same(inside.result, outside.result)
+    # The last scope is replayed: the loss reads what it has made.
+    assert inside.flops == outside.flops + 2 * 2 * 8**3
+
+
+remat_of = lambda f, *args: remat(f)(*args)
 
 
 def test_the_peak():

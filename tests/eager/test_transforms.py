@@ -90,6 +90,23 @@ def test_torchs_checkpoint_between_ours_in_a_batched_backward(around):
     assert_same(jacobian, y.detach().diag())
 
 
+@pytest.mark.parametrize("transform", [grad, vmap, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
+def test_a_backward_inside_of_a_transform(transform):
+    """Of a checkpoint outside of it, whose recomputation needs hooks."""
+    w, x = leaf(3, 3), leaf(4, 3)
+
+    def run(call):
+        y = call(lambda x: (torch.dropout(x, 0.5, True) @ w).tanh(), x)
+        norm = lambda ct: torch.autograd.grad(y, w, ct, retain_graph=True)[0].square().sum()
+        return transform(norm)(torch.ones(*([2] if transform is vmap else []), 4, 3, dtype=D))
+
+    torch.manual_seed(0)
+    actual = run(checkpoint)
+    torch.manual_seed(0)
+    assert_same(actual, run(plain))
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
 def test_a_captured_tensor_at_the_address_of_an_earlier_one():
     for _ in range(40):  # by chance, in two of five
         w = leaf(2, 2)
