@@ -15,6 +15,7 @@ from support import assert_same
 from torch import nn
 from torch.func import grad, hessian, jvp, vmap
 from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import checkpoint, checkpoint_name, create_selective_checkpoint_contexts, policies, remat
@@ -257,6 +258,21 @@ def test_products_are_kept_in_each_mode(policy, mode):
     run = lambda wrap: vmap(grad(lambda x: wrap(f)(x).sin().sum()))(x)
     with mode():
         kept, plain = measure(run, functools.partial(remat, policy=policy)), measure(run, lambda f: f)
+    assert_same(kept.result, plain.result)
+    assert kept.flops == plain.flops > 0
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
+def test_products_of_a_subclass_are_kept(policy):
+    """A mode sees the tensors of which it consists, as those of a DTensor."""
+    given = lambda *size: TwoTensor(tensor(*size, seed=1), tensor(*size, seed=2)).requires_grad_()
+    x, w = given(4, D), given(D, D)
+
+    def run(wrap):
+        y = wrap(lambda x: (x @ w).sin() @ w)(x)
+        return [g.b for g in torch.autograd.grad(y.sin().sum(), (x, w))]
+
+    kept, plain = measure(run, functools.partial(remat, policy=policy)), measure(run, lambda f: f)
     assert_same(kept.result, plain.result)
     assert kept.flops == plain.flops > 0
 

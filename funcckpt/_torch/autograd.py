@@ -55,7 +55,8 @@ OPERATORS = OpOverload, HigherOrderOperator
 
 def is_composite(func: Any) -> bool:
     """Whether an operator consists of other ones, into which `func.decompose` takes it apart."""
-    return isinstance(func, OpOverload) and func._can_decompose()
+    # (The dispatcher does not know those of `prim`.)
+    return isinstance(func, OpOverload) and func.namespace != "prim" and func._can_decompose()
 
 
 # Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.

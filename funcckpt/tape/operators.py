@@ -185,7 +185,7 @@ def inner_tensors(x: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(x):
         return []
     inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
-    return [z for y in inner for z in (y, *inner_tensors(y))]
+    return [z for y in inner if isinstance(y, Tensor) for z in (y, *inner_tensors(y))]
 
 
 # -- tensors and their memory ---------------------------------------------------------------------------

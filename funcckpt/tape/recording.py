@@ -121,7 +121,9 @@ class Record(Watch):
             for node in autograd.nodes_of(outputs, own, first_node):
                 for saved in autograd.saved_by(node):
                     if isinstance(saved.data, Tensor):
-                        self.tape.read |= self.tape.made(wrappers.everything_below(saved.data))
+                        below = wrappers.everything_below(saved.data)
+                        inner = [y for x in below for y in operators.inner_tensors(x)]
+                        self.tape.read |= self.tape.made([*below, *inner])
 
     def finish(self, outputs: Sequence[Tensor]) -> Kept | None:
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
