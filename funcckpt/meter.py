@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import functorch
-from .tape.operators import about, flops_of, is_subclass_first, run_operator
+from .tape.operators import comes_whole, flops_of, is_subclass_first, run_operator
 from .tape.recompute import Placeholder
 
 __all__ = ["Measurement", "Meter", "mark", "measure"]
@@ -128,7 +128,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_subclass_first(types):
             return NotImplemented
-        if about(func).is_composite:
+        if comes_whole(func, args, kwargs):
             with self:
                 return func.decompose(*args, **kwargs)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from funcckpt import MutationError, policies, remat
 from funcckpt.core.dispatch import program_of
+from funcckpt.meter import measure
 
 
 @pytest.fixture(params=WRAPS)
@@ -171,6 +172,37 @@ def test_an_update_that_leaves_a_value_as_it_was(same, given):
         return w.grad, list(norm.buffers()), buffers
 
     same(run)
+
+
+class Causal(nn.Module):
+    """A block with its mask, as in nanoGPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(1024, 1024).tril())
+
+    def forward(self, x):
+        mask = self.mask[: len(x), : len(x)]
+        return x + (x @ x.mT).masked_fill(mask == 0, -torch.inf).softmax(-1) @ self.linear(x)
+
+
+def test_large_tables_are_not_copied():
+    """The model is in training, and its buffers are arguments, as in torch's tutorial of per-sample gradients."""
+    model, x = nn.Sequential(*[Causal() for _ in range(4)]), torch.ones(2, 64, 4)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+
+    def peak(wrap):
+        def loss(parameters, buffers, x):
+            for i, block in enumerate(model):
+                of = lambda given, i=i: {k[2:]: v for k, v in given.items() if k.startswith(f"{i}.")}
+                call = lambda p, b, x, block=block: functional_call(block, (p, b), (x,))
+                x = wrap(call)(of(parameters), of(buffers), x)
+            return x.sum()
+
+        return measure(vmap(grad(loss), (None, None, 0)), parameters, buffers, x).peak_bytes
+
+    assert peak(remat) < 0.6 * peak(lambda f: f) < buffers["0.mask"].nbytes
 
 
 def test_only_statistics_are_copied_beside_an_update():

@@ -11,7 +11,9 @@ import itertools
 import pickle
 from abc import ABC, ABCMeta
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +176,27 @@ def test_copies_and_slices_keep_the_options(kind):
     assert type(model)._funcckpt_options == {"early_stop": False}
     assert type(model[0])._funcckpt_options == {"policy": policies.dots_saveable}
     assert type(Remat(model[0]))._funcckpt_options == {}
+
+
+@dataclass
+class Asked:
+    """A policy that is equal to others, or cannot be compared."""
+
+    times: Any
+    asked: int = 0
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        self.asked += 1
+        return True
+
+
+@pytest.mark.parametrize("what", [1, torch.ones(2)], ids=["equal", "not comparable"])
+def test_each_module_has_its_own_policy(what):
+    ours = [Asked(what), Asked(what)]
+    _, second = [Remat(nn.Linear(2, 2), policy=policy) for policy in ours]
+    copy.deepcopy(second)(torch.ones(1, 2)).sum().backward()
+    second(torch.ones(1, 2)).sum().backward()
+    assert ours[0].asked == 0 < ours[1].asked
 
 
 def save_and_load(model):

@@ -23,6 +23,7 @@ from funcckpt.errors import FuncckptError, InputError, MutationError, OptionErro
 from funcckpt.meter import mark, measure
 from funcckpt.policies.policies import Chooser
 from funcckpt.tape import recording
+from funcckpt.tape.tape import MOST_CALLS, Plans
 
 pytestmark = pytest.mark.usefixtures("small_sizes_matter")
 aten = torch.ops.aten
@@ -275,6 +276,40 @@ def test_products_of_a_subclass_are_kept(policy):
     kept, plain = measure(run, functools.partial(remat, policy=policy)), measure(run, lambda f: f)
     assert_same(kept.result, plain.result)
     assert kept.flops == plain.flops > 0
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable, policies.everything_saveable])
+def test_an_operator_with_a_kernel_of_its_own_is_that_kernel(policy):
+    """Torch can also make it of others, which round, or choose a neighbour, in another way."""
+    w, x = tensor(1, 3, 4, 4, seed=3), tensor(1, 3, 4, 4, seed=4)
+    up = lambda x: F.interpolate((x * 2).sin(), scale_factor=1.2, mode="nearest").square()
+    run = lambda wrap: (wrap(up)(x), grad(lambda x: (wrap(up)(x) * w).sum())(x))
+    for _ in range(2):
+        assert_same(run(functools.partial(remat, policy=policy)), run(lambda f: f))
+    assert_same(measure(up, x).result, up(x))
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
+def test_fake_tensors(policy):
+    with torch._subclasses.FakeTensorMode():
+        w, x = torch.empty(4, 4, requires_grad=True), torch.empty(3, 4)
+        remat(lambda x: (x @ w).tanh(), policy=policy)(x).sum().backward()
+        assert w.grad.shape == w.shape
+
+
+def test_plans_have_a_bound_and_small_keys():
+    def size(key):
+        return sum(map(size, key)) if isinstance(key, (tuple, frozenset)) else 1
+
+    x, bank = SAMPLES[0], [tensor(D, seed=i) for i in range(300)]
+    recording._plans.clear()
+    grad(lambda x: remat(lambda x: (x.sin() @ x.mT) * bank[0][0], policy=policies.dots_saveable)(x).sum())(x)
+    (key,) = recording._plans
+    assert size(key) < len(bank)
+    plans = Plans()
+    for i in range(MOST_CALLS // 50):
+        plans[i] = dict.fromkeys(range(100)), i
+    assert 0 < 101 * len(plans) <= MOST_CALLS
 
 
 def test_what_a_policy_keeps_is_learned_once(monkeypatch):

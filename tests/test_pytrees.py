@@ -200,3 +200,18 @@ def test_structures_with_what_cannot_be_compared(cls, wrap):
         return grad(total)(x3), torch.autograd.grad(total(x), x)
 
     assert_same(gradient(WRAPS[wrap]), gradient(lambda f: f))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_shape_stays_a_shape(wrap):
+    w, x = tensor(3, 3, seed=1), tensor(2, 3)
+
+    def loss(wrap, w):
+        mean, (size,) = wrap(lambda x, w: ((x @ w).tanh().mean(0), [x.shape]))(x, w)
+        return wrap(lambda mean, size, w: (mean.expand(size) @ w).tanh() / size.numel())(mean, size, w).sum()
+
+    def gradients(wrap):
+        leaf = w.clone().requires_grad_()
+        return torch.autograd.grad(loss(wrap, leaf), leaf), grad(lambda w: loss(wrap, w))(w)
+
+    assert_same(gradients(WRAPS[wrap]), gradients(lambda f: f))

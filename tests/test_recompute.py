@@ -26,6 +26,7 @@ draw = lambda *shape: torch.randn(*shape, dtype=torch.float64) / 2
 @pytest.fixture(autouse=True)
 def nothing_known(small_sizes_matter):
     recompute._plans.clear()
+    recompute._counts.clear()
 
 
 block = lambda x, w1, w2: x + F.layer_norm(F.gelu(x @ w1), (H,)) @ w2
@@ -178,6 +179,19 @@ def test_checks_do_not_change_what_other_calls_skip():
     expected = of("default", "default", "default")[1:]
     recompute._plans.clear()
     assert of("values", "values", "default", "default", "default")[3:] == expected
+
+
+def test_shapes_that_change_with_each_call_are_not_learned():
+    """Sequences of any length: to learn what to skip takes longer than the recomputation."""
+    w, f = tensor(D, D), remat(lambda x, w: (x @ w).sin() @ w)
+    run = lambda n: grad(lambda x: f(x, w).sum())(draw(n, D))
+    for n in range(3, 40):
+        run(n)
+    assert len(recompute._plans) == recompute.LEARNED_AT_LEAST
+    for _ in range(recompute.MET_FOR_EACH * recompute.LEARNED_AT_LEAST):
+        run(3)
+    run(50)
+    assert len(recompute._plans) == recompute.LEARNED_AT_LEAST + 1
 
 
 derivative = lambda f: grad(lambda x: f(x).square().sum())

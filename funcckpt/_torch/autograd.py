@@ -53,10 +53,16 @@ from . import functorch
 OPERATORS = OpOverload, HigherOrderOperator
 
 
+# The dispatch keys of kernels that make of a composite operator one that is not taken apart.
+_OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAutograd")
+
+
 def is_composite(func: Any) -> bool:
-    """Whether an operator consists of other ones, into which `func.decompose` takes it apart."""
-    # (The dispatcher does not know those of `prim`.)
-    return isinstance(func, OpOverload) and func.namespace != "prim" and func._can_decompose()
+    """Whether an operator consists of other ones alone, into which autograd takes it apart."""
+    if not isinstance(func, OpOverload) or func.namespace == "prim":  # which the dispatcher does not know
+        return False
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    return has_kernel("CompositeImplicitAutograd") and not any(map(has_kernel, _OWN_KERNELS))
 
 
 # Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.

@@ -91,6 +91,13 @@ def detached(x: Tensor) -> Tensor:
     return x.detach()
 
 
+def viewed(x: Tensor) -> Tensor:
+    """Another tensor for `x`, with its history. (`view_as` is for strided tensors with strided gradients.)"""
+    if x.is_nested:
+        return x.view_as(x)
+    return torch.ops.aten.alias(x) if x.layout is torch.strided else x.clone()
+
+
 def how_to_detach(tensors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
     """`detached`, or the faster `detach` where that is the same."""
     return detached if functorch.is_tracing() or any(map(is_legacy_batchedtensor, tensors)) else Tensor.detach

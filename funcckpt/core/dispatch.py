@@ -251,9 +251,9 @@ class _Node(functorch.SingleLevelFunction):
             if "modified by an inplace operation" not in str(error):
                 raise
             raise MutationError(
-                f"an input of remat({ctx.called}), a tensor that it captured, or an output that its policy "
-                "keeps was changed in place between the forward and the backward. Use a copy of it "
-                f"(x.clone()). {error}"
+                f"an input of remat({ctx.called}), a tensor that it captured, an output that its policy "
+                "keeps, or a gradient that was given to its backward was changed in place before this "
+                f"backward. Use a copy of it (x.clone()). {error}"
             ) from None
         if (program := ctx.program) is None:
             owner = arguments.pop()

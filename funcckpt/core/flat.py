@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter, deque
 from collections.abc import ItemsView, Sequence, ValuesView
@@ -19,8 +20,13 @@ from ..errors import MutationError, OutputError, describe
 from .tensors import Tensors, is_close, with_paths
 
 # Types of arguments and outputs that hold no other object.
-LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+LEAVES = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+
+# Torch's pytrees would make a tuple of a shape.
+_flattened = functools.partial(
+    pytree.tree_flatten, is_leaf=functools.partial(type.__instancecheck__, torch.Size)
+)
 
 _FLAGS = frozenset((int, bool, str, bytes, type(None), torch.dtype, torch.device))
 
@@ -34,7 +40,7 @@ class Arguments:
         self._structure: Any = (*kwargs,)
         self.is_flat = all(map(isinstance, leaves, repeat(LEAVES)))
         if not self.is_flat:
-            leaves, self._structure = pytree.tree_flatten(([*args], kwargs))
+            leaves, self._structure = _flattened(([*args], kwargs))
         self.others = leaves  # the leaves, with None in place of tensors
         self.iterator: int | None = None  # the position of one, which the recomputation would find empty
         self.tensors: list[Tensor] = []
@@ -79,13 +85,13 @@ class Arguments:
 
         `args` and `kwargs` are what `unflatten` gave for `tensors` and `others`, after the run of f.
         """
-        now, structure = pytree.tree_flatten((args, kwargs))
+        now, structure = _flattened((args, kwargs))
         then = [*others]
         for i, number in self._numbers.items():
             then[i] = tensors[number]
         if not _are_same(self._structure, structure) or any(map(operator.is_not, then, now)):
             # A node of the user may come back in another form.
-            then, before = pytree.tree_flatten(self.unflatten(tensors, others))
+            then, before = _flattened(self.unflatten(tensors, others))
             if not _are_same(before, structure) or any(map(operator.is_not, then, now)):
                 raise MutationError(
                     f"remat({name}) changes a list or dict among its arguments. That is a copy, so the "
@@ -137,7 +143,7 @@ class Outputs:
         leaves: list[Any] = [out]
         self.structure = _ONE
         if not isinstance(out, Tensor):
-            leaves, self.structure = pytree.tree_flatten(out)
+            leaves, self.structure = _flattened(out)
         self.others = leaves
         self.tensors: list[Tensor] = []
         # By position among the leaves: the look of each tensor, and its number among the outputs. An input

@@ -395,7 +395,7 @@ class Vjp(Derived):
                     stays = not mode and id(x) == captured.get(i) and x.is_leaf and x.requires_grad
                     if not stays or x._backward_hooks:
                         is_nested = mode and x.requires_grad
-                        primals[i] = x.view_as(x) if is_nested else wrappers.requires_grad_(detach(x))
+                        primals[i] = wrappers.viewed(x) if is_nested else wrappers.requires_grad_(detach(x))
             else:
                 primals = wrappers.wrapped_for_grad(primals, level)
                 wrappers.require_grad_at_this_level(primals, self.tracked)

@@ -19,8 +19,9 @@ from ..errors import MutationError, describe
 from ..tape.recompute import Placeholder
 from ..tape.tape import unwatched
 
-# Elements up to which a buffer of a module that is training is copied before the forward.
-MAX_BUFFER = 1 << 20
+# Elements up to which a buffer of a module that is training is copied before the forward. Larger ones are
+# nearly always tables that nobody updates: causal masks, angles of positions.
+MAX_BUFFER = 1 << 18
 # Elements up to which a copy is worth less than to ask an accelerator whether it is needed.
 SMALL_BUFFER = 1 << 12
 Tensors = tuple[Tensor, ...]

@@ -146,7 +146,7 @@ class _Kept:
     is_copied = False
 
     def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
-        self._x = weakref.ref(x)
+        self._x, self._version = weakref.ref(x), version_of(x)
         self.unpack: Callable[[], Tensor] = (
             Versioned(x).get if below is None else functools.partial(below[1], below[0](x))
         )
@@ -155,7 +155,8 @@ class _Kept:
         """Called before an operator writes to it, of which no version tells."""
         if not self.is_copied:
             x = self._x()  # other hooks may be those of a checkpoint, and would recompute it
-            x = self.unpack() if x is None else x
+            if x is None or version_of(x) != self._version:
+                x = self.unpack()
             self.unpack, self.is_copied = Versioned(x.clone()).get, True
 
 
@@ -415,6 +416,9 @@ def _pack(below: autograd.Hooks | None, x: Tensor) -> _Slot | _Kept:
     # of tensors, whichever blocks can still be replayed then.
     if found is None or (found[0] is not block and (block is not None or autograd.is_checkpoint(below))):
         return _Kept(x, below)
+    # The recomputation of a remat has the tensor, which a slot would compute again.
+    if found[0].task != autograd.graph_task():
+        return _Kept(x, below)
     if found[1].version not in (None, version_of(x)):
         return _Kept(x, below)  # written to after the block: a replay gives the old value
     if not found[1].is_filled:
@@ -443,9 +447,7 @@ class ScopedTensor(Tensor):
         # Not inside of a checkpoint: in its recomputation the same tensor is plain, and both runs must save
         # the same.
         in_checkpoint = any(map(autograd.is_checkpoint, autograd.saved_tensors_hooks()))
-        # Nor in the recomputation of a remat: it has the tensor, and a slot would compute it again.
-        is_forward = torch.is_grad_enabled() and _current() is None and autograd.graph_task() == -1
-        if is_forward and autograd.may_push_hooks() and not in_checkpoint:
+        if torch.is_grad_enabled() and _current() is None and autograd.may_push_hooks() and not in_checkpoint:
             hooks = saved_tensors_hooks(functools.partial(_pack, autograd.top_saved_tensors_hooks()), _unpack)
         with autograd.subclasses_asleep(), hooks:
             out = func(*args, **kwargs)

@@ -139,7 +139,7 @@ def _checked_options(title: str, options: dict[str, Any]) -> dict[str, Any]:
 def _checkpointed_class(kind: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
     kind = _original(kind) if issubclass(kind, Remat) else kind
     for known in kind.__subclasses__():
-        if vars(known).get(_KEY) == options and known.__bases__[1:] == (kind,):
+        if known.__bases__[1:] == (kind,) and _are_same(vars(known).get(_KEY), options):
             return known
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,6 +162,13 @@ def _checkpointed_class(kind: type[nn.Module], options: dict[str, Any]) -> type[
     made: type[nn.Module] = maker.__new__(type(kind), *what)
     maker.__init__(made, *what)
     return made
+
+
+def _are_same(old: dict[str, Any] | None, new: dict[str, Any]) -> bool:
+    """Whether options are the same. Two policies that are equal may be asked differently later."""
+    if old is None or old.keys() != new.keys():
+        return False
+    return all([old[name] is x or (isinstance(x, str) and old[name] == x) for name, x in new.items()])
 
 
 def _original(kind: type[nn.Module]) -> type[nn.Module]:

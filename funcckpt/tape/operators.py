@@ -44,7 +44,7 @@ class Operator(NamedTuple):
     # Whether it writes, and does not count that in a dispatch mode.
     counts_no_versions: bool
     # Whether it consists of other operators. These are what a mode sees, but not in inference mode, where the
-    # dispatch keys of autograd are off, which take it apart.
+    # dispatch keys of autograd are off, which take it apart. (Of nested tensors, some have kernels.)
     is_composite: bool
 
 
@@ -58,6 +58,11 @@ def about(func: Any) -> Operator:
         what = _kind_of(func), counts_no_versions, autograd.is_composite(func)
         of = _operators[id(func)] = Operator(func, *what)
     return of
+
+
+def comes_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator is to be taken apart, by `func.decompose`, as in other modes."""
+    return about(func).is_composite and not any([x.is_nested for x in tensors_of(args, kwargs)])
 
 
 def kind_of(func: Any) -> str:

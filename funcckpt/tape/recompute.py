@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -168,6 +169,20 @@ class Replay(Watch):
 FLOPS_WORTH_A_CALL = 3_000_000
 # An accelerator computes so much in that time.
 FLOPS_ON_ACCELERATOR = 500_000_000
+# To learn a plan takes as long as so many recomputations save by it.
+LEARNED_AT_LEAST, MET_FOR_EACH = 8, 10
+
+
+@dataclass(slots=True)
+class Counts:
+    """How many plans were learned, and how often one was met."""
+
+    learned: int = 0
+    met: int = 0
+
+
+# By key without the shapes of inputs.
+_counts: dict[Any, Counts] = Plans()
 # What recomputations skip: calls by their numbers. Empty after a skipped result was read.
 _plans = Plans()
 
@@ -254,6 +269,14 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if elements * elements >= 2 * FLOPS_WORTH_A_CALL and not functorch.has_compiled():
         key = *steps_of(program), frozenset(calls), *map(look, inputs)
         plan = _plans.get(key)
+        if (counts := _counts.get(key[: -len(inputs)])) is None:
+            counts = _counts[key[: -len(inputs)]] = Counts()
+        if plan is not None:
+            counts.met += 1
+        elif counts.learned < LEARNED_AT_LEAST or counts.met >= MET_FOR_EACH * counts.learned:
+            counts.learned += 1
+        else:
+            plan, key = {}, None  # the inputs have other shapes in nearly each call
     if plan is not None and not (plan or calls):
         return None
     device = next((x.device for x in inputs if x.device.type not in ("cpu", "meta")), None)

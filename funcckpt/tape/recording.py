@@ -67,8 +67,9 @@ class Record(Watch):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
-        for layers in map(wrappers.layers_of, inputs):
-            self._key = *self._key, operators.look(layers[-1]), *[x.requires_grad for x in layers]
+        layers = [*map(wrappers.layers_of, inputs)]
+        looks = [(operators.look(of[-1]), *[x.requires_grad for x in of]) for of in layers]
+        self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
         if self._chooser.known is not None and (plan := _plans.get(self._key)) is not None:
             self.tape, (self.known, self._last) = None, plan
 

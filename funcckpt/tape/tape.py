@@ -139,10 +139,20 @@ def recomputed(
 class Plans(dict[Any, Any]):
     """What was learned from earlier runs, by a key for each. Cleared when it becomes too large."""
 
+    _size = 0  # how many calls it has, and how many keys
+
     def __setitem__(self, key: Any, plan: Any) -> None:
-        if len(self) >= 4096:
-            self.clear()
+        if key not in self:
+            parts = plan if isinstance(plan, tuple) else (plan,)
+            self._size += 1 + sum([len(part) for part in parts if isinstance(part, dict)])
+            if self._size > MOST_CALLS:
+                self.clear()
+                self._size = 0
         super().__setitem__(key, plan)
+
+
+# A call takes some 4 kilobytes.
+MOST_CALLS = 10_000
 
 
 def steps_of(program: Any) -> list[Any]:
@@ -195,7 +205,7 @@ class Watch(functorch.UnguardedMode):
         if types and operators.is_subclass_first(types):
             return NotImplemented
         of = operators.about(func)
-        if of.is_composite:
+        if of.is_composite and operators.comes_whole(func, args, kwargs):
             with self:
                 return func.decompose(*args, **kwargs)
         kind = of.kind

@@ -159,6 +159,36 @@ def test_statistics_that_are_read_before_they_are_updated(call, around):
     assert_same(run(checkpoint_scope, call, around), run(nullcontext, plain, plain))
 
 
+def test_statistics_that_somebody_resets_between_two_scopes():
+    norm, x = nn.BatchNorm1d(4).double(), leaf(5, 4)
+
+    def run():
+        with checkpoint_scope():
+            y = torch.tanh(x - norm.running_mean)
+        norm.reset_running_stats()
+        with checkpoint_scope():
+            norm(y * 1.0)
+
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        run()
+
+
+def test_scopes_inside_of_a_remat_keep_nothing_in_its_recomputation():
+    ws, x = [(leaf(4, 64), leaf(64, 4)) for _ in range(8)], leaf(16, 4)
+
+    def group(scope, x):
+        for a, b in ws:
+            with scope():
+                h = torch.tanh(x @ a)
+            x = x + h @ b
+        return x
+
+    run = lambda scope: torch.autograd.grad(remat(lambda x: group(scope, x))(x).square().sum(), x)
+    with_scopes, without = measure(run, checkpoint_scope), measure(run, nullcontext)
+    assert_same(with_scopes.result, without.result)
+    assert with_scopes.peak_bytes < 0.5 * without.peak_bytes
+
+
 def test_a_policy_in_a_scope_keeps_nothing():
     def run(scope, policy):
         torch.manual_seed(0)
