@@ -30,7 +30,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._torch import functorch
+from ._torch import autograd, functorch
 from .tape.operators import comes_whole, flops_of, is_subclass_first, run_operator
 from .tape.recompute import Placeholder
 
@@ -130,7 +130,7 @@ class Meter(TorchDispatchMode):
             return NotImplemented
         if comes_whole(func, args, kwargs):
             with self:
-                return func.decompose(*args, **kwargs)
+                return autograd.taken_apart(func, args, kwargs)
 
         with self._lock:
             # torch.tensor makes its storage with the dispatcher off, then hands it to lift_fresh.

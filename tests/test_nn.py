@@ -171,6 +171,9 @@ class OwnPickles(nn.Sequential):
 @pytest.mark.parametrize("kind", [nn.Sequential, OwnCopies, OwnPickles])
 def test_copies_and_slices_keep_the_options(kind):
     model = Remat(kind(Remat(nn.Linear(2, 2), policy=policies.dots_saveable), nn.Tanh()), early_stop=False)
+    products = Remat(nn.Linear(2, 2), policy=[torch.ops.aten.addmm.default])
+    assert type(copy.deepcopy(products)) is type(products)
+    assert type(Remat(nn.Linear(2, 2))) is type(Remat(nn.Linear(2, 2), policy=None))
     for again in (copy.deepcopy(model), copy.copy(model), save_and_load(model), model[:1]):
         assert type(again) is type(model) and type(again[0]) is type(model[0])
     assert type(model)._funcckpt_options == {"early_stop": False}

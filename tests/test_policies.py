@@ -14,6 +14,7 @@ from oracles import REVERSE, tensor, total
 from support import assert_same
 from torch import nn
 from torch.func import grad, hessian, jvp, vmap
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -289,12 +290,17 @@ def test_an_operator_with_a_kernel_of_its_own_is_that_kernel(policy):
     assert_same(measure(up, x).result, up(x))
 
 
-@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable, policies.everything_saveable])
 def test_fake_tensors(policy):
     with torch._subclasses.FakeTensorMode():
         w, x = torch.empty(4, 4, requires_grad=True), torch.empty(3, 4)
         remat(lambda x: (x @ w).tanh(), policy=policy)(x).sum().backward()
         assert w.grad.shape == w.shape
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.randn(60, 400), static_shapes=False).requires_grad_()
+    with mode:
+        remat(lambda x: (x @ x.mT).tanh().sum(), policy=policy)(x).backward()
+    assert x.grad.shape == x.shape
 
 
 def test_plans_have_a_bound_and_small_keys():

@@ -12,6 +12,7 @@ import torch
 from oracles import OBSERVATIONS, assert_same, observe, plain, tensor
 from support import WRAPS
 from torch.func import grad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from funcckpt import MutationError, remat
@@ -215,3 +216,16 @@ def test_a_shape_stays_a_shape(wrap):
         return torch.autograd.grad(loss(wrap, leaf), leaf), grad(lambda w: loss(wrap, w))(w)
 
     assert_same(gradients(WRAPS[wrap]), gradients(lambda f: f))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_size_without_a_number(captures):
+    def loss(x, wrap):
+        n = x.shape[0] * x.shape[1]
+        g = wrap((lambda x: x.sin().view(n)) if captures else (lambda x, n: x.sin().view(n)))
+        return g(*((x,) if captures else (x, n))).square().sum()
+
+    run = lambda wrap: make_fx(grad(lambda x: loss(x, wrap)), tracing_mode="symbolic")(tensor(3, 4))(
+        tensor(2, 5)
+    )
+    assert_same(run(remat), run(lambda f: f))

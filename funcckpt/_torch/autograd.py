@@ -65,6 +65,12 @@ def is_composite(func: Any) -> bool:
     return has_kernel("CompositeImplicitAutograd") and not any(map(has_kernel, _OWN_KERNELS))
 
 
+def taken_apart(func: Any, args: Any, kwargs: Any) -> Any:
+    """The results of a composite operator, by what autograd calls in its place."""
+    # (`func.decompose` takes a decomposition in Python instead, if there is one.)
+    return func._op_dk(functorch.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 # Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.
 NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a

@@ -465,11 +465,8 @@ class Call(UserProgram):
         return tensors.changed_between(f"remat({self.name})", x, where or self.found.where(id(x)))
 
     def reads_grad_mode(self) -> bool:
-        modules = [node.value for node in self.found.nodes.values() if isinstance(node.value, nn.Module)]
-        if any([isinstance(module, nn.RNNBase) for module in modules]):
-            return True
-        # Of torch as a function, and not a module of that name.
-        return "lstm" in self.found.names and not any(["lstm" in module._modules for module in modules])
+        modules = any([isinstance(node.value, nn.RNNBase) for node in self.found.nodes.values()])
+        return modules or "lstm" in self.found.names  # `torch.lstm`
 
     def held(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""

@@ -402,7 +402,7 @@ class Vjp(Derived):
             leaves = [*map(primals.__getitem__, self.wrt)]
             # A module tracker puts hooks on the arguments of f. In a backward, it must not get a leaf.
             if functorch.has_global_module_hook():
-                primals = [x.view_as(x) if x.requires_grad and x.is_leaf else x for x in primals]
+                primals = [wrappers.viewed(x) if x.requires_grad and x.is_leaf else x for x in primals]
             return [*self.inner.run(*primals)], leaves
         finally:
             if level:

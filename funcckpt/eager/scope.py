@@ -156,6 +156,8 @@ class _Kept:
         if not self.is_copied:
             x = self._x()  # other hooks may be those of a checkpoint, and would recompute it
             if x is None or version_of(x) != self._version:
+                if isinstance(getattr(self.unpack, "__self__", None), Versioned):
+                    return  # which raises when it is read
                 x = self.unpack()
             self.unpack, self.is_copied = Versioned(x.clone()).get, True
 

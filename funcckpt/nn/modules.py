@@ -148,7 +148,7 @@ def _checkpointed_class(kind: type[nn.Module], options: dict[str, Any]) -> type[
     if isinstance(inspect.getattr_static(kind, "forward"), types.FunctionType):
         # Libraries pass what the signature has.
         cast(Any, forward).__signature__ = inspect.signature(kind.forward)
-    contents: dict[str, Any] = {_KEY: options, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    contents: dict[str, Any] = {_KEY: _Given(options), "__module__": kind.__module__, "__doc__": kind.__doc__}
     becomes = getattr(kind, "cls_to_become", None)
     if becomes is not None:  # a lazy module changes its class in its first call
         contents["cls_to_become"] = _checkpointed_class(becomes, options)
@@ -164,11 +164,19 @@ def _checkpointed_class(kind: type[nn.Module], options: dict[str, Any]) -> type[
     return made
 
 
+class _Given(dict[str, Any]):
+    """Options as they were given. Copies of a module have the same, and so the same class."""
+
+    def __deepcopy__(self, memo: Any) -> _Given:
+        return self
+
+
 def _are_same(old: dict[str, Any] | None, new: dict[str, Any]) -> bool:
     """Whether options are the same. Two policies that are equal may be asked differently later."""
-    if old is None or old.keys() != new.keys():
+    if old is None:
         return False
-    return all([old[name] is x or (isinstance(x, str) and old[name] == x) for name, x in new.items()])
+    pairs = zip(Options(**old), Options(**new), strict=True)
+    return all([x is y or (isinstance(x, str) and x == y) for x, y in pairs])
 
 
 def _original(kind: type[nn.Module]) -> type[nn.Module]:

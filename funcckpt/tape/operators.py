@@ -61,7 +61,7 @@ def about(func: Any) -> Operator:
 
 
 def comes_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator is to be taken apart, by `func.decompose`, as in other modes."""
+    """Whether an operator is to be taken apart, as it is in other modes."""
     return about(func).is_composite and not any([x.is_nested for x in tensors_of(args, kwargs)])
 
 

@@ -266,7 +266,9 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     elements = sum(map(Tensor.numel, inputs))
     key: Any = None
     plan: Mapping[int, Call] | None = {}
-    if elements * elements >= 2 * FLOPS_WORTH_A_CALL and not functorch.has_compiled():
+    # (Fake tensors may have sizes that are no numbers.)
+    is_large = type(elements) is int and elements * elements >= 2 * FLOPS_WORTH_A_CALL
+    if is_large and not functorch.has_compiled():
         key = *steps_of(program), frozenset(calls), *map(look, inputs)
         plan = _plans.get(key)
         if (counts := _counts.get(key[: -len(inputs)])) is None:

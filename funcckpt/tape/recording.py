@@ -59,6 +59,8 @@ class Record(Watch):
 
     # The number at the end of that earlier run.
     _last: int | None = None
+    # Whether this run is learned.
+    _learns = False
 
     def __init__(self, program: Any, chooser: Chooser) -> None:
         super().__init__(program.source, Tape())
@@ -69,9 +71,14 @@ class Record(Watch):
         super().begin()
         layers = [*map(wrappers.layers_of, inputs)]
         looks = [(operators.look(of[-1]), *[x.requires_grad for x in of]) for of in layers]
-        self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
-        if self._chooser.known is not None and (plan := _plans.get(self._key)) is not None:
-            self.tape, (self.known, self._last) = None, plan
+        self._learns = self._chooser.known is not None
+        if self._learns:
+            with suppress(TypeError):  # fake tensors may have sizes that are no numbers
+                self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
+                if (plan := _plans.get(self._key)) is not None:
+                    self.tape, (self.known, self._last) = None, plan
+                return
+            self._learns = False
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of a known call, and hold those of its results that are kept."""
@@ -144,7 +151,7 @@ class Record(Watch):
                 values, call.values = {i: x for i, x in call.values.items() if (index, i) in used}, {}
                 if index not in again and (values or call.may_skip):
                     kept.keep(call, values)
-            if self._chooser.known is not None and key not in _plans:
+            if self._learns and key not in _plans:
                 _plans[key] = kept.calls, self.number
         # The caller may write to an output.
         for away in filter(None, kept.places):

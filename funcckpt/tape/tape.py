@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import world
-from .._torch import dynamo, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from . import operators
 from .operators import TensorMeta, kind_of, results, tensors_in, tensors_of
 
@@ -207,7 +207,7 @@ class Watch(functorch.UnguardedMode):
         of = operators.about(func)
         if of.is_composite and operators.comes_whole(func, args, kwargs):
             with self:
-                return func.decompose(*args, **kwargs)
+                return autograd.taken_apart(func, args, kwargs)
         kind = of.kind
         if self.in_f:
             # (Inside of this method, it is no active mode itself.)
