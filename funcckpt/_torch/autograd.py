@@ -51,6 +51,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import functorch
 
 OPERATORS = OpOverload, HigherOrderOperator
+# Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.
+NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
+# Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
+# tensor from outside of a level.
+_WRITES_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+WRITES_TO_CAPTURED = "that would mutate a captured Tensor"
+# Part of the error of torch.func if a saved-tensor hook is active.
+REFUSES_HOOKS = "support saved tensor hooks"
 
 
 # The dispatch keys of kernels that make of a composite operator one that is not taken apart.
@@ -69,16 +77,6 @@ def taken_apart(func: Any, args: Any, kwargs: Any) -> Any:
     """The results of a composite operator, by what autograd calls in its place."""
     # (`func.decompose` takes a decomposition in Python instead, if there is one.)
     return func._op_dk(functorch.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-
-
-# Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.
-NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
-# Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a
-# tensor from outside of a level.
-_WRITES_TO_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
-WRITES_TO_CAPTURED = "that would mutate a captured Tensor"
-# Part of the error of torch.func if a saved-tensor hook is active.
-REFUSES_HOOKS = "support saved tensor hooks"
 
 
 def is_about_writes(error: Exception) -> bool:

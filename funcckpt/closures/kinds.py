@@ -24,7 +24,7 @@ from .code import is_installed, is_library, is_plain_python, names_for, slots_of
 # Types whose values hold no tensor.
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.CodeType}
-    | {torch.SymInt, torch.SymFloat, torch.SymBool}  # of tensors without sizes
+    | {torch.SymInt, torch.SymFloat, torch.SymBool}  # sizes that are no numbers, in a trace
 )
 
 

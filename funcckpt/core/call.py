@@ -473,12 +473,17 @@ class Call(UserProgram):
         return [*self.constants, *[x for x, _ in self._outputs.values], *self._updated.values()]
 
 
+def has_hook_of_opacus(module: nn.Module) -> bool:
+    """Whether Opacus collects what a layer is given, for per-sample gradients."""
+    hooks = [getattr(hook, "__name__", "") for hook in module._forward_hooks.values()]
+    return "capture_activations_hook" in hooks
+
+
 def check_no_opacus(title: str, f: Any, found: Found) -> None:
     """Raise if f calls a module with the hooks of Opacus; around f they do no harm."""
     for module in [node.value for node in found.nodes.values() if isinstance(node.value, nn.Module)]:
-        hooks = [getattr(hook, "__name__", "") for hook in module._forward_hooks.values()]
         is_inside = module.training and module is not getattr(f, "__self__", None)
-        if is_inside and "capture_activations_hook" in hooks:
+        if is_inside and has_hook_of_opacus(module):
             raise InputError(
                 f"{title}: the hooks of GradSampleModule on a {type(module).__name__} inside of it would run "
                 "again in the recomputation, and its parameters would get no grad_sample. Wrap single layers "

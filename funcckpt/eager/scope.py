@@ -146,7 +146,7 @@ class _Kept:
     is_copied = False
 
     def __init__(self, x: Tensor, below: autograd.Hooks | None) -> None:
-        self._x, self._version = weakref.ref(x), version_of(x)
+        self._x, self._version, self._has_hooks = weakref.ref(x), version_of(x), below is not None
         self.unpack: Callable[[], Tensor] = (
             Versioned(x).get if below is None else functools.partial(below[1], below[0](x))
         )
@@ -156,8 +156,8 @@ class _Kept:
         if not self.is_copied:
             x = self._x()  # other hooks may be those of a checkpoint, and would recompute it
             if x is None or version_of(x) != self._version:
-                if isinstance(getattr(self.unpack, "__self__", None), Versioned):
-                    return  # which raises when it is read
+                if not self._has_hooks:
+                    return  # to read it will raise
                 x = self.unpack()
             self.unpack, self.is_copied = Versioned(x.clone()).get, True
 

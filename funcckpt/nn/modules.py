@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..closures.code import is_library
+from ..core.call import has_hook_of_opacus
 from ..eager.checkpoint import call, check_options
 from ..eager.region import Options
 from ..eager.sequential import chain, writes_to_input
@@ -110,8 +111,7 @@ def _checked_class(module: Any, options: dict[str, Any]) -> type[nn.Module]:
             f"Remat({name}): a forward was assigned to this instance, as torch.compile and accelerate do. "
             "Wrap the module before that, or use funcckpt.checkpoint(module, ...) where it is called."
         )
-    hooks = [getattr(hook, "__name__", "") for hook in module._forward_hooks.values()]
-    if "capture_activations_hook" in hooks:  # it looks up how to differentiate a layer by its class
+    if has_hook_of_opacus(module):  # it looks up how to differentiate a layer by its class
         raise InputError(f"Remat({name}): wrap layers before Opacus' GradSampleModule is made of the model.")
     if type(module).forward is nn.Module.forward:
         raise InputError(f"Remat({name}): the module has no forward. Wrap the modules inside of it.")

@@ -69,16 +69,15 @@ class Record(Watch):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
+        if self._chooser.known is None:
+            return
         layers = [*map(wrappers.layers_of, inputs)]
         looks = [(operators.look(of[-1]), *[x.requires_grad for x in of]) for of in layers]
-        self._learns = self._chooser.known is not None
-        if self._learns:
-            with suppress(TypeError):  # fake tensors may have sizes that are no numbers
-                self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
-                if (plan := _plans.get(self._key)) is not None:
-                    self.tape, (self.known, self._last) = None, plan
-                return
-            self._learns = False
+        with suppress(TypeError):  # fake tensors may have sizes that are no numbers
+            self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
+            self._learns = True
+        if self._learns and (plan := _plans.get(self._key)) is not None:
+            self.tape, (self.known, self._last) = None, plan
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of a known call, and hold those of its results that are kept."""
