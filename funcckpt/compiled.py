@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import world
-from ._torch import dynamo, functorch, wrappers
+from ._torch import autograd, dynamo, functorch, wrappers
 from .core import dispatch
 from .core.flat import Outputs
 from .core.program import Tensors, UserProgram
-from .errors import OptionError
+from .errors import FuncckptError, OptionError
 from .tape import drawing
 from .tape.operators import tensors_in
 
@@ -45,7 +45,7 @@ def refuse(what: str) -> None:
 
 def call(untraced: Callable[..., Any], name: str, f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`f(*args, **kwargs)` in code that Dynamo traces. If it does not trace f, `untraced` makes the call."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return f(*args, **kwargs)
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return dynamo.call_with_graph(how, lambda: f(*args, **kwargs))
@@ -62,7 +62,11 @@ def _from_dynamo(f: Any, untraced: Callable[..., Any], name: str, level: int) ->
             return untraced(functools.partial(dynamo.interpret, f, level), args=args, kwargs={})
         if not differentiates() and functorch.current_level() == level and not dynamo.has_transforms(f):
             return dynamo.torch_checkpoint_of_graph(f, args)
-        return _Graph(f, name, level, args).call()
+        try:
+            return _Graph(f, name, level, args).call()
+        except FuncckptError:
+            autograd.allow_hooks()  # the node of the graph that allows them again will not run
+            raise
 
     return run
 

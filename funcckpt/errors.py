@@ -1,7 +1,7 @@
 """What funcckpt raises.
 
-Every message names the function, the argument or tensor with its shape and dtype, the transform
-under which it happened, and the way out.
+A message names the function, the argument or tensor with its shape and dtype, the transform under which it
+happened, as far as they are known, and the way out.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def mark(name: str) -> None:
     >>> measure(torch.func.grad(loss), torch.zeros(256)).marks     # 256 + 1 floats
     {'saved': 1028}
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return  # a meter has compiled functions run eagerly
     for mode in functorch.dispatch_modes():
         if isinstance(mode, Meter):

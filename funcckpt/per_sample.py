@@ -25,6 +25,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -310,7 +311,7 @@ class _Chunks:
         if chunk_size is not None and bytes is not None:
             raise OptionError(f"{name} takes chunk_size= or bytes=, not both.")
         for option, value in (("chunk_size", chunk_size), ("bytes", bytes)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise OptionError(f"{name}: {option}={value} is not a positive integer.")
         self.name, self.size, self.bytes = name, chunk_size, bytes or 0
         self.meter = None if bytes is None else Meter()  # runs during all work on the chunks
@@ -334,9 +335,12 @@ class _Chunks:
                 self._measured, self._of_one = size, taken / size
                 least = taken + (meter.live_bytes if start < count else before)
                 if size == 1 and least > self.bytes:
+                    # Each one leaves something behind. (The first leaves what the others are added to.)
+                    left = meter.live_bytes - before if start > 1 else 0
+                    least += left * max(0, count - start - 1)
                     raise OptionError(
-                        f"{self.name}: bytes={self.bytes} is too few for one sample, which has taken {least} "
-                        "so far. Pass more."
+                        f"{self.name}: bytes={self.bytes} is too few for one sample at a time, which has "
+                        f"taken {least} so far. Pass more."
                     )
 
 

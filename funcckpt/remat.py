@@ -56,7 +56,7 @@ def remat(f: None = None, **options: Unpack[_Options]) -> Callable[[Callable[P, 
 
 def remat(
     f: Callable[..., Any] | None = None,
-    *,
+    *args: Any,
     static_argnums: Any = (),
     static_argnames: Any = (),
     preserve_rng_state: bool = True,
@@ -77,6 +77,7 @@ def remat(
         Any callable, such as a function, a bound method, a `functools.partial` or an `nn.Module`. Its
         arguments are pytrees of tensors of any dtype, shape and device, and of other values. It must be
         pure, except for random numbers and the buffers of a module in training. Without f, a decorator.
+        It is called in a second step, ``remat(f)(*args)``.
     preserve_rng_state : bool
         Whether the recomputation draws the random numbers of the forward. Costs nothing if f draws none.
     determinism_check : {"default", "none", "values"}
@@ -127,6 +128,8 @@ def remat(
     if torch.compiler.is_dynamo_compiling():
         return _made_compiled(f, preserve_rng_state, determinism_check, policy)
     title = "remat" if f is None else f"remat({name_of(f)})"
+    if args:
+        raise InputError(f"{title}: remat takes only the function. Write remat(f)(x), or checkpoint(f, x).")
     if determinism_check not in CHECKS:
         raise InputError(f"{title}: determinism_check must be one of {CHECKS}, not {determinism_check!r}.")
     chooser = chooser_of(policy, title)

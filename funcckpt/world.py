@@ -231,8 +231,10 @@ _rewound = threading.RLock()
 @contextmanager
 def streams_at(recorded: States) -> Iterator[None]:
     """Set random streams to recorded states for a block of code, and put them back afterwards."""
-    with _rewound if recorded else nullcontext():
-        now = states([stream for stream, _ in recorded])
+    streams, shared = [stream for stream, _ in recorded], random_streams((), of_the_process=True)
+    # A thread with streams of its own need not wait: f may wait for another thread itself.
+    with _rewound if any(map(shared.__contains__, streams)) else nullcontext():
+        now = states(streams)
         try:
             set_streams(recorded)
             yield

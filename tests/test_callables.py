@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils._pytree import tree_leaves
 
 from funcckpt import MutationError, checkpoint, policies, remat, scan
-from funcckpt.nn import Remat
+from funcckpt.nn import Remat, apply_remat
 
 
 class Symmetric(nn.Module):
@@ -346,6 +346,17 @@ def test_a_graph_of_torch_export(wrap, strict):
     model = Wraps(wrap, Remat(block) if wrap is plain else block)
     program = torch.export.export(model, (X,), strict=strict)
     assert_same(program.module()(X * 2), model(X * 2))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_of_a_checkpoint_in_another_one_can_be_trained(strict):
+    """Torch's own checkpoints would put changes of the grad mode into the graph."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    model = nn.Sequential(nn.Sequential(nn.Linear(X.shape[-1], 3), inner), nn.Linear(3, 4)).double()
+    expected = torch.autograd.grad(model(X).sum(), [*model.parameters()])
+    apply_remat(model, lambda name, module: name in ("0", "0.1"))
+    exported = torch.export.export(model, (X,), strict=strict).module()
+    assert_same(torch.autograd.grad(exported(X).sum(), [*exported.parameters()]), expected)
 
 
 def test_an_ensemble_of_stacked_modules():

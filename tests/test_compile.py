@@ -14,8 +14,10 @@ from oracles import assert_same, plain as none, tensor
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import dropout
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 import funcckpt
 from funcckpt import checkpoint, checkpoint_name, remat
@@ -329,8 +331,7 @@ def write(x):
 def test_what_is_refused(f, says):
     with pytest.raises(Exception) as caught:
         torch.compile(f, backend="aot_eager", fullgraph=True)(X)
-    # Left behind by torch where something is raised under a transform that it compiles.
-    torch._C._autograd._saved_tensors_hooks_enable()
+    checkpoint_of_torch(torch.sin, X.clone().requires_grad_(), use_reentrant=False)  # hooks are allowed
     assert says in f"{caught.value.__context__} {caught.value}"  # in whatever the compiler wraps it
 
 
@@ -594,3 +595,24 @@ def test_what_is_put_on_something_compiled(wrap):
     compiled = run(wrap, partial(torch.compile, backend="aot_eager"))
     torch.manual_seed(0)
     assert_same(compiled, run(none, lambda f: f))
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: partial(checkpoint, f)], ids=["remat", "checkpoint"])
+def test_forward_over_reverse_is_traced_with_symbolic_sizes(wrap):
+    """Torch asks for sizes by operators that its dispatcher does not know."""
+    w, block = tensor(3, 3), lambda w, x: torch.tanh(x @ w)
+    second = lambda f: hessian(lambda w, x: f(w, x).square().sum())
+    traced = make_fx(second(wrap(block)), tracing_mode="symbolic")(w, X)
+    assert_same(traced(w, X), second(block)(w, X))
+
+
+@pytest.mark.parametrize("how", ["grad", "vmap(grad)"])
+def test_checkpoint_in_a_function_that_dynamo_does_not_look_into(how):
+    block = lambda w, x: (x @ w).tanh() @ w
+    f = torch.compiler.allow_in_graph(lambda w, x: checkpoint(block, w, x).square().sum())
+    run = grad(f) if how == "grad" else vmap(grad(f), (None, 0))
+    expected = (grad if how == "grad" else lambda f: vmap(grad(f), (None, 0)))(
+        lambda w, x: block(w, x).square().sum()
+    )
+    w = tensor(3, 3)
+    assert_same(torch.compile(run, backend="aot_eager", fullgraph=True)(w, X), expected(w, X))

@@ -241,6 +241,21 @@ def test_other_instances_of_the_class():
     assert_same(part(torch.ones(1, 2)), nn.Sequential(*part)(torch.ones(1, 2)))
 
 
+def test_other_instances_of_a_class_with_a_new_of_its_own():
+    class Sized(nn.Linear):
+        def __new__(cls, size, *, scale=1):
+            made = super().__new__(cls)
+            made.scale = scale
+            return made
+
+        def __init__(self, size, *, scale=1):
+            super().__init__(size, size)
+
+    other = type(Remat(Sized(2)))(3, scale=4)
+    assert isinstance(other, Remat) and other.weight.shape == (3, 3) and other.scale == 4
+    assert isinstance(Remat(module=Sized(size=2)), Remat)
+
+
 def test_a_registry_of_classes_stays_as_it_is():
     registry = {}
 

@@ -5,6 +5,7 @@ and Opacus.
 import copy
 import re
 
+import numpy as np
 import pytest
 import torch
 from support import Storages, tensor_bytes
@@ -149,6 +150,26 @@ def test_bytes(way, samples):
     with pytest.raises(funcckpt.OptionError, match="too few for one sample") as error:
         run(bytes=4000)
     run(bytes=int(1.2 * int(re.findall(r"has taken (\d+)", str(error.value))[0])))
+
+
+def test_the_bytes_that_are_asked_for_are_enough():
+    """The second time at the latest: only then it is known what each sample leaves behind."""
+    w, x, least = torch.eye(8), torch.ones(64, 8), [100]
+    loss = lambda w, x: torch.tanh(w @ x).sum()
+    for _ in range(3):
+        try:
+            clipped_sum(loss, w, x, max_norm=1.0, bytes=least[-1])
+            break
+        except funcckpt.OptionError as error:
+            least.append(int(re.findall(r"has taken (\d+)", str(error))[0]))
+    else:
+        pytest.fail(str(least))
+
+
+def test_numbers_of_numpy():
+    w, x = torch.eye(2), torch.ones(5, 2)
+    found = clipped_sum(lambda w, x: (w @ x).sum(), w, x, max_norm=1.0, chunk_size=np.int64(2))
+    close(found.sum, torch.full((2, 2), 2.5))
 
 
 def test_an_empty_batch():

@@ -85,6 +85,12 @@ def test_tradeoff(pyplot):
             assert {text.get_color() for text in texts} == {"white"}
 
 
+def test_policies_of_one_name_are_points_of_their_own(pyplot):
+    first, second = [lambda ctx, op, *args, **kwargs: False for _ in range(2)]
+    ax = plot_tradeoff(hooked, PS, X, policies=[first, second])
+    assert [text.get_text() for text in ax.texts] == ["no remat", "no policy", "<lambda> 1", "<lambda> 2"]
+
+
 def test_errors(pyplot, monkeypatch):
     with pytest.raises(InputError, match="a function and its arguments, not list"):
         plot_memory([torch.sin], X)

@@ -466,3 +466,41 @@ def test_hooks_do_not_see_a_backward_that_is_looked_into(create_graph):
                 torch.autograd.grad(y, x, dual, True, create_graph, is_grads_batched=is_batched)
             torch.autograd.grad(y, x, cts, True, is_grads_batched=is_batched)
     assert not packed
+
+
+def channels_last(f):
+    return lambda x, w: f(x.movedim(-1, -3)).movedim(-3, -1) * w
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        channels_last(lambda x: F.group_norm(x, 2)),
+        channels_last(lambda x: F.max_pool2d(x, 2).square()),
+        channels_last(lambda x: F.adaptive_max_pool2d(x, 2).square()),
+    ],
+)
+def test_channels_last_under_vmap(f):
+    """Formulas that only plain autograd takes ask for a memory format, which vmap does not know."""
+    x, w = tensor(3, 2, 4, 4, 4), tensor(4)
+    twice = lambda f: lambda x, w: grad(lambda x: f(x, w).sum())(x).square().sum() + f(x, w).sum()
+    for loss in (lambda f: lambda x, w: f(x, w).square().sum(), twice):
+        run = lambda wrap, loss=loss: vmap(grad(loss(wrap(f)), (0, 1)), (0, None))(x, w)
+        assert_same(run(remat), run(lambda f: f))
+
+
+@pytest.mark.parametrize("f", [F.silu, F.mish, lambda x: torch.logit(x.sigmoid())])
+def test_third_derivatives_with_captured_parameters(f):
+    """Two levels of forward mode over reverse mode: some formulas have a tangent only with grad mode on."""
+    w, x, e = tensor(3, 3).requires_grad_(), tensor(4, 3), tensor(3)
+
+    def run(wrap):
+        u = wrap(lambda x: f(x @ w).sum())
+        once = lambda x: grad(u)(x) @ e
+        twice = lambda x: jvp(once, (x,), (e,))[1]
+        value = vmap(lambda x: jvp(twice, (x,), (e,))[1])(x)
+        return value, torch.autograd.grad(value.square().sum(), w)[0]
+
+    expected = run(lambda f: f)
+    for wrap in (remat, lambda f: lambda x: checkpoint(f, x)):
+        assert_same(run(wrap), expected)

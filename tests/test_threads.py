@@ -16,7 +16,8 @@ from oracles import F64, assert_same, plain, state_of_thread, tensor, total
 from torch import nn
 from torch.func import grad, vmap
 
-from funcckpt import CheckpointError, inner_grad, remat, scan
+from funcckpt import CheckpointError, checkpoint, checkpoint_name, inner_grad, policies, remat, scan
+from funcckpt.meter import measure
 from funcckpt.nn import fit
 
 THREADS = 8
@@ -248,3 +249,60 @@ for thread in threads:
 def test_the_collector_runs_while_torch_reads_a_random_stream():
     """Torch holds a lock then, and a thread that waits for it with the interpreter's would wait forever."""
     subprocess.run([sys.executable, "-c", WHILE_IT_COLLECTS], check=True, timeout=120)
+
+
+def test_another_thread_compiles():
+    """Torch tells of the whole process that it compiles."""
+    started, ends = threading.Event(), threading.Event()
+
+    def backend(graph, inputs):
+        started.set()
+        assert ends.wait(60)
+        return graph.forward
+
+    w = tensor(3).requires_grad_()
+    values = policies.save_only_these_names("sine")
+
+    def results():
+        total = 0
+        for i in (1.0, 2.0):
+            total = total + checkpoint(lambda x: (x.sin() * i).exp(), w).sum()  # noqa: B023
+        named = remat(lambda x: checkpoint_name(x.sin(), "sine").exp(), policy=values)
+        kept = measure(lambda: torch.autograd.grad(named(w).sum(), w)).ops["aten.sin.default"] == 1
+        at_level = grad(lambda x: checkpoint(torch.sin, x).sum())(w.detach())
+        return torch.autograd.grad(total, w)[0], at_level, torch.tensor(kept)
+
+    expected = results()
+    assert expected[-1]
+    # Torch 2.11 crashes later, if the thread of the first compilation has ended.
+    torch.compile(torch.cos, backend="eager")(torch.ones(3))
+    thread = threading.Thread(target=lambda: torch.compile(torch.sin, backend=backend)(torch.ones(3)))
+    thread.start()
+    try:
+        assert started.wait(60)
+        assert_same(results(), expected)
+    finally:
+        ends.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "wrap", [remat, lambda f: functools.partial(checkpoint, f)], ids=["remat", "checkpoint"]
+)
+def test_two_recomputations_that_wait_for_each_other(wrap):
+    """Each draws from a stream of its own."""
+    barrier, w = threading.Barrier(2), tensor(3, 3).requires_grad_()
+
+    def job(i, wrap=plain):
+        own = torch.Generator().manual_seed(i)
+
+        def f(x):
+            y = torch.tanh(x @ w) * torch.rand(3, generator=own, dtype=F64)
+            if wrap is not plain:
+                barrier.wait(timeout=60)
+            return y.sin() @ w
+
+        return torch.autograd.grad(wrap(f)(tensor(2, 3)).sum(), w)
+
+    found = together(*[functools.partial(job, i, wrap) for i in (0, 1)])
+    assert_same(found, [job(0), job(1)])

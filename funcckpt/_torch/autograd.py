@@ -30,7 +30,7 @@ from torch._C._autograd import (  # type: ignore[attr-defined]
     _pop_saved_tensors_default_hooks as pop_hooks,
     _push_saved_tensors_default_hooks as push_hooks,
     _saved_tensors_hooks_disable,
-    _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_enable as allow_hooks,
     _saved_tensors_hooks_get_disabled_error_message,
     _saved_tensors_hooks_is_enabled,
     _top_saved_tensors_default_hooks,
@@ -67,7 +67,8 @@ _OWN_KERNELS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1", "CompositeExplicitAu
 
 def is_composite(func: Any) -> bool:
     """Whether an operator consists of other ones alone, into which autograd takes it apart."""
-    if not isinstance(func, OpOverload) or func.namespace == "prim":  # which the dispatcher does not know
+    # (The dispatcher does not know those of `prim`, nor what asks a nested tensor for its size.)
+    if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):
         return False
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not any(map(has_kernel, _OWN_KERNELS))
@@ -333,7 +334,7 @@ def outside_of_transforms() -> Iterator[None]:
     refused = _saved_tensors_hooks_get_disabled_error_message()
     with functorch.without_levels():
         if refused is not None:
-            _saved_tensors_hooks_enable()
+            allow_hooks()
         try:
             yield
         finally:

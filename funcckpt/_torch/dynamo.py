@@ -16,7 +16,7 @@ from .functorch import (
     current_level,
     dispatch_modes,
     get_proxy_mode,
-    is_tracing,
+    is_before_dispatch,
     number_of_dispatch_modes,
 )
 
@@ -61,7 +61,9 @@ def is_traced_by_aot_autograd() -> bool:
 
 def is_traced() -> bool:
     """Whether make_fx or AOTAutograd traces now: their tensors are for their own modes alone."""
-    return is_tracing() or (number_of_dispatch_modes() > 0 and is_traced_by_aot_autograd())
+    if number_of_dispatch_modes() > 0:
+        return get_proxy_mode() is not None or is_traced_by_aot_autograd()
+    return is_before_dispatch() and get_proxy_mode() is not None
 
 
 def traced_value(x: Any) -> Any:

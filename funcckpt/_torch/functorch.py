@@ -48,6 +48,7 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     _unwrap_batched,
     _vmap_decrement_nesting,
     _vmap_increment_nesting,
+    get_interpreter_stack,
     maybe_current_level,
     peek_interpreter_stack,
     pop_dynamic_layer_stack,
@@ -225,6 +226,11 @@ def active_layers() -> list[Layer]:
     return layers
 
 
+def active_kinds() -> list[str]:
+    """The kinds of the active levels, outermost first."""
+    return [_NAMES[interpreter.key().value] for interpreter in get_interpreter_stack() or ()]
+
+
 # Parts of the errors of an operator that gets a tensor of a vmap level where no vmap has that number.
 ESCAPED = "may have escaped", "batched == nullptr INTERNAL ASSERT FAILED"
 # What it says of some tensors of a level that is over.
@@ -299,9 +305,11 @@ def _dual_level() -> Iterator[None]:
                 forward_ad.exit_dual_level(level=_opened.pop())
 
 
+# Whether torch traces above its dispatcher, where no mode is seen.
+is_before_dispatch = partial(_dispatch_tls_is_dispatch_key_included, DispatchKey.PreDispatch)
+
+
 def is_tracing() -> bool:
     """Whether `make_fx` traces now."""
     # It is faster to find first that no mode is active.
-    return (
-        number_of_dispatch_modes() > 0 or _dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
-    ) and get_proxy_mode() is not None
+    return (number_of_dispatch_modes() > 0 or is_before_dispatch()) and get_proxy_mode() is not None

@@ -175,12 +175,20 @@ class Call(UserProgram):
         return self._outputs.assemble(outputs, handed_back)
 
     def _check_not_sharded(self) -> None:
-        """Raise if f calls a module that FSDP2 has sharded. Around f, as in `nn.Remat`, it does no harm."""
+        """Raise if f calls a module that FSDP has sharded. Around f, as in `nn.Remat`, it does no harm.
+
+        FSDP1 collects the gradients inside of another FSDP1, if it does not cast the parameters.
+        """
         around = getattr(self.found.root, "__self__", None)
         for module in [inner for x in self.found.opaque if isinstance(x, nn.Module) for inner in x.modules()]:
-            if module is not around and "FSDPModule" in [base.__name__ for base in type(module).__mro__]:
+            names = [base.__name__ for base in type(module).__mro__]
+            is_sharded = "FSDPModule" in names
+            if "FullyShardedDataParallel" in names:
+                fsdp: Any = module
+                is_sharded = fsdp.mixed_precision.param_dtype is not None or fsdp._is_root is not False
+            if module is not around and is_sharded:
                 raise InputError(
-                    f"remat({self.name}) calls a {type(module).__name__}, which FSDP2 has sharded: its "
+                    f"remat({self.name}) calls a {type(module).__name__}, which FSDP has sharded: its "
                     "parameters would get no gradient. Use checkpoint without policy=, or with context_fn=; "
                     "or wrap the module in funcckpt.nn.Remat, and shard that."
                 )
@@ -269,12 +277,13 @@ class Call(UserProgram):
                     rebuilt.write_back()
                     if failed:  # what f has made and stored may be used all the same
                         exchange_stored(found, found.changed(), rebuilt.originals, wrappers.alive)
-        moved = bool(world.moved(self._states) or (drawn and drawn.results))
-        self.random = moved or found.moves_streams
-        if moved:
-            self._ends = world.marks(world.states(self._streams))
-        elif not self.random:
-            self._states = None  # nothing to restore, and a state takes some kilobytes
+        moved = world.moved(self._states)
+        self.random = bool(moved or (drawn and drawn.results) or found.moves_streams)
+        # Of the other streams there is nothing to restore, and a state takes some kilobytes.
+        if not found.moves_streams:
+            self._states = moved if self.random else None
+        if moved and self._states:
+            self._ends = world.marks(world.states([stream for stream, _ in self._states]))
         if not (arguments := self._arguments).is_flat:
             root = found.root if rebuilt is None else rebuilt.callable
             others = arguments.others if arguments.are_atoms else root[1]

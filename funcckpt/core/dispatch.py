@@ -71,7 +71,7 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
     # The inputs that no output uses. (Numbers beyond them are tangents of inner levels.)
     if unused := {i for i in unused if i < len(inputs)}:
         # Tangents are kept: torch would make zeros of missing ones, and f may write to them in place.
-        keeps_tangents = "jvp" in [layer.kind for layer in functorch.active_layers()]
+        keeps_tangents = "jvp" in functorch.active_kinds()
         for i in unused:
             x = unwrapped[i]
             if keeps_tangents and wrappers.is_functorch_wrapped_tensor(x):
@@ -182,8 +182,8 @@ def attach(
     if captured:
         program = WithCaptured(program, program.call_level, [*map(id, captured)])
         inputs = [*inputs, *captured]
-    functorch.set_single_level_autograd_function_allowed(True)
     try:
+        functorch.set_single_level_autograd_function_allowed(True)
         return (*_Node.apply(program, level, outputs, active, *inputs),)  # type: ignore[attr-defined]
     except RuntimeError as error:
         if "NestedTensorImpl" not in str(error):

@@ -96,7 +96,8 @@ class Arguments:
                 raise MutationError(
                     f"remat({name}) changes a list or dict among its arguments. That is a copy, so the "
                     "caller would not see the change. Change a copy of your own, and return it: "
-                    "remat(lambda d: f(dict(d))), or list(d)."
+                    "remat(lambda d: f(dict(d))), or list(d); of nested ones, tree_map(lambda x: x, d) of "
+                    "torch.utils._pytree."
                 )
 
     def where(self, i: int) -> str:

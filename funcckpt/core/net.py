@@ -205,6 +205,6 @@ def result_of(node: Any, number: int) -> str:
 def not_given(source: UserProgram, what: str, then: str = "") -> ClosureError:
     way = "Call torch.func.vjp inside of the function" if source.has_pullbacks else "Pass it as an argument"
     return ClosureError(
-        f"remat({source.name}) uses a tensor {what}, which is not an argument, and which the search for "
-        f"captured tensors did not find{then}. {way}."
+        f"remat({source.name}) uses a tensor {what}, which is not an argument (or in a list, tuple or dict "
+        f"that is one), and which the search for captured tensors did not find{then}. {way}."
     )

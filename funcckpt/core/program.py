@@ -350,13 +350,11 @@ class Vjp(Derived):
         if len(self.of) < len(outputs):
             outputs = [outputs[i] for i in self.of]
         # A batched pullback uses the formulas of torch.func (create_graph=True). Without it, autograd prefers
-        # some that have a wrong batching rule (lu_solve under two vmaps).
-        # So do graphs that make_fx traces: they may be differentiated later.
+        # some that have no tangent, or a batching rule that is wrong (lu_solve under two vmaps) or refuses
+        # other strides (group_norm). Graphs that make_fx traces may be differentiated later.
         create_graph = nested or self.unbatched is not None or functorch.is_tracing()
-        # And some have a tangent only then.
         if not create_graph and functorch.maybe_current_level():
-            kinds = [layer.kind for layer in functorch.active_layers()]
-            create_graph = "jvp" in kinds or kinds.count("vmap") > 1
+            create_graph = not {"vmap", "jvp"}.isdisjoint(functorch.active_kinds())
         # At a level of its own nobody can differentiate the graph again.
         retain_graph = create_graph and is_plain
         if nested or is_plain or not create_graph or functorch.is_tracing():
@@ -364,7 +362,7 @@ class Vjp(Derived):
             return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
         with functorch.grad_increment_nesting():  # below it nothing is recorded
             gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
-        return (*map(wrappers.alive, gradients),)
+        return (*map(wrappers.unwrap_if_dead, gradients),)
 
     def record(self, primals: list[Tensor], is_plain: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Record f on leaves; gives outputs and leaves. Plain autograd supports more than functorch."""
@@ -374,8 +372,10 @@ class Vjp(Derived):
         mode, level = torch.is_grad_enabled(), 0
         if not is_plain:
             source = self.source
-            are_frozen = not (source.captured or any(map(wrappers.require_grad, source.constants)))
-            if not mode and (are_frozen or source.reads_grad_mode()):
+            reads = not (source.captured or any(map(wrappers.require_grad, source.constants)))
+            # Under two levels of forward mode, `silu` and others have a tangent only with grad mode on.
+            reads = reads or source.reads_grad_mode() or functorch.active_kinds().count("jvp") > 1
+            if not mode and reads:
                 if any(map(wrappers.require_grad, primals)):
                     primals = [wrappers.detached(x) if x.requires_grad else x for x in primals]
                 # Some kernels read the grad mode below all levels (mkldnn's LSTM).

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import compiled
-from .._torch import autograd, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, wrappers
 from ..core.call import Options as RematOptions
 from ..errors import OptionError
 from ..policies.budget import Budget
@@ -113,7 +113,7 @@ def checkpoint(
             "checkpoint: respect_saved_tensors_hooks=True is not supported. To move what a policy saves, use "
             "one that offloads (CheckpointPolicy.MUST_CPU_OFFLOAD)."
         )
-    if use_reentrant and not torch.compiler.is_compiling():
+    if use_reentrant and not torch.compiler.is_dynamo_compiling():
         _warn_of_reentrant()
     options = Options(preserve_rng_state, determinism_check, context_fn, debug, early_stop, policy)
     if function is None:
@@ -162,9 +162,9 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         theirs = torch_checkpoint.checkpoint
     elif options.policy is not None or options.determinism_check == "values":
         return _functional(f, args, kwargs, options)
-    elif torch.compiler.is_compiling() or (
-        functorch.maybe_current_level() is None and functorch.is_tracing() and not wrappers.in_dual_level()
-    ):
+    elif functorch.maybe_current_level() is None and dynamo.is_traced() and not wrappers.in_dual_level():
+        if torch.compiler.is_exporting():  # torch's own, in another one, would trace changes of the grad mode
+            return f(*args, **kwargs)
         theirs = autograd.original_checkpoint
     if theirs is not None:
         how = dict(zip(Options._fields[:3], options[:3], strict=True))

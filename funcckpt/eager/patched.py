@@ -71,7 +71,8 @@ def active(value: bool) -> Iterator[None]:
     """Redirect torch's checkpoint to ours, or not, for a block of code in this thread."""
     if value:
         autograd.redirect_checkpoint(_call)
-    token = _here.set(value)
+    before = _here.get()
+    _here.set(value)
     try:
         yield
     except RuntimeError as error:
@@ -83,7 +84,7 @@ def active(value: bool) -> Iterator[None]:
             'enabled, or call funcckpt.nn.apply_remat(model, "GradientCheckpointingLayer") instead.'
         ) from error
     finally:
-        _here.reset(token)
+        _here.set(before)  # a generator may be left in another context than it was entered in
 
 
 def run(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -62,8 +62,8 @@ def create_selective_checkpoint_contexts(
     >>> x.grad.shape
     torch.Size([2, 2])
     """
-    # A compiler needs torch's own contexts. (In torch 2.11, is_compiling() is False under AOTAutograd.)
-    if torch.compiler.is_compiling() or dynamo.is_traced_by_aot_autograd():
+    # A compiler needs torch's own contexts. (`is_compiling()` tells whether any thread compiles.)
+    if torch.compiler.is_dynamo_compiling() or dynamo.is_traced_by_aot_autograd():
         return torch_checkpoint.create_selective_checkpoint_contexts(
             policy_fn_or_list, allow_cache_entry_mutation
         )
@@ -100,7 +100,7 @@ class _Mode(TorchDispatchMode):
 
     def sees_nothing(self, func: Any) -> bool:
         """Whether an operator just runs. In a graph that is traced, what is kept would be a constant."""
-        return func in self.ignored or not self.in_f or functorch.is_tracing()
+        return func in self.ignored or func.namespace == "profiler" or not self.in_f or functorch.is_tracing()
 
 
 class Forward(_Mode):

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from .._torch import functorch
 from ..core.program import is_differentiable
 from ..core.tensors import versions_of
-from ..errors import InputError, OptionError
+from ..errors import InputError, OptionError, TransformError
 from ..loops.measure import leaving_nothing
 from ..meter import Meter, storages
 from ..tape.operators import tensors_in
@@ -106,7 +108,7 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
         lengths = [size + 1] * rest + [size] * (segments - rest)
     if (
         not lengths
-        or not all(isinstance(n, int) and (n > 0 or not count) for n in lengths)
+        or not all(isinstance(n, Integral) and (n > 0 or not count) for n in lengths)
         or sum(lengths) != count
     ):
         raise OptionError(
@@ -121,11 +123,18 @@ def writes_to_input(layer: Any) -> bool:
     return isinstance(layer, nn.Module) and not layer._modules and bool(getattr(layer, "inplace", False))
 
 
+def behind_writers(layers: Sequence[Any], start: int) -> int:
+    """The number of the first layer from `start` on that is no such activation."""
+    while start < len(layers) and writes_to_input(layers[start]):
+        start += 1
+    return start
+
+
 def _behind_writers(layers: Sequence[Any], lengths: list[int]) -> list[int]:
     """Lengths of segments of which none starts with such layers, but for the first and the last."""
     _, *starts, end = accumulate(lengths, initial=0)
     for k, start in enumerate(starts[:-1]):
-        starts[k] = min(start + len([*takewhile(writes_to_input, layers[start:])]), starts[-1])
+        starts[k] = min(behind_writers(layers, start), starts[-1])
     return [b - a for a, b in pairwise(sorted({0, *starts, end}))] or lengths
 
 
@@ -175,6 +184,8 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     >>> plan_segments(model, torch.ones(32, 8))[-1]    # the wide one by itself
     1
     """
+    if functorch.maybe_current_level() is not None:
+        raise TransformError("plan_segments: under a transform no layer can be measured. Plan before it.")
     layers = _layers(functions)
     if not layers:
         return [0]

@@ -103,7 +103,9 @@ def plot_tradeoff(
     if not plain.of:
         raise InputError("plot_tradeoff: there is no checkpoint in f. Put remat around its parts.")
     if not isinstance(policies, Mapping):
-        policies = {getattr(policy, "__name__", str(policy)): policy for policy in policies}
+        names = [getattr(policy, "__name__", str(policy)) for policy in policies]
+        names = [f"{name} {i + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+        policies = dict(zip(names, policies, strict=True))
     if None not in policies.values():
         policies = {"no policy": None} | {**policies}
     costs = {"no remat": without}

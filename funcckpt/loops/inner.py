@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def inner_grad(
     """
     name = name_and_check(loss, "inner_grad")
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
-    if not all(isinstance(i, int) for i in numbers):
+    if not all(isinstance(i, Integral) for i in numbers):
         raise OptionError(f"inner_grad({name}): argnums={argnums!r} is not an int or a tuple of ints.")
     if has_aux:
         return torch.func.grad(remat(loss), argnums, has_aux=True)

@@ -28,6 +28,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from numbers import Integral
 from typing import NamedTuple
 
 from ..errors import OptionError
@@ -173,7 +174,7 @@ def choose(
         raise OptionError(f'{name}: checkpoints={checkpoints!r} needs checkpoint="binomial".')
     number = None if isinstance(checkpoint, str) else checkpoint
     for option, value in (("checkpoint", number), ("checkpoints", checkpoints), ("bytes", bytes)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
             raise OptionError(f"{name}: {option}={value!r} is not a positive integer.")
     if checkpoints is not None:
         return Schedule("binomial", checkpoints)

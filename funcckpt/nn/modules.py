@@ -15,6 +15,8 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -24,7 +26,7 @@ from ..closures.code import is_library
 from ..core.call import has_hook_of_opacus
 from ..eager.checkpoint import call, check_options
 from ..eager.region import Options
-from ..eager.sequential import chain, writes_to_input
+from ..eager.sequential import behind_writers, chain, writes_to_input
 from ..errors import InputError, OptionError
 from ..policies.policies import as_function
 
@@ -77,10 +79,12 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def __new__(cls, module: Any = None, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: Any, **options: Any) -> Any:
         if cls is not Remat:  # another instance of the class of a checkpointed module
-            return super().__new__(cls)
-        if args:
+            new: Any = super().__new__
+            return new(cls) if new is object.__new__ else new(cls, *args, **options)
+        module, *others = args or (options.pop("module", None),)
+        if others:
             raise OptionError("Remat takes one module. Pass its options by keyword.")
         module.__class__ = _checked_class(module, options)
         return module
@@ -265,6 +269,9 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
             f"select={select!r} is not a class or a tuple of them, not a pattern, and not a function of name "
             "and module."
         )
+    with suppress(ValueError):  # a builtin function has no signature
+        if len(inspect.signature(select).parameters) == 1:
+            raise InputError("select= takes a name, too: lambda name, module: isinstance(module, Block).")
     return [m for name, m in named if select(name, m)]
 
 
@@ -311,7 +318,8 @@ class Sequential(nn.Sequential):
     *layers : nn.Module, or one OrderedDict of them
         As for `nn.Sequential`; the keys of ``state_dict`` are the same.
     every : int
-        How many layers are recomputed together.
+        How many layers are recomputed together. A group that would start with activations with
+        ``inplace=True``, which write to their input, starts behind them.
     skip_last : bool
         Whether the last layer is kept: its backward comes first, so that recomputing it saves nothing.
     **options
@@ -327,10 +335,10 @@ class Sequential(nn.Sequential):
     torch.Size([3, 4, 4])
     """
 
-    def __init__(self, *layers: Any, every: int = 1, skip_last: bool = False, **options: Any) -> None:
+    def __init__(self, *layers: Any, every: Any = 1, skip_last: bool = False, **options: Any) -> None:
         super().__init__(*layers)
         self.options = _checked_options("Sequential", options)
-        if not isinstance(every, int) or every < 1:
+        if not isinstance(every, Integral) or every < 1:
             raise OptionError(f"Sequential: every={every!r} is not a positive number of layers.")
         self.every = every
         self.skip_last = skip_last
@@ -338,9 +346,9 @@ class Sequential(nn.Sequential):
     def forward(self, input: Any) -> Any:
         layers = list(self)
         count = len(layers) - self.skip_last
-        for start in range(0, count, self.every):
-            group = layers[start : min(start + self.every, count)]
-            input = call(chain(group), (input,), {}, Options(**self.options))
+        starts = [0, *[behind_writers(layers[:count], i) for i in range(self.every, count, self.every)]]
+        for start, end in pairwise(sorted({*starts, count})):
+            input = call(chain(layers[start:end]), (input,), {}, Options(**self.options))
         return chain(layers[count:])(input)
 
     def __getitem__(self, index: Any) -> Any:

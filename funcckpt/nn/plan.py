@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -146,7 +147,7 @@ def fit(
     >>> type(plan.apply(model)[0]).__name__
     'RematTransformerEncoderLayer'
     """
-    if not (isinstance(bytes, (int, float)) and bytes > 0):
+    if not (isinstance(bytes, Real) and bytes > 0):
         raise OptionError(f"fit: bytes={bytes!r} is not a positive number.")
     if not isinstance(model, nn.Module):
         raise InputError(f"fit takes a model, then a step: {type(model).__name__} is no nn.Module.")
@@ -175,7 +176,7 @@ def fit(
     if (least := best.peak_bytes) > bytes:
         raise OptionError(
             f"fit: bytes={bytes:,} is too little. The lowest peak that was found is {least:,} bytes "
-            f"({in_units(least, BYTES)}). Make the batch smaller, or select smaller blocks."
+            f"({in_units(least, BYTES)}). Make the batch smaller, or select other blocks."
         )
     return best
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,9 +41,9 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     """
     if (bytes is None) == (fraction is None):
         raise OptionError("budget takes either bytes=... or fraction=..., and needs one.")
-    if bytes is not None and not (isinstance(bytes, (int, float)) and bytes >= 0):
+    if bytes is not None and not (isinstance(bytes, Real) and bytes >= 0):
         raise OptionError(f"budget: bytes={bytes!r} is not a number of bytes.")
-    if fraction is not None and not (isinstance(fraction, (int, float)) and 0 <= fraction <= 1):
+    if fraction is not None and not (isinstance(fraction, Real) and 0 <= fraction <= 1):
         raise OptionError(f"budget: fraction={fraction!r} is not between 0 and 1.")
     return Budget(bytes, fraction)
 
@@ -101,7 +102,7 @@ def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set]
         return _Set(size, cost, frozenset(used))
 
     nothing = of(())
-    everything = of([(call, i) for call, i in read if i in calls[call].values])
+    everything = of([(index, i) for index, call in enumerate(calls) for i in call.values])
     # For each call that is recomputed if nothing is kept: those of its outputs that are needed.
     asked: dict[int, set[Place]] = defaultdict(set)
     for place in read.union(*[calls[call].needs for call in recomputed(calls, read)[1]]):

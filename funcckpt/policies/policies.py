@@ -51,15 +51,20 @@ def checkpoint_name(x: T, name: str) -> T:
     if not isinstance(name, str):
         what = describe(name) if isinstance(name, Tensor) else repr(name)
         raise InputError(f"checkpoint_name takes a value and then its name, a string, not {what}.")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return x
     if not any([getattr(mode, "sees_names", False) for mode in functorch.dispatch_modes()]):
         return x
     before, _current.name = current_name(), name
     try:
-        return pytree.tree_map_only(Tensor, aten.alias.default, x)
+        return pytree.tree_map_only(_has_alias, aten.alias.default, x)
     finally:
         _current.name = before
+
+
+def _has_alias(x: Any) -> bool:
+    """Whether x can get a name. Tensors of other layouts cannot: they are not kept by name."""
+    return isinstance(x, Tensor) and x.layout is torch.strided
 
 
 def current_name() -> str | None:
@@ -318,7 +323,10 @@ def _from_both(first: _Made, second: _Made, ctx: Any, op: Any, *args: Any, **kwa
 
 def _by_name(names: Sequence[str], listed: Any, others: Any, unnamed: Any = _LEAVE) -> _Made:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"names must be a sequence of strings, not {names!r}.")
+        raise InputError(
+            f"names must be strings ('h', 'scores'), or for two kinds of names a sequence of strings each, "
+            f"not {names!r}."
+        )
     return functools.partial(_of_name, frozenset(names), listed, others, unnamed)
 
 

@@ -241,16 +241,25 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         # The error is ours or that of f: a run without the mode will show.
         if not replay.met or (isinstance(raised, Redo) and raised.replay is not replay):
             raise
+        if not replay.was_read and not _may_be_ours(raised):
+            raise
         error = raised.with_traceback(None)  # its frames would keep tensors alive
     finally:
         # f may store a result that was skipped: it refers to the replay, which then holds nothing else.
         replay.coming, replay.known, replay.plan, replay.source = (), {}, {}, None
     if replay.key is not None:
         _plans[replay.key] = {}
+    if replay.was_read and (kept := _given.get()[1]) is not None:
+        kept.skip_less()
     outputs = program.run(*inputs)
     if not replay.was_read:
         _blame(error)
     return outputs
+
+
+def _may_be_ours(error: Exception) -> bool:
+    """Whether a recomputation may raise it since something was skipped: not that memory or time is over."""
+    return isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class Kept:
         self.tensors: list[Tensor] = []
         # For each tensor: how to bring it back, if it was offloaded.
         self.places: list[Offloaded | None] = []
+        # What later runs take over from this one, or this one from an earlier one: the same without values.
+        self.learned: dict[int, Call] = {}
 
     def keep(self, call: Call, values: Mapping[int, Tensor]) -> None:
         """Keep results of a call, which need not run again."""
@@ -47,6 +49,12 @@ class Kept:
             call.outputs[i] = len(self.tensors)
             self.tensors.append(x if away is None else away.host)
             self.places.append(away)
+
+    def skip_less(self) -> None:
+        """After a result was read that is neither kept nor computed again: later runs compute all these."""
+        for number, call in [*self.learned.items()]:
+            if not any([isinstance(slot, int) for slot in call.outputs.values()]):
+                del self.learned[number]
 
 
 # What was kept of earlier runs: the calls that need not run again, and the number at the end. None if runs
@@ -126,10 +134,12 @@ class Record(Watch):
             return
         with functorch.no_dispatch():
             for node in autograd.nodes_of(outputs, own, first_node):
-                for saved in autograd.saved_by(node):
-                    if isinstance(saved.data, Tensor):
-                        below = wrappers.everything_below(saved.data)
-                        inner = [y for x in below for y in operators.inner_tensors(x)]
+                saved = [x.data for x in autograd.saved_by(node)]
+                saved += operators.tensors_in(getattr(node, "__dict__", {}))  # `ctx.x = x`
+                for x in saved:
+                    if isinstance(x, Tensor):
+                        below = wrappers.everything_below(x)
+                        inner = [z for y in below for z in operators.inner_tensors(y)]
                         self.tape.read |= self.tape.made([*below, *inner])
 
     def finish(self, outputs: Sequence[Tensor]) -> Kept | None:
@@ -139,6 +149,7 @@ class Record(Watch):
             if kept.calls.keys() != self.known.keys() or self.number != self._last:
                 _plans[key] = None
                 return None
+            kept.learned = cast("dict[int, Call]", self.known)
         else:
             calls = self.tape.calls
             # f may put a result into a tensor that it captured: `p.data = ...`.
@@ -152,6 +163,7 @@ class Record(Watch):
                     kept.keep(call, values)
             if self._learns and key not in _plans:
                 _plans[key] = kept.calls, self.number
+                kept.learned = kept.calls
         # The caller may write to an output.
         for away in filter(None, kept.places):
             away.is_about_to_be_written()

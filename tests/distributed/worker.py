@@ -4,6 +4,7 @@ The reference is the same model in one process on the whole batch, without check
 """
 
 import copy
+import itertools
 import os
 import sys
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -165,7 +166,7 @@ SHARDED = [
 
 def training():
     for shard, options in SHARDED:
-        kept = KEPT if "tensor" in shard.__name__ else ()
+        kept = KEPT if "tensor" in shard.__name__ or "inner" in options else ()
         for how in ("nothing",) if "first" in options else ("remat", "checkpoint", *kept):
             model, plain, batches = setup(how)
             called, share_of = shard(model, **options)
@@ -190,6 +191,41 @@ def fsdp_inside():
             assert "calls a FSDPLinear" in str(error), error
         else:
             raise AssertionError("no error")
+
+
+class Calls(nn.Module):
+    """A block, called as a checkpoint calls it."""
+
+    def __init__(self, call, block):
+        super().__init__()
+        self.call, self.block = call, block
+
+    def forward(self, x):
+        return self.call(self.block, x)
+
+
+def fsdp1_inside():
+    """Its hook is on a graph node to which those of a recomputation may not lead."""
+    calls = {
+        "hooks": checkpoint,
+        "remat": lambda block, x: remat(block)(x),
+        "policy": partial(checkpoint, policy=dots_saveable),
+    }
+    for by, dtype, is_root in itertools.product(calls, (None, torch.bfloat16), (True, False)):
+        casts = MixedPrecision(param_dtype=dtype)
+        options = {"device_id": torch.device("cpu"), "use_orig_params": True, "mixed_precision": casts}
+        block = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), **options)
+        model = Calls(calls[by], block)
+        model = model if is_root else FullyShardedDataParallel(model, **options)
+        refused = False
+        try:
+            model(torch.ones(2, WIDTH, requires_grad=True)).float().square().sum().backward()
+        except InputError as error:
+            refused = "calls a FullyShardedDataParallel" in str(error)
+        assert refused == (by != "hooks" and (is_root or dtype is not None)), (by, dtype, is_root)
+        if not refused:
+            with FullyShardedDataParallel.summon_full_params(block, with_grads=True):
+                assert any([p.grad is not None for p in block.parameters()])
 
 
 def functional_call_of_distributed_tensors():
@@ -301,6 +337,7 @@ CASES = {
     for case in (
         training,
         fsdp_inside,
+        fsdp1_inside,
         functional_call_of_distributed_tensors,
         per_sample,
         collectives,

@@ -1,5 +1,6 @@
 """patched, install and uninstall: what they touch, where they hold, and that they are undone."""
 
+import contextvars
 import functools
 import subprocess
 import sys
@@ -173,3 +174,15 @@ def test_traced():
         graph = make_fx(checkpoint_sin)(torch.ones(3))
     torch.testing.assert_close(g, 2 * torch.ones(3).cos())
     assert torch.equal(graph(torch.ones(3)), torch.ones(3).sin())
+
+
+def test_left_in_another_context_than_it_was_entered_in():
+    """As an asynchronous fixture is."""
+
+    def block():
+        with funcckpt.patched():
+            yield
+
+    entered = block()
+    contextvars.copy_context().run(next, entered)
+    entered.close()

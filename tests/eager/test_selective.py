@@ -1,5 +1,6 @@
 """Selective checkpointing: what is saved, offloaded and recomputed."""
 
+import array
 import functools
 import weakref
 from contextlib import nullcontext
@@ -452,3 +453,32 @@ def test_a_write_by_foreach_to_what_f_has_captured(wrap):
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     with pytest.raises(MutationError, match=r"'w'|closure"):
         wrap(f)(x).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["contexts", "debug"])
+def test_jagged_tensors_are_asked_for_their_size(how):
+    """By an operator that torch's dispatcher does not know; an error there ended the process."""
+    w = torch.eye(3, dtype=torch.float64, requires_grad=True)
+    parts = torch.arange(18.0, dtype=torch.float64).view(6, 3)
+    x = torch.nested.nested_tensor_from_jagged(parts, torch.tensor([0, 2, 6]))
+    f = lambda x: F.linear(x, w).sin()
+    options = {"debug": True} if how == "debug" else {"context_fn": ours(policies.dots_saveable)}
+    gradient = lambda y: torch.autograd.grad(y.values().sum(), w)
+    assert_same(gradient(checkpoint(f, x, **options)), gradient(f(x)))
+
+
+def test_what_a_profiler_is_told_may_differ():
+    """FSDP2 tells it of more in a backward than in the forward."""
+    runs = array.array("q", [0])  # a recomputation does not put it back
+
+    def f(x, w):
+        runs[0] += 1
+        for _ in range(runs[0]):
+            with torch.profiler.record_function("step"):
+                pass
+        return x.sin() @ w
+
+    x, w = leaf(2, 2), leaf(2, 2)
+    y = checkpoint(f, x, w, context_fn=ours([mm]), determinism_check="none")
+    y.sum().backward()
+    assert runs[0] == 2 and x.grad is not None

@@ -12,7 +12,8 @@ from torch.func import functional_call, grad, vmap
 
 from funcckpt import checkpoint_sequential, plan_segments
 from funcckpt.eager.sequential import Cost, _behind_writers, best_segments, measure_layers
-from funcckpt.errors import InputError, OptionError
+from funcckpt.errors import InputError, OptionError, TransformError
+from funcckpt.nn import Sequential
 
 from .implementations import D
 
@@ -219,3 +220,20 @@ def test_measured_costs():
     layers = [nn.Linear(8, 16), nn.Flatten(), torch.tanh, torch.square]
     linear, flatten, tanh, square = measure_layers(layers, torch.ones(4, 8))
     assert (linear.kept, flatten.output, flatten.kept, tanh.kept, square.kept) == (0, m, 0, m, 0)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, np.int64(5)])
+@pytest.mark.parametrize("skip_last", [False, True])
+def test_a_sequential_starts_no_group_with_an_activation_in_place(every, skip_last):
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.ReLU(inplace=True))]
+    x = torch.randn(2, 4, requires_grad=True)
+    model = Sequential(*layers, every=every, skip_last=skip_last)
+    expected = torch.autograd.grad(nn.Sequential(*layers)(x).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(model(x).sum(), x), expected)
+    torch.testing.assert_close(grad(lambda x: model(x).sum())(x.detach()), expected[0])
+
+
+@pytest.mark.parametrize("transform", [grad, vmap])
+def test_no_plan_under_a_transform(transform):
+    with pytest.raises(TransformError, match="Plan before it"):
+        transform(lambda x: plan_segments([torch.sin, torch.cos], x))(torch.ones(3))
