@@ -45,7 +45,7 @@ def refuse(what: str) -> None:
 
 def call(untraced: Callable[..., Any], name: str, f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`f(*args, **kwargs)` in code that Dynamo traces. If it does not trace f, `untraced` makes the call."""
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+    if not torch.is_grad_enabled() or dynamo.is_exporting():
         return f(*args, **kwargs)
     how = functools.partial(_from_dynamo, untraced=untraced, name=name, level=_level())
     return dynamo.call_with_graph(how, lambda: f(*args, **kwargs))

@@ -27,6 +27,12 @@ def known_to_dynamo(f: T) -> T:
     return f
 
 
+@known_to_dynamo
+def is_exporting() -> bool:
+    """Whether torch.export traces. (In code that Dynamo of torch 2.11 traces, torch's own is always true.)"""
+    return torch.compiler.is_exporting()
+
+
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # of the function, and of what it calls
 
 

@@ -163,7 +163,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     elif options.policy is not None or options.determinism_check == "values":
         return _functional(f, args, kwargs, options)
     elif functorch.maybe_current_level() is None and dynamo.is_traced() and not wrappers.in_dual_level():
-        if torch.compiler.is_exporting():  # torch's own, in another one, would trace changes of the grad mode
+        if dynamo.is_exporting():  # torch's own, in another one, would trace changes of the grad mode
             return f(*args, **kwargs)
         theirs = autograd.original_checkpoint
     if theirs is not None:
