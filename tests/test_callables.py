@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import MutationError, checkpoint, policies, remat, scan
+from funcckpt import MutationError, checkpoint, create_selective_checkpoint_contexts, policies, remat, scan
 from funcckpt.nn import Remat, apply_remat
 
 
@@ -339,13 +339,19 @@ class Wraps(nn.Module):
         return self.wrap(self.block)(x).tanh()
 
 
+KEPT = {"context_fn": functools.partial(create_selective_checkpoint_contexts, policies.dots_saveable)}
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("wrap", [plain, remat, lambda f: functools.partial(checkpoint, f)])
+@pytest.mark.parametrize(
+    "wrap", [plain, remat, *[lambda f, o=o: functools.partial(checkpoint, f, **o) for o in ({}, KEPT)]]
+)
 def test_a_graph_of_torch_export(wrap, strict):
     block = nn.Sequential(nn.LayerNorm(X.shape[-1]), nn.Linear(X.shape[-1], 3)).double()
     model = Wraps(wrap, Remat(block) if wrap is plain else block)
     program = torch.export.export(model, (X,), strict=strict)
     assert_same(program.module()(X * 2), model(X * 2))
+    assert "checkpoint" not in str(program.graph)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -458,6 +458,7 @@ def test_select(select, names, make):
         (nn.Conv2d, "selects nothing in Model.*or pass 'every 1'"),
         ("every 0", "'every 0' selects nothing"),
         (("0", "1"), r"select=\('0', '1'\) is not a class"),
+        (lambda module: True, "select= takes a name and a module: lambda name, module"),
         (3, "select=3 is not a class or a tuple of them"),
         (nn.Linear(2, 2), "select= takes no Linear. Pass its class or name; or use Remat on it"),
         (lambda name, m: name in ("embed", "layers"), "has no forward"),  # all or nothing

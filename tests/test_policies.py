@@ -766,6 +766,8 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.m = inputs[1]
+        ctx.all = [ctx.m]
+        ctx.all.append(ctx.all)
 
     @staticmethod
     def backward(ctx, g):

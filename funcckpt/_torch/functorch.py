@@ -233,6 +233,8 @@ def active_kinds() -> list[str]:
 
 # Parts of the errors of an operator that gets a tensor of a vmap level where no vmap has that number.
 ESCAPED = "may have escaped", "batched == nullptr INTERNAL ASSERT FAILED"
+# Of a formula that asks a batched tensor whether it is channels-last.
+ASKS_FOR_FORMAT = "inside of vmap for memory_format"
 # What it says of some tensors of a level that is over.
 ASSERTS = "INTERNAL ASSERT FAILED"
 

@@ -294,6 +294,10 @@ class Functional(Derived):
         return torch.func.functionalize(self.inner.run, remove=remove)(*inputs)
 
 
+# The code of functions whose backward by plain autograd asks for a memory format (group_norm), below a vmap.
+_asks_for_format: set[Any] = set()
+
+
 @dataclass(eq=False)
 class Vjp(Derived):
     """(inputs, cotangents) -> gradients.
@@ -350,15 +354,24 @@ class Vjp(Derived):
         if len(self.of) < len(outputs):
             outputs = [outputs[i] for i in self.of]
         # A batched pullback uses the formulas of torch.func (create_graph=True). Without it, autograd prefers
-        # some that have no tangent, or a batching rule that is wrong (lu_solve under two vmaps) or refuses
-        # other strides (group_norm). Graphs that make_fx traces may be differentiated later.
+        # some that take less memory, but have no tangent or a wrong batching rule (lu_solve under two vmaps).
+        # Graphs that make_fx traces may be differentiated later.
         create_graph = nested or self.unbatched is not None or functorch.is_tracing()
         if not create_graph and functorch.maybe_current_level():
-            create_graph = not {"vmap", "jvp"}.isdisjoint(functorch.active_kinds())
+            kinds = functorch.active_kinds()
+            create_graph = "jvp" in kinds or kinds.count("vmap") > 1 or source.code in _asks_for_format
         # At a level of its own nobody can differentiate the graph again.
         retain_graph = create_graph and is_plain
         if nested or is_plain or not create_graph or functorch.is_tracing():
-            gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
+            gradients: Tensors | None = None
+            try:
+                gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
+            except RuntimeError as error:
+                if create_graph or functorch.ASKS_FOR_FORMAT not in str(error):
+                    raise
+            if gradients is None:
+                _asks_for_format.add(source.code)
+                return self.run(*inputs)
             return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
         with functorch.grad_increment_nesting():  # below it nothing is recorded
             gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)

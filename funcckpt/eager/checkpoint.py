@@ -159,6 +159,8 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             return compiled.call(functools.partial(call, options=options), "f", f, args, kwargs)
         if compiled.differentiates():
             compiled.refuse("checkpoint: under torch.func transforms, context_fn")
+        if dynamo.is_exporting():
+            return f(*args, **kwargs)
         theirs = torch_checkpoint.checkpoint
     elif options.policy is not None or options.determinism_check == "values":
         return _functional(f, args, kwargs, options)

@@ -269,9 +269,13 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
             f"select={select!r} is not a class or a tuple of them, not a pattern, and not a function of name "
             "and module."
         )
-    with suppress(ValueError):  # a builtin function has no signature
-        if len(inspect.signature(select).parameters) == 1:
-            raise InputError("select= takes a name, too: lambda name, module: isinstance(module, Block).")
+    try:
+        inspect.signature(select).bind("", model)
+    except TypeError:
+        what = "select= takes a name and a module: lambda name, module: isinstance(module, Block)."
+        raise InputError(what) from None
+    except ValueError:  # a builtin function has no signature
+        pass
     return [m for name, m in named if select(name, m)]
 
 

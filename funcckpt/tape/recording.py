@@ -135,7 +135,9 @@ class Record(Watch):
         with functorch.no_dispatch():
             for node in autograd.nodes_of(outputs, own, first_node):
                 saved = [x.data for x in autograd.saved_by(node)]
-                saved += operators.tensors_in(getattr(node, "__dict__", {}))  # `ctx.x = x`
+                for x in getattr(node, "__dict__", {}).values():  # `ctx.x = x`
+                    with suppress(RecursionError):  # of a container in itself
+                        saved += operators.tensors_in(x)
                 for x in saved:
                     if isinstance(x, Tensor):
                         below = wrappers.everything_below(x)
