@@ -34,7 +34,7 @@ from .tape.operators import tensors_in
 @dynamo.known_to_dynamo
 def differentiates() -> bool:
     """Whether a functorch level takes a derivative. May be called in code that Dynamo traces."""
-    return any(layer.kind != "vmap" for layer in functorch.active_layers())
+    return any(kind != "vmap" for kind in functorch.active_kinds())
 
 
 @dynamo.known_to_dynamo

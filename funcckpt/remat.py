@@ -125,11 +125,11 @@ def remat(
     >>> per_sample(torch.ones(3, 2), torch.zeros(5, 3)).shape
     torch.Size([5, 3, 2])
     """
+    if args:
+        raise InputError("remat takes only the function. Write remat(f)(x), or checkpoint(f, x).")
     if torch.compiler.is_dynamo_compiling():
         return _made_compiled(f, preserve_rng_state, determinism_check, policy)
     title = "remat" if f is None else f"remat({name_of(f)})"
-    if args:
-        raise InputError(f"{title}: remat takes only the function. Write remat(f)(x), or checkpoint(f, x).")
     if determinism_check not in CHECKS:
         raise InputError(f"{title}: determinism_check must be one of {CHECKS}, not {determinism_check!r}.")
     chooser = chooser_of(policy, title)

@@ -473,3 +473,8 @@ def test_a_class_is_as_it_was_left_after_an_error_in_the_recomputation(call):
     with pytest.raises(Boom, match=r"2\.0"):
         y.backward()
     assert Shelf.k == 5.0
+
+
+def test_arguments_of_f_are_not_arguments_of_remat():
+    with pytest.raises(InputError, match=r"Write remat\(f\)\(x\), or checkpoint\(f, x\)"):
+        remat(torch.sin, torch.ones(2))

@@ -159,16 +159,14 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
             return compiled.call(functools.partial(call, options=options), "f", f, args, kwargs)
         if compiled.differentiates():
             compiled.refuse("checkpoint: under torch.func transforms, context_fn")
-        if dynamo.is_exporting():
-            return f(*args, **kwargs)
         theirs = torch_checkpoint.checkpoint
     elif options.policy is not None or options.determinism_check == "values":
         return _functional(f, args, kwargs, options)
     elif functorch.maybe_current_level() is None and dynamo.is_traced() and not wrappers.in_dual_level():
-        if dynamo.is_exporting():  # torch's own, in another one, would trace changes of the grad mode
-            return f(*args, **kwargs)
         theirs = autograd.original_checkpoint
     if theirs is not None:
+        if dynamo.is_exporting():  # torch's own, in another one, would trace changes of the grad mode
+            return f(*args, **kwargs)
         how = dict(zip(Options._fields[:3], options[:3], strict=True))
         return theirs(functools.partial(f, **kwargs) if kwargs else f, *args, use_reentrant=False, **how)
     is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]

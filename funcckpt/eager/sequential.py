@@ -123,7 +123,7 @@ def writes_to_input(layer: Any) -> bool:
     return isinstance(layer, nn.Module) and not layer._modules and bool(getattr(layer, "inplace", False))
 
 
-def behind_writers(layers: Sequence[Any], start: int) -> int:
+def start_behind_writers(layers: Sequence[Any], start: int) -> int:
     """The number of the first layer from `start` on that is no such activation."""
     while start < len(layers) and writes_to_input(layers[start]):
         start += 1
@@ -134,7 +134,7 @@ def _behind_writers(layers: Sequence[Any], lengths: list[int]) -> list[int]:
     """Lengths of segments of which none starts with such layers, but for the first and the last."""
     _, *starts, end = accumulate(lengths, initial=0)
     for k, start in enumerate(starts[:-1]):
-        starts[k] = min(behind_writers(layers, start), starts[-1])
+        starts[k] = min(start_behind_writers(layers, start), starts[-1])
     return [b - a for a, b in pairwise(sorted({0, *starts, end}))] or lengths
 
 

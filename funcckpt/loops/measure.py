@@ -71,7 +71,7 @@ def no_ys(loop: Loop, init: Any, xs: Any) -> Any:
 def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs: Any) -> Schedule:
     """The schedule that runs the fewest steps within `bytes`."""
     x = pytree.tree_map(lambda x: None if x is None else x[-1 if loop.reverse else 0], xs)
-    carry, depth = _bytes_of(init), [layer.kind for layer in functorch.active_layers()].count("vmap")
+    carry, depth = _bytes_of(init), functorch.active_kinds().count("vmap")
     for _ in range(steps):
         if all([wrappers.physical(leaf)[1] == depth for leaf in tensors_in(init)]):
             break
@@ -131,7 +131,7 @@ def _measure_step(loop: Loop, first: int, init: Any, x: Any) -> tuple[int, int, 
         ones = [torch.ones_like(y) for y in outputs]
         if ones and given:
             torch.autograd.grad(outputs, given, ones, allow_unused=True) if plain else pull(ones)
-    if not given or all([layer.kind != "grad" for layer in functorch.active_layers()]):
+    if not given or "grad" not in functorch.active_kinds():
         return saved, meter.peak_bytes, 0
     with leaving_nothing(loop.name, loop.f, (init, x)), Meter() as whole:
         torch.func.grad(total, tuple(range(len(given))))(*given)

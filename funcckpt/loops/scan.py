@@ -242,7 +242,7 @@ def _keeps_nothing(functions: Any, arguments: Any) -> bool:
     """Whether reverse mode differentiates nothing, so that a plain loop keeps nothing, too."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    if any([layer.kind == "grad" for layer in functorch.active_layers()]):
+    if "grad" in functorch.active_kinds():
         return False
     tensors = tensors_in(arguments) + list(Found(functions).tensors.values())
     return not any([wrappers.below_wrappers(x).requires_grad for x in tensors])

@@ -26,7 +26,7 @@ from ..closures.code import is_library
 from ..core.call import has_hook_of_opacus
 from ..eager.checkpoint import call, check_options
 from ..eager.region import Options
-from ..eager.sequential import behind_writers, chain, writes_to_input
+from ..eager.sequential import chain, start_behind_writers, writes_to_input
 from ..errors import InputError, OptionError
 from ..policies.policies import as_function
 
@@ -350,8 +350,8 @@ class Sequential(nn.Sequential):
     def forward(self, input: Any) -> Any:
         layers = list(self)
         count = len(layers) - self.skip_last
-        starts = [0, *[behind_writers(layers[:count], i) for i in range(self.every, count, self.every)]]
-        for start, end in pairwise(sorted({*starts, count})):
+        starts = [0, *[start_behind_writers(layers, i) for i in range(self.every, count, self.every)]]
+        for start, end in pairwise(sorted({*[min(start, count) for start in starts], count})):
             input = call(chain(layers[start:end]), (input,), {}, Options(**self.options))
         return chain(layers[count:])(input)
 

@@ -36,7 +36,7 @@ def store(tree: Any, place: str) -> Stored:
     >>> fetch(store({"x": torch.arange(3)}, "disk"))
     {'x': tensor([0, 1, 2])}
     """
-    if place == "disk" and any(layer.kind == "functionalize" for layer in functorch.active_layers()):
+    if place == "disk" and "functionalize" in functorch.active_kinds():
         raise OptionError('offload="disk" does not work under torch.func.functionalize. Pass "host".')
     moved = pytree.tree_map_only(Tensor, _to_disk if place == "disk" else _to_host, tree)
     return Stored(moved, tuple([x.device for x in tensors_in(tree)]))
