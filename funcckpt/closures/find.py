@@ -9,7 +9,7 @@ An object of a user's class may lead far, to a trainer and its data. So only the
 code of f names. The code of libraries is not read, but their modules and objects are searched. So are all
 attributes of a class that inherits their code.
 
-The search is a single loop: it takes some microseconds for each module, and makes no call for each object.
+The search is a loop. It makes no call for each object, and takes some microseconds for each module.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ class Found:
         self.tensors: dict[int, Tensor] = {}
         self.marks: dict[int, tuple[dict[str, Any], Any]] = {}
         self.places: dict[int, tuple[int, Any]] = {}
+        self.streams: list[Any] = []
+        self.opaque: list[Any] = []
+        self.gone: set[int] = set()
+        self.names: set[str] = set()
+        self.has_pullbacks = self.calls_backward = self.draws_elsewhere = False
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self.noted: set[int] = set()  # what `changed` has told so far
         self.empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
@@ -126,10 +131,6 @@ class Found:
         # Flat pairs of ids: of an object, and of what refers to it. Many small lists take the collector time.
         self._edges: list[int] = []
         self._added: list[int] = []  # the same, since the call
-        self.streams: list[Any] = []
-        self.opaque: list[Any] = []
-        draws_elsewhere = self.calls_backward = self.has_pullbacks = has_objects = has_compiled = False
-        self.gone: set[int] = set()
         no_ids: set[int] = set()
         self.led = no_ids, no_ids  # the last ids given to `leading_to`, and what it gave
         # The ids of objects that are or have a dict; these dicts; and their versions. A dict that has its
@@ -143,175 +144,11 @@ class Found:
         self._spaces: list[Any] = []
         self.rest: list[int] = []  # the ids of all other objects that can change
         self._some_edges: tuple[list[int], list[int]] | None = None
-        edges, nodes, tensors, empty = self._edges, self.nodes, self.tensors, self.empty
-        names: set[str] = set()
-        met: set[int] = set()
-        atoms = kinds.ATOMS
-        # Objects of which only the named attributes count; and how many names were known when they were read.
-        named: list[Node] = []
-        keyed: list[Node] = []  # dicts with keys that are no atoms
-        known: list[int] = []
-        first = root[0] if type(root) is tuple and root else root
-        first = first.__func__ if type(first) is types.MethodType else first
-        first = below_compiler(first)
-        pending: list[tuple[Any, int, Any]] = [(root, 0, _BESIDE)]
-        while pending:
-            while pending:
-                value, parent, key = pending.pop()
-                number = id(value)
-                if key is not _BESIDE:
-                    edges += number, parent
-                if number in met:
-                    continue
-                met.add(number)
-                cls: Any = type(value)
-                of = about.get(id(cls)) or about(cls)
-                kind, is_own, draws = of.kind, of.is_own, of.is_of_installed
-                if kind is kinds.TENSOR:
-                    tensors[number], self.places[number] = value, (parent, key)
-                    continue
-                if kind is None:
-                    if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
-                        self.streams.append(value)
-                    elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
-                        self.opaque.append(value)
-                    has_compiled |= is_compiler(cls)
-                    continue
-                owner: Any = cls
-                if kind is kinds.FUNCTION:
-                    if is_pullback(value) and not everything:
-                        self.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
-                        continue
-                    module = value.__globals__.get("__name__")
-                    is_own = value is first or not is_library(module)
-                    draws = draws or is_installed(module) or module in _DRAWING
-                elif kind is kinds.CLASS:
-                    if isinstance(value, type):
-                        of, owner = about(value), value
-                        is_own, draws = of.is_own, of.is_of_installed
-                    else:
-                        is_own = value is first or not is_library(value.__name__)
-                        draws = draws or is_installed(value.__name__) or value.__name__ in _DRAWING
-                    if not is_own:  # it holds no objects of the user
-                        names.add(value.__name__)  # which code may know by another name
-                        draws_elsewhere |= draws
-                        continue
-                    if owner is value and not is_library(cls.__module__):
-                        pending.append((cls, number, _BESIDE))  # a metaclass
-                draws_elsewhere |= draws
-                is_named = is_own and of.is_pure and (kind in kinds.OBJECTS or kind is kinds.CLASS)
-                is_run_later = False
-                # (A key may be any object, and to compare it any code.)
-                if kind is kinds.DICT and type(key) is str:
-                    is_run_later = key in _RUN_LATER
-                    if key == "__dict__":
-                        holder = about(nodes[parent].cls)
-                        is_named = holder.kind is kinds.RECORD and holder.is_own and holder.is_pure
-                # What others keep in a threading.local may be large.
-                counted = names if is_named or kind is kinds.LOCAL else None
-                if counted is not None:
-                    names |= of.names if has_objects else of.names | _ALWAYS_NAMED
-                    has_objects = True
-                there: Any = value if kind is kinds.DICT else value.__dict__ if kind in kinds.OWNERS else None
-                # (Python 3.12 does not tell that an empty dict becomes a copy of another one.)
-                if type(there) is dict and there and dict_version is not None:
-                    self._versions.append(dict_version(there))
-                    self._numbers.append(number)
-                    self._dicts.append(there)
-                    if there is not value:
-                        self._owners.append(value)
-                        self._classes.append(cls)
-                        self._spaces.append(there)
-                elif kind not in kinds.CONSTANT:
-                    self.rest.append(number)
-                content: dict[Any, Any] = {}
-                if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
-                    content = dict(value) if kind is kinds.DICT else value.__dict__.copy()
-                elif counted is None or kind is kinds.CLASS:
-                    content = kinds.read(kind, value, counted)
-                # Otherwise its content is read below: its class may add names.
-                node = nodes[number] = Node(kind, cls, value, content, parent, key, counted)
-                if counted is not None:
-                    named.append(node)
-                    known.append(0)
-                for name, item in () if is_run_later else content.items():
-                    if type(item) not in atoms:
-                        if name in _OFTEN_EMPTY and not item:
-                            empty.append(item)
-                        else:
-                            pending.append((item, number, name))
-                if of.has_own:
-                    for base in owner.__mro__:
-                        if not is_library(base.__module__):
-                            pending.append((base, number, _BESIDE))
-                    if (as_tree := _PYTREES.get(cls)) is not None:
-                        pending.append((as_tree.flatten_fn, number, _BESIDE))
-                if kind is kinds.MODULE:
-                    # (Observers of quantization observe in evaluation, too.)
-                    if (own := value._buffers) and (value.training or not _OF_OBSERVERS.isdisjoint(own)):
-                        self._training.append(own)
-                    if isinstance(value, torch.fx.GraphModule):
-                        names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
-                elif kind in kinds.KEYED:
-                    if not kinds.ATOMS.issuperset(map(type, content)):
-                        keyed.append(node)
-                elif kind is kinds.BUILTIN:
-                    names.add(value.__name__)
-                elif kind is kinds.FUNCTION:
-                    names.add(value.__name__)
-                    space = value.__globals__
-                    if id(space) not in nodes:
-                        node = Node(kinds.GLOBALS, dict, space, {}, number, "__globals__", set())
-                        named.append(nodes.setdefault(id(space), node))
-                        known.append(0)
-                        met.add(id(space))
-                        self.rest.append(id(space))
-                    if is_own:
-                        looked_up, of_globals, imported = names_in(value.__code__)
-                        names |= looked_up
-                        if nodes[id(space)].kind is kinds.GLOBALS:  # not a dict that f refers to
-                            nodes[id(space)].names.update(of_globals)
-                        self.calls_backward |= "backward" in looked_up
-                        for name in imported:
-                            there = sys.modules.get(name)
-                            self.imported.append((name, there))
-                            draws_elsewhere |= there is None  # an unknown module may draw
-                            pending.append((there, number, _BESIDE))
-                    else:
-                        for name, variable in _variables_in(value):
-                            pending.append((variable, id(space), name))
-            is_all_named = everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
-            for i, node in enumerate(named):
-                if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
-                    node.names = None
-                count = -1 if node.names is None else len(node.names)
-                if known[i] == count:
-                    continue
-                known[i] = count
-                for name, item in kinds.read(node.kind, node.value, node.names).items():
-                    if name not in node.content:
-                        node.content[name] = item
-                        if type(item) not in atoms:
-                            if name in _OFTEN_EMPTY and not item:
-                                empty.append(item)
-                            else:
-                                pending.append((item, id(node.value), name))
-        # Modules and tensors that are keys of a dict, if they are found elsewhere, too: a registry may have
-        # many others.
-        for node in keyed:
-            for key in node.content:
-                if id(key) in tensors or (id(key) in nodes and isinstance(key, nn.Module)):
-                    edges += id(key), id(node.value)
-        # A copy of these would not follow the module. Compiled code looks at the globals of its first run.
-        for node in named:
-            if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
-                space.kind = kinds.NAMESPACE
-            elif has_compiled and node.kind is kinds.GLOBALS:
-                node.kind = kinds.NAMESPACE
+        _Search(self, everything)
         # For searches that continue this one: the order of the objects, and what was empty.
-        self._order, self.empty_of_first = [*nodes], empty
-        self.names = names
-        self.draws_elsewhere = draws_elsewhere or "random" in names
+        self._order, self.empty_of_first = [*self.nodes], self.empty
+        names = self.names
+        self.draws_elsewhere |= "random" in names
         self.has_hooks_of_opacus = "capture_activations_hook" in names
         self.moves_streams = not names.isdisjoint(_MOVES_STREAMS)
         if self.streams:
@@ -477,6 +314,192 @@ class Found:
                 words.append(node.kind.label.format(key))
             number, key = node.parent, node.key
         return " of ".join(words) or "a captured tensor"
+
+
+class _Search:
+    """A search at work: what it must still look at, and objects of which only named attributes count."""
+
+    has_objects = has_compiled = False
+
+    def __init__(self, found: Found, everything: bool) -> None:
+        self.found, self.everything = found, everything
+        # Each object, the id of its holder, and its name there.
+        self.pending: list[tuple[Any, int, Any]] = [(found.root, 0, _BESIDE)]
+        self.met: set[int] = set()
+        self.named: list[Node] = []
+        self.known: list[int] = []  # how many names were known when each of these was read
+        self.keyed: list[Node] = []  # dicts with keys that are no atoms
+        root = found.root
+        first = root[0] if type(root) is tuple and root else root
+        self.first = below_compiler(first.__func__ if type(first) is types.MethodType else first)
+        while self.pending:
+            self._look()
+            self._read_named()
+        nodes = found.nodes
+        # Modules and tensors that are keys of a dict, if they are found elsewhere, too: a registry may have
+        # many others.
+        for node in self.keyed:
+            for key in node.content:
+                if id(key) in found.tensors or (id(key) in nodes and isinstance(key, nn.Module)):
+                    found._edges += id(key), id(node.value)
+        # A copy of these would not follow the module. Compiled code looks at the globals of its first run.
+        for node in self.named:
+            if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
+                space.kind = kinds.NAMESPACE
+            elif self.has_compiled and node.kind is kinds.GLOBALS:
+                node.kind = kinds.NAMESPACE
+
+    def _look(self) -> None:
+        """Look at what is pending, and at what that holds."""
+        found, pending, met, named, known = self.found, self.pending, self.met, self.named, self.known
+        nodes, edges, names, empty, atoms = found.nodes, found._edges, found.names, found.empty, kinds.ATOMS
+        while pending:
+            value, parent, key = pending.pop()
+            number = id(value)
+            if key is not _BESIDE:
+                edges += number, parent
+            if number in met:
+                continue
+            met.add(number)
+            cls: Any = type(value)
+            of = about.get(id(cls)) or about(cls)
+            kind, is_own, draws = of.kind, of.is_own, of.is_of_installed
+            if kind is kinds.TENSOR:
+                found.tensors[number], found.places[number] = value, (parent, key)
+                continue
+            if kind is None:
+                if isinstance(value, _STREAMS) and cls is not random.SystemRandom:
+                    found.streams.append(value)
+                elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
+                    found.opaque.append(value)
+                self.has_compiled |= is_compiler(cls)
+                continue
+            owner: Any = cls
+            if kind is kinds.FUNCTION:
+                if is_pullback(value) and not self.everything:
+                    found.has_pullbacks = True  # its tensors belong together: none can be exchanged alone
+                    continue
+                module = value.__globals__.get("__name__")
+                is_own = value is self.first or not is_library(module)
+                draws = draws or is_installed(module) or module in _DRAWING
+            elif kind is kinds.CLASS:
+                if isinstance(value, type):
+                    of, owner = about(value), value
+                    is_own, draws = of.is_own, of.is_of_installed
+                else:
+                    is_own = value is self.first or not is_library(value.__name__)
+                    draws = draws or is_installed(value.__name__) or value.__name__ in _DRAWING
+                if not is_own:  # it holds no objects of the user
+                    names.add(value.__name__)  # which code may know by another name
+                    found.draws_elsewhere |= draws
+                    continue
+                if owner is value and not is_library(cls.__module__):
+                    pending.append((cls, number, _BESIDE))  # a metaclass
+            found.draws_elsewhere |= draws
+            is_named = is_own and of.is_pure and (kind in kinds.OBJECTS or kind is kinds.CLASS)
+            is_run_later = False
+            # (A key may be any object, and to compare it any code.)
+            if kind is kinds.DICT and type(key) is str:
+                is_run_later = key in _RUN_LATER
+                if key == "__dict__":
+                    holder = about(nodes[parent].cls)
+                    is_named = holder.kind is kinds.RECORD and holder.is_own and holder.is_pure
+            # What others keep in a threading.local may be large.
+            counted = names if is_named or kind is kinds.LOCAL else None
+            if counted is not None:
+                names |= of.names if self.has_objects else of.names | _ALWAYS_NAMED
+                self.has_objects = True
+            there: Any = value if kind is kinds.DICT else value.__dict__ if kind in kinds.OWNERS else None
+            # (Python 3.12 does not tell that an empty dict becomes a copy of another one.)
+            if type(there) is dict and there and dict_version is not None:
+                found._versions.append(dict_version(there))
+                found._numbers.append(number)
+                found._dicts.append(there)
+                if there is not value:
+                    found._owners.append(value)
+                    found._classes.append(cls)
+                    found._spaces.append(there)
+            elif kind not in kinds.CONSTANT:
+                found.rest.append(number)
+            content: dict[Any, Any] = {}
+            if counted is None and (kind is kinds.DICT or kind in kinds.SPACES):
+                content = dict(value) if kind is kinds.DICT else value.__dict__.copy()
+            elif counted is None or kind is kinds.CLASS:
+                content = kinds.read(kind, value, counted)
+            # Otherwise its content is read later: its class may add names.
+            node = nodes[number] = Node(kind, cls, value, content, parent, key, counted)
+            if counted is not None:
+                named.append(node)
+                known.append(0)
+            for name, item in () if is_run_later else content.items():
+                if type(item) not in atoms:
+                    if name in _OFTEN_EMPTY and not item:
+                        empty.append(item)
+                    else:
+                        pending.append((item, number, name))
+            if of.has_own:
+                for base in owner.__mro__:
+                    if not is_library(base.__module__):
+                        pending.append((base, number, _BESIDE))
+                if (as_tree := _PYTREES.get(cls)) is not None:
+                    pending.append((as_tree.flatten_fn, number, _BESIDE))
+            if kind is kinds.MODULE:
+                # (Observers of quantization observe in evaluation, too.)
+                if (own := value._buffers) and (value.training or not _OF_OBSERVERS.isdisjoint(own)):
+                    found._training.append(own)
+                if isinstance(value, torch.fx.GraphModule):
+                    names.add("batch_norm")  # The code of a graph is not read: maybe it calls this.
+            elif kind in kinds.KEYED:
+                if not atoms.issuperset(map(type, content)):
+                    self.keyed.append(node)
+            elif kind is kinds.BUILTIN:
+                names.add(value.__name__)
+            elif kind is kinds.FUNCTION:
+                self._read_code(value, number, is_own)
+
+    def _read_code(self, function: types.FunctionType, number: int, is_own: bool) -> None:
+        """What the code of a function names: globals, modules that it imports, attributes."""
+        found, nodes, space = self.found, self.found.nodes, function.__globals__
+        found.names.add(function.__name__)
+        if id(space) not in nodes:
+            node = nodes[id(space)] = Node(kinds.GLOBALS, dict, space, {}, number, "__globals__", set())
+            self.named.append(node)
+            self.known.append(0)
+            self.met.add(id(space))
+            found.rest.append(id(space))
+        if not is_own:
+            self.pending += [(variable, id(space), name) for name, variable in _variables_in(function)]
+            return
+        looked_up, of_globals, imported = names_in(function.__code__)
+        found.names |= looked_up
+        if nodes[id(space)].kind is kinds.GLOBALS:  # not a dict that f refers to
+            nodes[id(space)].names.update(of_globals)
+        found.calls_backward |= "backward" in looked_up
+        for name in imported:
+            module = sys.modules.get(name)
+            found.imported.append((name, module))
+            found.draws_elsewhere |= module is None  # an unknown module may draw
+            self.pending.append((module, number, _BESIDE))
+
+    def _read_named(self) -> None:
+        """Read the attributes that code has named since the last time."""
+        names = self.found.names
+        is_all_named = self.everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
+        for i, node in enumerate(self.named):
+            if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
+                node.names = None
+            count = -1 if node.names is None else len(node.names)
+            if self.known[i] == count:
+                continue
+            self.known[i] = count
+            for name, item in kinds.read(node.kind, node.value, node.names).items():
+                if name not in node.content:
+                    node.content[name] = item
+                    if type(item) not in kinds.ATOMS:
+                        if name in _OFTEN_EMPTY and not item:
+                            self.found.empty.append(item)
+                        else:
+                            self.pending.append((item, id(node.value), name))
 
 
 _attributes_of = operator.attrgetter("__dict__")

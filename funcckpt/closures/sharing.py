@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
 import threading
 import types
@@ -45,10 +46,12 @@ def search(root: Any) -> Found:
     key = of, threading.get_ident()  # another thread may let tensors go meanwhile
     before = _held.get(key)
     found = (before is not None and _continued(before, root)) or Found(root)
-    if len(found.nodes) > _SMALL or any([len(node.content) > _LONG for node in found.nodes.values()]):
+    if len(found.nodes) > _SMALL or any(map(_LONG.__lt__, map(len, map(_content_of, found.nodes.values())))):
         _held[key] = found
     return found
 
+
+_content_of = operator.attrgetter("content")
 
 # A node, the object that takes the place of its value, and the content of that object.
 _Pair = tuple[Node, Any, dict[Any, Any]]

@@ -85,7 +85,7 @@ class Call(UserProgram):
                         inputs.append(x)
         self.count = len(inputs)
         # The first call of a lazy module is not checkpointed.
-        self._is_lazy = tensors.has_lazy(found.tensors.values())
+        self._is_lazy = bool(found.tensors) and tensors.has_lazy(found.tensors.values())
         # Captured tensors that are not inputs, and their versions. (Pairs would take the collector time.)
         self.constants: list[Tensor] = []
         self._versions: list[int | None] = []

@@ -69,7 +69,7 @@ def _bind_grad(interpreter: Any, program: Program, inputs: Sequence[Tensor]) -> 
         active = recording.active
         unused.update(recording.unused)
     # The inputs that no output uses. (Numbers beyond them are tangents of inner levels.)
-    if unused := {i for i in unused if i < len(inputs)}:
+    if unused and (unused := {i for i in unused if i < len(inputs)}):
         # Tangents are kept: torch would make zeros of missing ones, and f may write to them in place.
         keeps_tangents = "jvp" in functorch.active_kinds()
         for i in unused:
@@ -225,11 +225,12 @@ class _Node(functorch.SingleLevelFunction):
         ctx: Any, program: Program, level: int, outputs: Tensors, active: Any, *inputs: Tensor
     ) -> Tensors:
         ctx.set_materialize_grads(False)
-        ctx.called, ctx.level = program.source.name, level
+        source = program.source
+        ctx.called, ctx.level = source.name, level
         ctx.call_level = program.call_level
         if level:
             ctx.call_level, ctx.thread = min(program.call_level, level - 1), threading.get_ident()
-        ctx.kept, tensors = recompute.kept_for(program)
+        ctx.kept, tensors = recompute.kept_for(program, source)
         ctx.program = program
         # At a level no backward frees anything. And hooks would get the owner, and give back something else.
         if not level and autograd.top_saved_tensors_hooks() is None:

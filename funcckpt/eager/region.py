@@ -19,7 +19,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import compress
@@ -268,11 +268,10 @@ class Region:
             self._found.weaken(unused)
 
     def _changed(self) -> list[Tensor]:
-        return self._different(tensors.versions_of([*self._constants.values()]), self._versions)
-
-    def _different(self, now: Iterable[Any], then: dict[int, Any]) -> list[Tensor]:
-        """The constants of which something is now other than it was then."""
-        return [*compress(self._constants.values(), map(operator.ne, now, map(then.get, self._constants)))]
+        """The constants that were written to since the call."""
+        constants = [*self._constants.values()]
+        then = map(self._versions.get, self._constants)
+        return [*compress(constants, map(operator.ne, tensors.versions_of(constants), then))]
 
     # -- the backward -------------------------------------------------------------------------------
 
@@ -307,7 +306,8 @@ class Region:
         instead = dict(zip(self._instead, map(_for_a_run, self._instead.values()), strict=True))
         written = self._changed() if self._check and self._constants else []
         # A model may be frozen for the forward alone.
-        for x in self._different(map(wrappers.require_grad, self._constants.values()), self._differentiated):
+        constants, then = self._constants.values(), map(self._differentiated.get, self._constants)
+        for x in compress(constants, map(operator.ne, map(wrappers.require_grad, constants), then)):
             instead[id(x)] = wrappers.requires_grad_(x.detach(), not x.requires_grad)
             if self._check and x._version != self._versions[id(x)]:
                 written.append(instead[id(x)])

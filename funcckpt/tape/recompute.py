@@ -206,13 +206,13 @@ def handing_out(source: Any, kept: Kept | None, tensors: Sequence[Tensor]) -> It
         _given.reset(before)
 
 
-def kept_for(program: Program) -> tuple[Kept | None, Sequence[Tensor]]:
+def kept_for(program: Program, source: Any) -> tuple[Kept | None, Sequence[Tensor]]:
     """What a policy has kept that the graph node of a program must save, and the tensors."""
-    source, kept, tensors = _given.get()
+    given, kept, tensors = _given.get()
     if not program.is_pullback:
-        kept = program.source.kept
+        kept = source.kept
         tensors = () if kept is None else kept.tensors
-    elif source is not program.source:
+    elif given is not source:
         return None, ()
     if kept is not None and autograd.top_saved_tensors_hooks() is not None:
         for away in kept.places:
