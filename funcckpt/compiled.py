@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, set_checkpoint_early_stop
 
 from . import world
 from ._torch import autograd, dynamo, functorch, wrappers
@@ -59,7 +60,10 @@ def _from_dynamo(f: Any, untraced: Callable[..., Any], name: str, level: int) ->
         if not isinstance(f, torch.fx.GraphModule):
             return untraced(f, args=args, kwargs={})
         if not dynamo.is_traced_by_aot_autograd():
-            return untraced(functools.partial(dynamo.interpret, f, level), args=args, kwargs={})
+            # To stop early would leave levels open that the graph has entered.
+            stops = set_checkpoint_early_stop(False) if dynamo.has_transforms(f) else nullcontext()
+            with stops:
+                return untraced(functools.partial(dynamo.interpret, f, level), args=args, kwargs={})
         if not differentiates() and functorch.current_level() == level and not dynamo.has_transforms(f):
             return dynamo.torch_checkpoint_of_graph(f, args)
         try:

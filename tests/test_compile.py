@@ -15,12 +15,13 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import flex_attention
 from torch.nn.functional import dropout
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 import funcckpt
-from funcckpt import checkpoint, checkpoint_name, remat
+from funcckpt import checkpoint, checkpoint_name, policies, remat
 from funcckpt.meter import mark
 from funcckpt.nn import Remat, apply_remat
 
@@ -616,3 +617,85 @@ def test_checkpoint_in_a_function_that_dynamo_does_not_look_into(how):
     )
     w = tensor(3, 3)
     assert_same(torch.compile(run, backend="aot_eager", fullgraph=True)(w, X), expected(w, X))
+
+
+def counting(counts):
+    """A backend whose graphs count their runs."""
+
+    def backend(graph, inputs):
+        def run(*args):
+            counts["runs"] += 1
+            return graph(*args)
+
+        return run
+
+    return backend
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(
+    "policy", [policies.dots_saveable, policies.budget(fraction=0.5)], ids=["dots", "budget"]
+)
+def test_a_policy_around_something_compiled(policy, fullgraph):
+    counts = Counter()
+    inner = torch.compile(lambda w, x: torch.tanh(x @ w).sin(), backend=counting(counts), fullgraph=fullgraph)
+    f = lambda w, x: (inner(w, x.cos()) @ w).exp() @ w
+    w, x = tensor(3, 3).requires_grad_(), X
+    (expected,) = torch.autograd.grad(f(w, x).sum(), w)
+    counts.clear()
+    for i in range(1, 4):
+        y = remat(f, policy=policy)(w, x).sum()
+        assert_same(torch.autograd.grad(y, w)[0], expected)
+        assert counts["runs"] == 2 * i  # in the forward and the recomputation
+    inner(w, x)
+    assert counts["runs"] == 7
+
+
+def test_a_compiled_block_after_a_reset():
+    """Torch then does not say that anything was compiled."""
+    counts = Counter()
+    inner = torch.compile(lambda w, x: torch.tanh(x @ w).sin(), backend=counting(counts))
+    w, x = tensor(64, 64).requires_grad_(), tensor(256, 64)
+    step = lambda: remat(lambda w, x: inner(w, x.cos()))(w, x).sum().backward()
+    step()
+    torch._dynamo.reset()
+    for _ in range(3):
+        counts.clear()
+        step()
+        assert counts["runs"] == 2
+
+
+def test_a_recomputation_leaves_the_levels_of_a_compiled_function():
+    f = lambda w, x: jvp(lambda x: (x @ w).tanh(), (x,), (x,))[1]
+    w = tensor(3, 3).requires_grad_()
+    step = torch.compile(lambda w, x: checkpoint(f, w, x), backend="eager")
+    assert_same(torch.autograd.grad(step(w, X).sum(), w), torch.autograd.grad(f(w, X).sum(), w))
+    assert_same(jvp(torch.sin, (X,), (X,))[1], X.cos() * X)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flex_attention(monkeypatch):
+    """Torch refuses its backward on a CPU, by a check alone."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    score = lambda score, b, h, i, j: score + (i - j)
+    f = lambda q: flex_attention.flex_attention((q @ q.mT @ q).sin(), q, q, score_mod=score).tanh()
+    q = torch.randn(1, 2, 16, 16, requires_grad=True)
+    (expected,) = torch.autograd.grad(f(q).sum(), q)
+    for op in (torch.ops.aten.bmm.default, torch.ops.higher_order.flex_attention):
+        contexts = partial(funcckpt.create_selective_checkpoint_contexts, [op])
+        for run in (partial(checkpoint, f, context_fn=contexts), remat(f, policy=[op])):
+            torch.testing.assert_close(torch.autograd.grad(run(q).sum(), q)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize(
+    "policy", [policies.dots_saveable, policies.budget(fraction=0.5)], ids=["dots", "budget"]
+)
+def test_control_flow_of_torch_with_a_policy(policy):
+    """It compiles what it is given."""
+    branches = lambda w, x: (x @ w).sin(), lambda w, x: (x @ w).cos()
+    f = lambda w, x: torch.cond(x.sum() > 0, *branches, (w, x.cos() @ w)).exp() @ w
+    w = tensor(3, 3).requires_grad_()
+    (expected,) = torch.autograd.grad(f(w, X).sum(), w)
+    for _ in range(2):
+        assert_same(torch.autograd.grad(remat(f, policy=policy)(w, X).sum(), w)[0], expected)

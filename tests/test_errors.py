@@ -236,7 +236,7 @@ def test_a_subclass_with_a_torch_function_under_a_transform():
     times = remat(lambda w, x: (w * x).sum())
     with pytest.raises(InputError) as caught:
         grad(lambda w: times(w, x))(tensor(3))
-    assert_says(caught.value, "argument", "Logged", "__torch_function__", "without remat")
+    assert_says(caught.value, "argument", "Logged", "__torch_function__", "as_subclass", "without remat")
     assert_same(times(tensor(3), x), (tensor(3) * x).sum())
 
 
@@ -478,3 +478,16 @@ def test_a_class_is_as_it_was_left_after_an_error_in_the_recomputation(call):
 def test_arguments_of_f_are_not_arguments_of_remat():
     with pytest.raises(InputError, match=r"Write remat\(f\)\(x\), or checkpoint\(f, x\)"):
         remat(torch.sin, torch.ones(2))
+
+
+CACHE = torch.zeros(3, dtype=F64)
+
+
+def test_a_write_to_a_captured_tensor_under_a_transform_names_it():
+    def f(x, y):
+        CACHE.copy_(x.detach())
+        return x * y * CACHE
+
+    with pytest.raises(MutationError) as caught:
+        grad(lambda x: remat(f)(x, x * 2).sum())(tensor(3))
+    assert_says(caught.value, r"remat\(", r"captured \(global 'CACHE'\)", "return the new value")

@@ -263,6 +263,30 @@ def test_copies_of_a_recursive_function_do_not_wait_for_the_collector():
     assert functions.count("f") == 1  # the user's own
 
 
+MAIN = """
+def body(w, x):
+    return (x * w).tanh()
+
+for w in ws:
+    x = wrap(lambda x: body(w, x))(x)
+loss = x.sum()
+loss.backward(retain_graph=True)
+"""
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: lambda *args: checkpoint(f, *args)])
+def test_copies_of_globals_do_not_wait_for_the_collector(wrap):
+    """As of a script or a notebook: a loop variable is a global, beside everything else."""
+    with no_gc():
+        space = {"wrap": wrap, "ws": [torch.ones(3).requires_grad_() for _ in range(3)]}
+        space |= {"x": torch.zeros(3), "other": torch.zeros(3), "__builtins__": __builtins__}
+        exec(MAIN, space)
+        left = [weakref.ref(space[name]) for name in ("x", "loss", "other")]
+        del space["x"], space["loss"], space["other"]
+        assert [ref() for ref in left] == [None] * 3
+        space.clear()
+
+
 def test_copies_that_f_has_stored_stay_whole():
     """They refer to each other, and would be emptied if nothing else referred to them."""
     seen = []

@@ -22,7 +22,7 @@ from torch.func import grad, jvp, vmap
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.utils._pytree import tree_leaves
 
-from funcckpt import InputError, MutationError, remat
+from funcckpt import InputError, MutationError, policies, remat
 from funcckpt.nn import Remat
 
 PROGRAMS = {}
@@ -646,8 +646,9 @@ def test_expanded_weights(wrap):
         return [p.grad_sample for p in model.parameters()]
 
     if wrap is remat:
-        with pytest.raises(InputError, match=r"uses an ExpandedWeight.* Use checkpoint"):
-            run(wrap)
+        for policy in (None, policies.dots_saveable):
+            with pytest.raises(InputError, match=r"uses an ExpandedWeight.* Use checkpoint"):
+                run(partial(remat, policy=policy))
     else:
         compare(lambda each: run(wrap if each is remat else each), remat)
 

@@ -362,6 +362,22 @@ def test_what_a_policy_keeps_is_learned_once(monkeypatch):
         assert ("s", torch.ops.aten.alias.default, ()) in asked
 
 
+def test_plans_hold_no_long_arguments():
+    """A table of plans for texts or tokens must not keep them."""
+    f = remat(
+        lambda x, text, numbers: (x * len(text) + len(numbers)).sin().sum(), policy=policies.dots_saveable
+    )
+    before = len(recording._plans)
+    for i in range(3):
+        text, numbers = str(i) * 100_000, (*range(i, 10_000),)
+        g = remat(lambda x: f(x, text, numbers), policy=policies.dots_saveable)  # noqa: B023
+        grad(g)(SAMPLES[0])
+        grad(f)(SAMPLES[0], text, numbers)
+    keys = [*recording._plans][before:]
+    assert len(keys) > 5
+    assert max(len(pickle.dumps(repr(key))) for key in keys) < 20_000
+
+
 def test_plans_hold_no_policies():
     """And one that is made again for each call is the same."""
     x, w = SAMPLES[0], weights(attention)[0]
@@ -726,6 +742,7 @@ BUDGET = policies.budget(bytes=1)
         (lambda: policies.save_only_these_names(["a"]), InputError, "names must be strings"),
         (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
         (lambda: policies.save_from_both_policies([], BUDGET), OptionError, "Pass it alone"),
+        (lambda: remat(torch.sin, policy=torch.ops.aten.mm), OptionError, "either a function or a list"),
         (lambda: grad(remat(torch.sin, policy=lambda *args: "yes"))(torch.ones(())), FuncckptError, "'yes'"),
         (lambda: create_selective_checkpoint_contexts(BUDGET)[0]._policy, OptionError, r"remat\(f, policy="),
     ],
@@ -835,7 +852,11 @@ class Deadline(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Deadline, torch.OutOfMemoryError])
+class Late(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("error", [Deadline, Late, RecursionError, torch.OutOfMemoryError])
 def test_an_error_of_a_recomputation_is_not_lost(error):
     runs = array.array("q", [0])  # a recomputation does not put it back
 

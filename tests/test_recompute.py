@@ -515,3 +515,15 @@ def test_third_derivatives_with_captured_parameters(f):
     expected = run(lambda f: f)
     for wrap in (remat, lambda f: lambda x: checkpoint(f, x)):
         assert_same(run(wrap), expected)
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: lambda *args: checkpoint(f, *args)])
+def test_kernels_that_do_not_cast_in_a_mode(wrap, small_sizes_matter, monkeypatch):
+    """Their recomputation must not run in the mode that learns what to skip."""
+    monkeypatch.setattr(recompute, "_blame", lambda error: None)
+    c = torch.randn(30, 30)
+    f = lambda x: torch.cdist(x, c).float().square().sum()
+    g = lambda x: wrap(lambda x: torch.cdist(x, c))(x).float().square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            assert torch.equal(grad(g)(c + 1), grad(f)(c + 1))

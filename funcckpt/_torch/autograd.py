@@ -38,7 +38,7 @@ from torch._C._autograd import (  # type: ignore[attr-defined]
 from torch._functorch.eager_transforms import _autograd_grad, grad_and_value_impl
 
 # The members of a list of operators: those of aten, and higher-order ones.
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # A write to the tensor inside of this context does not count as a change.
 from torch.autograd import _unsafe_preserve_version_counter as version_kept  # type: ignore[attr-defined]
@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import functorch
 
 OPERATORS = OpOverload, HigherOrderOperator
+Packet = OpOverloadPacket  # operators of one name, as `torch.ops.aten.mm`
 # Before torch 2.13, only its tensor keeps a node of the graph alive that is written in Python.
 NODES_STAY = torch.__version__ >= "2.13"  # compared as a version
 # Parts of the errors of autograd for a write to a leaf or a view of one, and of functorch for a write to a

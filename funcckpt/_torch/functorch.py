@@ -156,7 +156,15 @@ def without_memory(cls: Any, size: Any, strides: Any, offset: int, dtype: Any, d
     return x
 
 
-class UnguardedMode(TorchDispatchMode):
+class CompilingMode(TorchDispatchMode):
+    """A dispatch mode in which compiled code runs. In others it does not, and Dynamo never tries it again."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class UnguardedMode(CompilingMode):
     """A dispatch mode whose operators torch does not guard against Dynamo: a guard costs more than they do.
 
     Its method is `dynamo.hidden`.
@@ -196,10 +204,18 @@ def _accelerator() -> Any:
     return torch.get_device_module() if torch.accelerator.is_available() else None
 
 
+_compiled = False
+
+
 def has_compiled() -> bool:
-    """Whether anything was compiled in this process: compiled code does not run under a dispatch mode."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and len(eval_frame.cached_backends) > 1
+    """Whether torch.compile was called in this process: a dispatch mode does not see all that its code reads.
+
+    Torch forgets that in `torch._dynamo.reset()`, after which compiled functions may be called again.
+    """
+    global _compiled
+    if not _compiled and (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+        _compiled = any(eval_frame.cached_backends.values())  # None is one of them
+    return _compiled
 
 
 def below(interpreter: Interpreter, run: Callable[..., T], *args: Any) -> T:

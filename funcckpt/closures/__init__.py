@@ -5,8 +5,18 @@ whether it has changed), `sharing` (one search for several calls), `rebuild` (f 
 """
 
 from .code import code_of
-from .find import Found
+from .find import Found, short
 from .rebuild import Rebuilt, exchange_stored, put_back, put_marks, stored
 from .sharing import search
 
-__all__ = ["Found", "Rebuilt", "code_of", "exchange_stored", "put_back", "put_marks", "search", "stored"]
+__all__ = [
+    "Found",
+    "Rebuilt",
+    "code_of",
+    "exchange_stored",
+    "put_back",
+    "put_marks",
+    "search",
+    "short",
+    "stored",
+]

@@ -164,7 +164,7 @@ class Found:
             node = self.nodes[self.renamed.get(number, number)]
             yield node.value.__code__ if node.kind is kinds.FUNCTION else node.cls.__qualname__
             if node.kind is kinds.CELL or node.kind is kinds.TUPLE:
-                yield from [x for x in node.content.values() if type(x) in (int, bool)]
+                yield short(tuple([x for x in node.content.values() if type(x) in (int, bool)]))
 
     def buffers_in_training(self) -> list[Tensor]:
         """The buffers of modules in training."""
@@ -500,6 +500,15 @@ class _Search:
                             self.found.empty.append(item)
                         else:
                             self.pending.append((item, id(node.value), name))
+
+
+_LONG = 100  # Numbers or characters, from which a key has their hash.
+
+
+def short(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Numbers and strings as a part of a key that outlives them."""
+    values = values if len(values) <= _LONG else (*values[:_LONG], hash(values[_LONG:]))
+    return tuple([hash(x) if isinstance(x, (str, bytes)) and len(x) > _LONG else x for x in values])
 
 
 _attributes_of = operator.attrgetter("__dict__")

@@ -185,6 +185,8 @@ class Rebuilt:
         for x in made:
             if type(x) is types.CellType:
                 del x.cell_contents
+            elif type(x) is dict:  # such as the globals of a function that is in them
+                x.clear()
 
     def write_back(self) -> None:
         """Repeat on the originals what f assigned to copies in its first run."""

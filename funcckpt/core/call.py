@@ -147,7 +147,8 @@ class Call(UserProgram):
                 if wrappers.has_torch_function(x):
                     raise InputError(
                         f"remat({self.name}): {self.where(i)} ({describe(x)}) is a {type(x).__name__}, whose "
-                        "__torch_function__ is not called under a transform. Call it without remat there."
+                        "__torch_function__ remat does not call under a transform. Pass "
+                        "x.as_subclass(torch.Tensor), or call the function without remat there."
                     )
         handed_back = [*inputs, *self.constants]
         if self.found.updates_statistics:
@@ -267,10 +268,7 @@ class Call(UserProgram):
                 out = f(*args, **kwargs)
                 failed = False
             except RuntimeError as error:
-                # A normalization in training writes to its count of batches first.
-                captured = [x for x in found.buffers_in_training() if id(x) not in self._numbers]
-                counts = [where for where in map(found.where, map(id, captured)) if "num_batches_" in where]
-                self.check_error(error, inputs, *counts[:1])
+                self.check_error(error, inputs, [found.where(id(x)) for x in self.constants])
                 raise
             finally:
                 if rebuilt is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._torch import wrappers
-from ..closures import Found, kinds
+from ..closures import Found, kinds, short
 from ..errors import MutationError, OutputError, describe
 from .tensors import Tensors, is_close, with_paths
 
@@ -73,10 +73,10 @@ class Arguments:
         count = len(leaves) - len(self._structure)
         return leaves[:count], dict(zip(self._structure, leaves[count:], strict=True))
 
-    def flags(self) -> list[Any]:
+    def flags(self) -> tuple[Any, ...]:
         """Values that may decide what f does: strings, numbers except floats, and tuples of them."""
         tuples = [(*x,) if isinstance(x, tuple) else (x,) for x in self.others]
-        return [items for items in tuples if _FLAGS.issuperset(map(type, items))]
+        return short(tuple([short(items) for items in tuples if _FLAGS.issuperset(map(type, items))]))
 
     def check_unchanged(
         self, name: str, tensors: Sequence[Tensor], others: Sequence[Any], args: Any, kwargs: Any

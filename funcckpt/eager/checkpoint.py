@@ -151,7 +151,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
     theirs: Any = None  # torch's own checkpoint, where it makes the call
     if torch.compiler.is_dynamo_compiling():
         if options.policy is not None and options.policy is not nothing_saveable:
-            compiled.refuse("checkpoint: policy")
+            compiled.refuse("checkpoint or Remat: policy")
         is_functional = options.policy is not None or options.determinism_check == "values"
         if is_functional or options.context_fn is noop_context_fn:
             # Torch's own recomputes nothing under a transform, and where Dynamo does not trace f, it promises

@@ -401,10 +401,8 @@ class Region:
     def _was_changed(self, x: Tensor) -> MutationError:
         is_inside = id(x) in self._written_by_f
         changed = tensors.changed_inside if is_inside else tensors.changed_between
-        where, hint = self._found.where(id(x)), ' determinism_check="none" turns this check off.'
-        if "attribute '_forward_" in where:
-            hint = " A hook inside of a checkpoint runs in each recomputation, too: wrap single layers."
-        return changed(self._name, x, where, hint)
+        hint = ' determinism_check="none" turns this check off.'
+        return changed(self._name, x, self._found.where(id(x)), hint)
 
     def _error(self, what: str) -> CheckpointError:
         text = f"{self._name}: {what} The function must do the same each time"

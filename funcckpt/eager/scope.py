@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
@@ -214,7 +213,7 @@ class _Graph:
     """Lives as long as a graph of the block, which may have saved nothing that the block made."""
 
 
-class _Block(TorchDispatchMode):
+class _Block(functorch.CompilingMode):
     """A block. It records operators while it is open, and replays them in a backward."""
 
     supports_higher_order_operators = True
@@ -462,7 +461,7 @@ class ScopedTensor(Tensor):
 
 
 # Without grad mode, as in a replay, it gives less. Its results are kept.
-_READS_GRAD_MODE = ("mkldnn_rnn_layer",)
+_READS_GRAD_MODE = ("mkldnn_rnn_layer", "_sparse_mm_reduce_impl")
 _OF_PLAIN_TENSORS = {
     *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),

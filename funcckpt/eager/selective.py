@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import world
@@ -82,14 +81,11 @@ def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
     return [(call, i, x) for call in known for i, x in call.values.items() if isinstance(x, Offloaded)]
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(functorch.CompilingMode):
+    supports_higher_order_operators = True
     sees_names = True
     # False in recomputations, which `unwatched` excepts: f may take a gradient itself.
     in_f = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __enter__(self) -> Any:
         self.ignored = SAC_IGNORED_OPS
@@ -128,7 +124,8 @@ class Forward(_Mode):
         calls.append(None)  # also if it raises an error that f catches
         out, calls[-1] = self._tape.run(func, args, kwargs)
         call = calls[-1]
-        reshapes = torch.Tag.inplace_view in func.tags  # as `squeeze_` in a product with a vector
+        # As `squeeze_` in a product with a vector. (Operators that take functions have no tags.)
+        reshapes = torch.Tag.inplace_view in getattr(func, "tags", ())
         if reshapes or func is torch.ops.aten._unsafe_view.default:
             # The same memory has another version or counter from here on, and the caller may write to it.
             for other, i, x in self._tape.named(out):

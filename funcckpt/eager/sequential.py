@@ -112,7 +112,7 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
         or sum(lengths) != count
     ):
         raise OptionError(
-            f"checkpoint_sequential: {count} functions cannot be divided into segments of {lengths}. Pass a "
+            f"checkpoint_sequential: {count} functions cannot be divided by segments={segments!r}. Pass a "
             f"number up to {count}, or lengths whose sum is {count}."
         )
     return lengths

@@ -143,7 +143,7 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
             f"{title} does not take {policy!r}, which compares all values of a call. Pass it alone, as "
             "remat(f, policy=...)."
         )
-    if callable(policy) and not isinstance(policy, autograd.OPERATORS):
+    if callable(policy) and not isinstance(policy, (*autograd.OPERATORS, autograd.Packet)):
         if (code := getattr(policy, "__code__", None)) is not None:
             named, more = code.co_argcount, code.co_flags & inspect.CO_VARARGS
             if named == 1 or (named < 3 and not more) or (named == 0 and policy.__module__ == __name__):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._torch import autograd, dynamo, functorch, wrappers
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FuncckptError
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
 from .recording import Kept
@@ -238,8 +238,10 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
             _plans[replay.key] = replay.learned()
         return outputs
     except Exception as raised:
-        # The error is ours or that of f: a run without the mode will show.
-        if not replay.met or (isinstance(raised, Redo) and raised.replay is not replay):
+        # The error is ours or that of f: a run without the mode will show. (In a mode, autocast does not cast
+        # in kernels that call other operators, as of `cdist`. So even a run that learns may differ.)
+        may_differ = replay.met or isinstance(raised, CheckpointError)
+        if not may_differ or (isinstance(raised, Redo) and raised.replay is not replay):
             raise
         if not replay.was_read and not _may_be_ours(raised):
             raise
@@ -259,7 +261,8 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 
 def _may_be_ours(error: Exception) -> bool:
     """Whether a recomputation may raise it since something was skipped: not that memory or time is over."""
-    return isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, torch.OutOfMemoryError)
+    is_of_torch = type(error) in (RuntimeError, TypeError, NotImplementedError)
+    return isinstance(error, FuncckptError) or (is_of_torch and "allocate memory" not in str(error))
 
 
 def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
@@ -271,6 +274,8 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if source is not program.source:
         kept = None
     calls: Mapping[int, Call] = {} if kept is None else kept.calls
+    if calls and functorch.has_compiled():  # compiled code may read what the tape did not see it read
+        calls = {n: call for n, call in calls.items() if all([type(x) is int for x in call.outputs.values()])}
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
     key: Any = None

@@ -132,7 +132,7 @@ class Record(Watch):
         """Find the values that the graph of the outputs, up to the edges in `own`, has saved."""
         if self.tape is None:
             return
-        with functorch.no_dispatch():
+        with functorch.no_dispatch(), autograd.plain():
             for node in autograd.nodes_of(outputs, own, first_node):
                 saved = [x.data for x in autograd.saved_by(node)]
                 for x in getattr(node, "__dict__", {}).values():  # `ctx.x = x`

@@ -84,8 +84,11 @@ def test_what_a_hook_has_changed_is_said_so():
     model, total = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.zeros(3, 2)
     model[0].register_forward_pre_hook(lambda module, args: total.add_(args[0].detach()))
     y = checkpoint(model, torch.ones(3, 2))
-    with pytest.raises(MutationError, match=r"'total' of item .* A hook inside .* wrap single layers\.$"):
+    says = r"'total' of item .* A hook inside .* wrap single layers\.$"
+    with pytest.raises(MutationError, match=says):
         y.sum().backward()
+    with pytest.raises(MutationError, match=says):
+        remat(model)(torch.ones(3, 2))
 
 
 class Plus(nn.Module):
