@@ -101,6 +101,8 @@ class Found:
         What code names, without that of installed packages.
     has_pullbacks : bool
         Whether f refers to what `torch.func.vjp` has returned; it is not searched, either.
+    calls_compiled : bool
+        Whether f refers to something that `torch.compile` has compiled.
     moves_streams, calls_backward, updates_statistics, draws_elsewhere, has_hooks_of_opacus : bool
         Whether code may set random streams; names `backward`; may update running statistics, which no version
         counter records; may draw from the global streams of Python and numpy; collects per-sample gradients.
@@ -119,7 +121,7 @@ class Found:
         self.opaque: list[Any] = []
         self.gone: set[int] = set()
         self.names: set[str] = set()
-        self.has_pullbacks = self.calls_backward = self.draws_elsewhere = False
+        self.has_pullbacks = self.calls_compiled = self.calls_backward = self.draws_elsewhere = False
         self._training: list[dict[str, Tensor | None]] = []  # the buffers of modules in training
         self.noted: set[int] = set()  # what `changed` has told so far
         self.empty: list[Any] = []  # empty at the call; `changed` adds the edges of those that no longer are
@@ -319,7 +321,7 @@ class Found:
 class _Search:
     """A search at work: what it must still look at, and objects of which only named attributes count."""
 
-    has_objects = has_compiled = False
+    has_objects = False
 
     def __init__(self, found: Found, everything: bool) -> None:
         self.found, self.everything = found, everything
@@ -346,7 +348,7 @@ class _Search:
         for node in self.named:
             if node.kind is kinds.CLASS and (space := nodes.get(id(node.value.__dict__))) is not None:
                 space.kind = kinds.NAMESPACE
-            elif self.has_compiled and node.kind is kinds.GLOBALS:
+            elif found.calls_compiled and node.kind is kinds.GLOBALS:
                 node.kind = kinds.NAMESPACE
 
     def _look(self) -> None:
@@ -372,7 +374,7 @@ class _Search:
                     found.streams.append(value)
                 elif isinstance(value, (nn.Module, torch.jit.ScriptFunction)):
                     found.opaque.append(value)
-                self.has_compiled |= is_compiler(cls)
+                found.calls_compiled |= is_compiler(cls)
                 continue
             owner: Any = cls
             if kind is kinds.FUNCTION:

@@ -65,7 +65,7 @@ class Call(UserProgram):
             tensors.drop_stale(found.tensors, self.layers or ())
         if found.has_hooks_of_opacus:
             check_no_opacus(f"remat({name})", f, found)
-        self.has_pullbacks = found.has_pullbacks
+        self.has_pullbacks, self.calls_compiled = found.has_pullbacks, found.calls_compiled
         if self.chooser is not None:
             self.codes = (*found.codes(), *arguments.flags())
         self.arity = arguments.arity

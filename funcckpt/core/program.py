@@ -61,8 +61,8 @@ class UserProgram(Program):
     random: bool | None = None
     # Whether other levels stand for those of vmap in the first run.
     replaces_levels = False
-    # Whether it refers to a pullback of torch.func.vjp.
-    has_pullbacks = False
+    # Whether it refers to a pullback of torch.func.vjp, or to something that `torch.compile` has compiled.
+    has_pullbacks = calls_compiled = False
     # Its code, the key for what is learned for later calls.
     code: Any = None
     # For a policy: the codes of all functions that f refers to, and arguments that may decide what f does.

@@ -274,7 +274,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if source is not program.source:
         kept = None
     calls: Mapping[int, Call] = {} if kept is None else kept.calls
-    if calls and functorch.has_compiled():  # compiled code may read what the tape did not see it read
+    if calls and source.calls_compiled:  # whose kernels may read what the tape did not see it read
         calls = {n: call for n, call in calls.items() if all([type(x) is int for x in call.outputs.values()])}
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
