@@ -303,7 +303,7 @@ class Region:
             self._settle_updates()
         found = self._found
         changed = found.changed()
-        instead = dict(zip(self._instead, map(_for_a_run, self._instead.values()), strict=True))
+        instead = dict(zip(self._instead, map(_copy_of, self._instead.values()), strict=True))
         written = self._changed() if self._check and self._constants else []
         # A model may be frozen for the forward alone.
         constants, then = self._constants.values(), map(self._differentiated.get, self._constants)
@@ -313,16 +313,7 @@ class Region:
                 written.append(instead[id(x)])
         if written and any([isinstance(x, _TORCHSCRIPT) for x in found.opaque]):  # no mode sees what it reads
             raise self._was_changed(written[0])
-        given = [*map(_for_a_run, self._inputs)]
-        for i, requires_grad in enumerate(self._require_grad):
-            if given[i].requires_grad != requires_grad:
-                given[i] = wrappers.requires_grad_(given[i].detach(), requires_grad)
-            elif requires_grad and not _ON_TENSORS.isdisjoint(found.names):  # these must not act on it again
-                with functorch.without_levels(), torch.enable_grad(), suppress(RuntimeError):
-                    given[i] = given[i].view_as(given[i])  # but some layouts have no views
-            attributes, cls = self._marks[i]
-            if attributes or cls is not Tensor:
-                put_marks(given[i], attributes, cls)
+        given = self._given_again()
         for number, i in self._both.items():
             if id(given[i]) != number:
                 instead[number] = given[i]
@@ -348,51 +339,43 @@ class Region:
             root, arguments = found.root if rebuilt is None else rebuilt.callable, self._arguments
             f, others = (root, arguments.others) if arguments.are_atoms else root
             args, kwargs = arguments.unflatten(given, others)
-            # What f stores of this run refers to `pack`, and must not keep the region alive.
-            count, is_over, me = 0, False, weakref.ref(self)
-
-            @dynamo.hidden
-            def pack(x: Tensor) -> Tensor:
-                nonlocal count, is_over
-                i, count, region = count, count + 1, me()
-                assert region is not None  # it waits for this run
-                # An alias: the graph of the recomputation would otherwise refer to itself.
-                kept = autograd.alias(x) if x.requires_grad else x
-                # None if its graph is gone. (f may also save more, for a gradient that it takes itself.)
-                slot = region._slots[i]() if i < len(region._slots) else None
-                if slot is not None:
-                    if (
-                        region._check
-                        and (here := (() if x.is_nested else x.shape, x.dtype, x.device)) != region._looks[i]
-                    ):
-                        raise region._error(
-                            "Recomputed values for the following tensors have different metadata than during "
-                            f"the forward pass: position {i}: {region._looks[i]} saved, {here} recomputed."
-                        )
-                    slot[key] = kept, None if kept.is_inference() else kept._version
-                if (region._early_stop or not region._complete) and count >= len(region._slots):
-                    is_over = True
-                    raise _Stop
-                return kept
-
+            filling = _Filling(self, key)
             try:
                 functorch.set_grad_enabled(True)
                 release = rebuilt.release if rebuilt is not None and rebuilt.is_cyclic else None
                 del given, instead, rebuilt, root, contexts
-                _call(f, args, kwargs, pack, lambda x: x, self._contexts[1])
+                _call(f, args, kwargs, filling.pack, lambda x: x, self._contexts[1])
             except (_Stop, Exception):
-                if not is_over:  # TorchScript, and code of f that catches everything, raise something else
+                # (TorchScript, and code of f that catches everything, raise something else than `_Stop`.)
+                if not filling.is_over:
                     raise
             finally:
                 functorch.set_grad_enabled(is_recording)
         if release is not None:
             del f, args, kwargs, others
             release()
-        if self._complete and not is_over and count != len(self._slots):
+        if self._complete and not filling.is_over and filling.count != len(self._slots):
             raise self._error(
                 "A different number of tensors was saved during the original forward and recomputation: "
-                f"{len(self._slots)}, and {count}."
+                f"{len(self._slots)}, and {filling.count}."
             )
+
+    def _given_again(self) -> list[Tensor]:
+        """The arguments of a recomputation, which require grad and look as those of the call did."""
+        given = []
+        flags = zip(self._inputs, self._require_grad, self._marks, strict=True)
+        for kept, requires_grad, (attributes, cls) in flags:
+            x = kept.unpack() if isinstance(kept, autograd.Saved) else _copy_of(kept)
+            if x.requires_grad != requires_grad:
+                x = wrappers.requires_grad_(x.detach(), requires_grad)
+            elif requires_grad and not _ON_TENSORS.isdisjoint(self._found.names):
+                # Hooks must not act on the tensor of the call again. (Some layouts have no views.)
+                with functorch.without_levels(), torch.enable_grad(), suppress(RuntimeError):
+                    x = x.view_as(x)
+            if attributes or cls is not Tensor:
+                put_marks(x, attributes, cls)
+            given.append(x)
+        return given
 
     @property
     def _name(self) -> str:
@@ -415,6 +398,36 @@ class Region:
         )
 
 
+class _Filling:
+    """One recomputation: the n-th tensor that f saves goes to the n-th slot."""
+
+    def __init__(self, region: Region, key: Any) -> None:
+        # What f stores of this run refers to `pack`, and must not keep the region alive.
+        self._region, self._key = weakref.ref(region), key
+        self.count, self.is_over = 0, False
+
+    @dynamo.hidden
+    def pack(self, x: Tensor) -> Tensor:
+        i, self.count, region = self.count, self.count + 1, self._region()
+        assert region is not None  # it waits for this run
+        # An alias: the graph of the recomputation would otherwise refer to itself.
+        kept = autograd.alias(x) if x.requires_grad else x
+        # None if its graph is gone. (f may also save more, for a gradient that it takes itself.)
+        slot = region._slots[i]() if i < len(region._slots) else None
+        if slot is not None:
+            look = (() if x.is_nested else x.shape, x.dtype, x.device)
+            if region._check and look != region._looks[i]:
+                raise region._error(
+                    "Recomputed values for the following tensors have different metadata than during the "
+                    f"forward pass: position {i}: {region._looks[i]} saved, {look} recomputed."
+                )
+            slot[self._key] = kept, None if kept.is_inference() else kept._version
+        if (region._early_stop or not region._complete) and self.count >= len(region._slots):
+            self.is_over = True
+            raise _Stop
+        return kept
+
+
 def _call(f: Any, args: Any, kwargs: Any, pack: Any, unpack: Any, contexts: Sequence[Any]) -> Any:
     """A call of f with saved-tensor hooks, and with contexts inside of them."""
     autograd.push_hooks(pack, unpack)
@@ -435,9 +448,9 @@ def _forget(here: weakref.ref[Region], key: Any) -> None:
                 (slot() or {}).pop(key, None)
 
 
-def _for_a_run(kept: Any) -> Any:
-    """What was kept, as one run gets it: the value of a buffer is copied, and no mode sees that."""
-    if isinstance(kept, Tensor) and not kept.requires_grad:
-        with autograd.without_dispatch_modes(), autograd.plain():
-            return kept.clone()
-    return kept.unpack() if isinstance(kept, autograd.Saved) else kept
+def _copy_of(x: Tensor) -> Tensor:
+    """A tensor as one run gets it: the value of a buffer is copied, and no mode sees that."""
+    if x.requires_grad:
+        return x
+    with autograd.without_dispatch_modes(), autograd.plain():
+        return x.clone()
