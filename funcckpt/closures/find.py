@@ -319,7 +319,7 @@ class Found:
 
 
 class _Search:
-    """A search at work: what it must still look at, and objects of which only named attributes count."""
+    """A search at work."""
 
     has_objects = False
 
@@ -328,8 +328,8 @@ class _Search:
         # Each object, the id of its holder, and its name there.
         self.pending: list[tuple[Any, int, Any]] = [(found.root, 0, _BESIDE)]
         self.met: set[int] = set()
-        self.named: list[Node] = []
-        self.known: list[int] = []  # how many names were known when each of these was read
+        # Objects of which only named attributes count, with how many names were known when they were read.
+        self.named: dict[Node, int] = {}
         self.keyed: list[Node] = []  # dicts with keys that are no atoms
         root = found.root
         first = root[0] if type(root) is tuple and root else root
@@ -353,7 +353,7 @@ class _Search:
 
     def _look(self) -> None:
         """Look at what is pending, and at what that holds."""
-        found, pending, met, named, known = self.found, self.pending, self.met, self.named, self.known
+        found, pending, met, named = self.found, self.pending, self.met, self.named
         nodes, edges, names, empty, atoms = found.nodes, found._edges, found.names, found.empty, kinds.ATOMS
         while pending:
             value, parent, key = pending.pop()
@@ -431,8 +431,7 @@ class _Search:
             # Otherwise its content is read later: its class may add names.
             node = nodes[number] = Node(kind, cls, value, content, parent, key, counted)
             if counted is not None:
-                named.append(node)
-                known.append(0)
+                named[node] = 0
             for name, item in () if is_run_later else content.items():
                 if type(item) not in atoms:
                     if name in _OFTEN_EMPTY and not item:
@@ -465,8 +464,7 @@ class _Search:
         found.names.add(function.__name__)
         if id(space) not in nodes:
             node = nodes[id(space)] = Node(kinds.GLOBALS, dict, space, {}, number, "__globals__", set())
-            self.named.append(node)
-            self.known.append(0)
+            self.named[node] = 0
             self.met.add(id(space))
             found.rest.append(id(space))
         if not is_own:
@@ -487,13 +485,13 @@ class _Search:
         """Read the attributes that code has named since the last time."""
         names = self.found.names
         is_all_named = self.everything or not names.isdisjoint(_LOOK_UP_ANYTHING)
-        for i, node in enumerate(self.named):
+        for node, known in self.named.items():
             if is_all_named and (node.kind in kinds.OBJECTS or node.kind is kinds.DICT):
                 node.names = None
             count = -1 if node.names is None else len(node.names)
-            if self.known[i] == count:
+            if known == count:
                 continue
-            self.known[i] = count
+            self.named[node] = count
             for name, item in kinds.read(node.kind, node.value, node.names).items():
                 if name not in node.content:
                     node.content[name] = item

@@ -77,7 +77,7 @@ FIXED = frozenset({CLASS, VARIABLE, LOCAL, NAMESPACE})
 PARTS = ("_parameters", "_buffers", "_modules")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """An object that was found, and its content at the call.
 
