@@ -144,7 +144,7 @@ def own_autocast_cache() -> Iterator[None]:
 
 
 # The global streams of Python and numpy: the objects behind the functions of their modules.
-OF_THE_PROCESS = {module: PythonStream(vars(module)["random"].__self__) for module in (random, np.random)}
+OF_THE_PROCESS = [PythonStream(vars(module)["random"].__self__) for module in (random, np.random)]
 
 
 def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> list[Stream]:
@@ -160,7 +160,7 @@ def random_streams(explicit: Sequence[Any], of_the_process: bool = False) -> lis
     for x in explicit:
         streams.append(x if isinstance(x, torch.Generator) else PythonStream(x))
     if of_the_process:
-        streams.extend(OF_THE_PROCESS.values())
+        streams.extend(OF_THE_PROCESS)
     return streams
 
 

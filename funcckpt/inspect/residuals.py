@@ -312,8 +312,7 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
         if saved.unpack_hook is None:
             yield from [] if isinstance(saved.data, Owner) else [(saved.data, by, True)]
         else:
-            owner = getattr(saved.unpack_hook, "__self__", None)
-            yield (saved.data, saved.unpack_hook), getattr(owner, "title", by), False
+            yield (saved.data, saved.unpack_hook), by, False
     elif isinstance(item, Found):  # not all that f refers to
         yield from [(x, by, False) for x in item.tensors.values()]
     elif isinstance(item, FunctionType):  # not its globals
