@@ -6,6 +6,7 @@ Public torch does not tell which transforms are active, and cannot apply a rule 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,9 @@ class Layer(NamedTuple):
     kind: str
     batch_size: int = 0  # of a vmap, as the next
     randomness: str = ""
+
+
+kind_of_layer = operator.attrgetter("kind")
 
 
 def current_level() -> int:

@@ -123,7 +123,7 @@ class Call(UserProgram):
         """Whether reverse mode tracks any tensor that f may use: else there is nothing to save."""
         if self._is_lazy:
             return False
-        if self.layers and any([layer.kind == "grad" for layer in self.layers]):
+        if self.layers and "grad" in map(functorch.kind_of_layer, self.layers):
             return True
         if functorch.is_tracing():
             return False  # make_fx records values, not the graph of plain autograd
@@ -356,7 +356,7 @@ class Call(UserProgram):
 
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tensors_of_f, results = self.found.tensors, {}
-        if any([leaf is None for leaf in edges.values()]):
+        if type(None) in map(type, edges.values()):
             results = {
                 (x.grad_fn, x.output_nr): x for x in filter(autograd.grad_fn_of, tensors_of_f.values())
             }

@@ -11,10 +11,9 @@ which this graph begins are inputs of R. A parameter that `functional_call` has 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -35,9 +34,7 @@ def run(program: Program, inputs: Sequence[Tensor], records: bool = False) -> Te
         with autograd.hooks_asleep():
             return run(program, inputs, records)
     try:
-        if records or not torch.is_grad_enabled():
-            return recompute.run(program, inputs)
-        with torch.no_grad():
+        with nullcontext() if records or not torch.is_grad_enabled() else torch.no_grad():
             return recompute.run(program, inputs)
     except RuntimeError as error:
         if functorch.ASSERTS not in str(error):
@@ -81,7 +78,7 @@ def run_first(
     first_node = functorch.next_sequence_number()
     record: recording.Record | None = None
     if source.chooser is not None and not dynamo.is_traced():
-        if records or "grad" in map(_kind, layers):
+        if records or "grad" in map(functorch.kind_of_layer, layers):
             record = recording.Record(program, source.chooser)
     shadows = functorch.shadows(layers) if layers else nullcontext(False)
     with shadows as is_replaced, record or nullcontext():
@@ -93,7 +90,7 @@ def run_first(
                 raise
             raise not_given(source, "that belongs to an outer vmap") from error
         if layers:
-            outputs = (*[_below_shadows(y, layers, source) for y in outputs],)
+            outputs = (*map(_below_shadows, outputs, repeat(layers), repeat(source)),)
         if record is not None:
             older = {*own, *source.history()}
             record.note_graph(outputs, older, 0 if functorch.uses_accelerator() else first_node)
@@ -105,18 +102,7 @@ def run_first(
     if (layers or any(active)) and versions != versions_of(inputs):
         source.check_versions(versions, inputs)
     if any(active):
-        # An accelerator may have been used for the first time in f.
-        doubtful: list[Any] | None = [] if functorch.uses_accelerator() else None
-        edges = autograd.entering(outputs, {*own, *source.history()}, first_node, doubtful)
-        if doubtful:
-            source.doubt(doubtful)
-        for edge in own.keys() & edges:
-            reached.add(own[edge])
-            del edges[edge]
-        if edges:
-            captured = source.captured_at(edges)
-        if functorch.next_sequence_number() - first_node > autograd.MANY_NODES:
-            here.hold([*autograd.nodes_of(outputs, first_node=first_node)])
+        captured, reached = _look_at_graph(source, outputs, own, first_node)
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
     if records and len(inputs) > source.arity:
         # Those after `count` are tangents. Arguments do not count, which an autograd.Function may use in its
@@ -126,6 +112,24 @@ def run_first(
         with torch.no_grad():
             source.kept = record.finish([*map(wrappers.below_wrappers, outputs)])
     return outputs, active, captured
+
+
+def _look_at_graph(
+    source: UserProgram, outputs: Tensors, own: dict[autograd.Edge, int], first_node: int
+) -> tuple[Sequence[Tensor], set[int]]:
+    """The captured tensors, and the numbers of the inputs, at which the graph of the outputs begins."""
+    # An accelerator may have been used for the first time in f.
+    doubtful: list[Any] | None = [] if functorch.uses_accelerator() else None
+    edges = autograd.entering(outputs, {*own, *source.history()}, first_node, doubtful)
+    if doubtful:
+        source.doubt(doubtful)
+    reached = own.keys() & edges
+    for edge in reached:
+        del edges[edge]
+    captured = source.captured_at(edges) if edges else ()
+    if functorch.next_sequence_number() - first_node > autograd.MANY_NODES:
+        here.hold([*autograd.nodes_of(outputs, first_node=first_node)])
+    return captured, {*map(own.__getitem__, reached)}
 
 
 def _below_shadows(y: Tensor, layers: Sequence[functorch.Layer], source: UserProgram) -> Tensor:
@@ -145,14 +149,11 @@ def _below_shadows(y: Tensor, layers: Sequence[functorch.Layer], source: UserPro
         if captured:
             depends = f": an output ({describe(y)}) depends on it"
             raise not_given(source, f"that belongs to {layer.kind} at level {level}", depends)
-        if "jvp" in map(_kind, layers):  # tangents are seen only from their own level
+        if "jvp" in map(functorch.kind_of_layer, layers):  # tangents are seen only from their own level
             interpreter = functorch.peek_interpreter_stack()
             assert interpreter is not None
             return functorch.below(interpreter, _below_shadows, y, layers, source)
     return y
-
-
-_kind = operator.attrgetter("kind")
 
 
 # The key in the metadata of a graph node.
