@@ -398,10 +398,9 @@ def backward_id() -> Any:
 at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 
-def checkpoint_settings() -> tuple[bool | None, bool | None]:
-    """The settings of `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled`."""
-    module = torch.utils.checkpoint
-    return module._enable_checkpoint_early_stop, module._checkpoint_debug_enabled
+# The settings of `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled`.
+_settings_of = operator.attrgetter("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled")
+checkpoint_settings = functools.partial(_settings_of, torch.utils.checkpoint)
 
 
 # `torch._disable_dynamo` wraps `torch.utils.checkpoint.checkpoint`. The wrapper makes the function that it

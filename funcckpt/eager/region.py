@@ -155,10 +155,7 @@ class Region:
         self._differentiated = dict(zip(found.tensors, map(wrappers.require_grad, captured), strict=True))
         self._require_grad = [*map(wrappers.require_grad, self._given)]
         # By id: the numbers of arguments that f has also captured. To f they are one object in each run.
-        self._both: dict[int, int] = {}
-        numbers = dict(zip(map(id, self._given), range(len(self._given)), strict=True))
-        for key in numbers.keys() & found.tensors.keys():
-            self._both[key] = numbers[key]
+        self._both = {id(x): i for i, x in enumerate(self._given) if id(x) in found.tensors}
         # By id: tensors that the recomputation uses in place of captured ones.
         self._instead: dict[int, Tensor] = {}
         # Buffers of modules in training, and tensors that may replace them in `functional_call`; with copies
