@@ -7,7 +7,6 @@ keeps like any other. On disk it is a file, mapped into memory, that the system 
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import weakref
 from typing import Any, NamedTuple
@@ -70,12 +69,8 @@ def _to_disk(x: Tensor) -> Tensor:
 
 
 def _mapped(x: Tensor) -> Tensor:
-    handle, path = tempfile.mkstemp(prefix="funcckpt-")
-    os.close(handle)
-    try:
-        out = torch.from_file(path, shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
-    finally:
-        os.unlink(path)  # The file lives as long as it is mapped.
+    with tempfile.NamedTemporaryFile(prefix="funcckpt-") as file:  # which lives as long as it is mapped
+        out = torch.from_file(file.name, shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
     return out.copy_(x)
 
 
