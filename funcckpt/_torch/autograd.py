@@ -119,11 +119,12 @@ def used_gradients(edges: Sequence[Any], needed: Sequence[bool]) -> Sequence[boo
 # An edge of the graph: (node, number of its output), or (id of a leaf, LEAF).
 Edge = tuple[Any, int]
 LEAF = -1
+edge_of: Callable[[Tensor], Edge] = operator.attrgetter("grad_fn", "output_nr")
 
 
 def nodes_of(tensors: Sequence[Tensor], own: Collection[Edge] = (), first_node: int = 0) -> Iterator[Any]:
     """The nodes of the graph of some tensors, from `first_node` on, and up to the edges in `own`."""
-    pending: list[Edge] = [(y.grad_fn, y.output_nr) for y in tensors]
+    pending: list[Edge] = [*map(edge_of, tensors)]
     seen = {None}
     while pending:
         edge = pending.pop()
@@ -178,7 +179,7 @@ grad_fn_of = operator.attrgetter("grad_fn")
 
 def edges_of(tensors: Iterable[Tensor]) -> set[Edge]:
     """The edges at which the graphs of some tensors end."""
-    return {(x.grad_fn, x.output_nr) for x in filter(grad_fn_of, tensors)}
+    return {*map(edge_of, filter(grad_fn_of, tensors))}
 
 
 def entering(
@@ -196,7 +197,7 @@ def entering(
     pending: list[Edge] = []
     for y in outputs:
         if y.grad_fn is not None:
-            pending.append((y.grad_fn, y.output_nr))
+            pending.append(edge_of(y))
         elif y.requires_grad:
             found[id(y), LEAF] = y
     seen = {None}

@@ -357,9 +357,7 @@ class Call(UserProgram):
     def captured_at(self, edges: Mapping[autograd.Edge, Tensor | None]) -> list[Tensor]:
         tensors_of_f, results = self.found.tensors, {}
         if type(None) in map(type, edges.values()):
-            results = {
-                (x.grad_fn, x.output_nr): x for x in filter(autograd.grad_fn_of, tensors_of_f.values())
-            }
+            results = {autograd.edge_of(x): x for x in filter(autograd.grad_fn_of, tensors_of_f.values())}
         captured, private = [], autograd.references_of_private_leaf()
         for edge, leaf in edges.items():
             if leaf is not None and edge[0] in tensors_of_f:

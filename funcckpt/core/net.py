@@ -74,7 +74,7 @@ def run_first(
         x = given[i] = detach(inputs[i])
         if records and not source.is_compiled:
             wrappers.requires_grad_(x)
-        own[(id(x), autograd.LEAF) if x.grad_fn is None else (x.grad_fn, x.output_nr)] = i
+        own[(id(x), autograd.LEAF) if x.grad_fn is None else autograd.edge_of(x)] = i
     first_node = functorch.next_sequence_number()
     record: recording.Record | None = None
     if source.chooser is not None and not dynamo.is_traced():

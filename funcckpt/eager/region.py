@@ -310,7 +310,7 @@ class Region:
                 written.append(instead[id(x)])
         if written and any([isinstance(x, _TORCHSCRIPT) for x in found.opaque]):  # no mode sees what it reads
             raise self._was_changed(written[0])
-        given = self._given_again()
+        given = self._given_again() if self._inputs else []
         for number, i in self._both.items():
             if id(given[i]) != number:
                 instead[number] = given[i]
