@@ -207,15 +207,15 @@ def drawn_since(before: States) -> tuple[States, States]:
     return old, states([stream for stream, _ in old])
 
 
-def marks(recorded: States) -> list[int]:
+def hashes(recorded: States) -> list[int]:
     """Hashes of the states of streams, which take less memory than the states."""
     return [hash(_bytes(state)) for _, state in recorded]
 
 
 def ended_elsewhere(before: States, ends: Sequence[int]) -> bool:
     """Whether a stream is now neither at its state `before`, nor where the other run ended (`ends`)."""
-    now = marks(states([stream for stream, _ in before]))
-    return any([here not in (start, end) for here, start, end in zip(now, marks(before), ends, strict=True)])
+    now = hashes(states([stream for stream, _ in before]))
+    return any([here not in (start, end) for here, start, end in zip(now, hashes(before), ends, strict=True)])
 
 
 def set_streams(recorded: States) -> None:

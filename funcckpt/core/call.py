@@ -110,7 +110,7 @@ class Call(UserProgram):
         # The edges of captured results of something else, which the graph of a recomputation does not have.
         self._replaced: set[autograd.Edge] = set()
         # By id: the numbers of inputs that f has stored. The caller gets the tensors that it has given.
-        self._given: dict[int, int] = {}
+        self._stored_inputs: dict[int, int] = {}
         self._streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states: world.States | None = None
         # What marks the graph nodes of the first run of which it is not known whether f has made them.
@@ -167,8 +167,8 @@ class Call(UserProgram):
             self._buffers.settle(beside)
         if self._assigned:
             returned = dict(zip(map(id, self._stored), beside, strict=False))
-            returned |= {number: handed_back[i] for number, i in self._given.items()}
-            self._stored, self._given = (), {}
+            returned |= {number: handed_back[i] for number, i in self._stored_inputs.items()}
+            self._stored, self._stored_inputs = (), {}
             exchange_stored(self.found, self._assigned, returned, wrappers.alive)
         self.seal()
         if program is not None:
@@ -281,7 +281,7 @@ class Call(UserProgram):
         if not found.moves_streams:
             self._states = moved if self.random else None
         if moved and self._states:
-            self._ends = world.marks(world.states([stream for stream, _ in self._states]))
+            self._ends = world.hashes(world.states([stream for stream, _ in self._states]))
         if not (arguments := self._arguments).is_flat:
             root = found.root if rebuilt is None else rebuilt.callable
             others = arguments.others if arguments.are_atoms else root[1]
@@ -326,7 +326,7 @@ class Call(UserProgram):
                     "be lost. Return it, or store a detached copy (under vmap not in a closure)."
                 )
             if is_given:
-                self._given[id(x)] = given[id(x)]
+                self._stored_inputs[id(x)] = given[id(x)]
             elif is_bound or (is_replaced and wrappers.is_functorch_wrapped_tensor(x)):
                 bound.append(x)
         return [*map(wrappers.alive, bound)]
