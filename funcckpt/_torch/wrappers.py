@@ -133,10 +133,9 @@ uses_of: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-define
 
 def has_torch_function(x: Tensor) -> bool:
     """Whether `x` is of a subclass with a `__torch_function__` of its own."""
-    return type(x) not in (Tensor, torch.nn.Parameter) and not (
-        getattr(type(x).__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-        or type(x).__torch_function__ is functorch.no_torch_function
-    )
+    own: Any = type(x).__torch_function__
+    of_tensor: Any = Tensor.__torch_function__
+    return own is not functorch.no_torch_function and getattr(own, "__func__", own) is not of_tensor.__func__
 
 
 def below_wrappers(x: Tensor) -> Tensor:
