@@ -491,3 +491,14 @@ def test_a_write_to_a_captured_tensor_under_a_transform_names_it():
     with pytest.raises(MutationError) as caught:
         grad(lambda x: remat(f)(x, x * 2).sum())(tensor(3))
     assert_says(caught.value, r"remat\(", r"captured \(global 'CACHE'\)", "return the new value")
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: lambda *args: checkpoint(f, *args)])
+def test_a_wrapper_that_inference_mode_has_made(wrap):
+    """An argument at a level of vmap, which `grad` inside of it does not lift."""
+    block = lambda w, x: (x @ w).sin()
+    w, xs = tensor(3, 3), tensor(4, 3)
+    run = lambda b: vmap(lambda x: grad(lambda w: b(w, x).sum())(w))(xs)
+    with torch.inference_mode():
+        found, expected = run(wrap(block)), run(block)
+    assert_same(found.clone(), expected.clone())

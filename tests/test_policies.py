@@ -875,3 +875,19 @@ def test_an_error_of_a_recomputation_is_not_lost(error):
     (again,) = torch.autograd.grad(y.sum(), w)
     runs[0] = 2
     assert_same(again, torch.autograd.grad(f(x, w).sum(), w)[0])
+
+
+def test_a_memo_in_inference_mode():
+    memo = {}
+
+    def f(x):
+        if not memo:
+            memo["m"] = torch.arange(4, dtype=x.dtype)
+        return (x + memo["m"]).sin()
+
+    second = lambda f: grad(lambda x: jvp(lambda x: f(x).sum(), (x,), (x,))[1])(tensor(4))
+    with torch.inference_mode():
+        expected = second(f)
+        memo.clear()
+        found = second(remat(f, policy=policies.dots_saveable))
+    assert_same(found.clone(), expected.clone())

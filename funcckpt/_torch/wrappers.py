@@ -170,7 +170,7 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
     # A tangent can be read only if its level is the innermost.
     interpreter = functorch.peek_interpreter_stack()
     if is_dual and (interpreter is None or interpreter.key().value == functorch.JVP):
-        with functorch.set_forward_mode(True):
+        with functorch.set_forward_mode(True), functorch.no_dispatch():
             if (tangent := tangent_of(x)) is not None:
                 found.append(tangent)
     if nodes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import types
@@ -48,6 +49,7 @@ METHOD = Kind("__func__", "__self__")
 BUILTIN = Kind("__self__", "__name__")  # a bound method that is written in C
 PARTIAL = Kind("func", "args", "keywords", "__dict__")
 MEMBER = Kind("__func__")  # a staticmethod or classmethod
+PROXY = Kind("mapping")
 PROPERTY = Kind("fget", "fset", "fdel", "__doc__")
 TUPLE = Kind(label="item {!r}")  # or a named tuple, or a frozenset
 LIST = Kind(label="item {!r}")  # or a deque, or a set
@@ -71,7 +73,7 @@ KEYED = frozenset({DICT, RECORD})  # Their keys may be modules.
 # Kinds that refer to others only by their `__dict__`.
 SPACES = frozenset({MODULE, OBJECT, CLASS, LOCAL})
 # Kinds that do not change.
-CONSTANT = frozenset({METHOD, BUILTIN, PARTIAL, MEMBER, PROPERTY, TUPLE})
+CONSTANT = frozenset({METHOD, BUILTIN, PARTIAL, MEMBER, PROXY, PROPERTY, TUPLE})
 # Kinds that no copy can replace.
 FIXED = frozenset({CLASS, VARIABLE, LOCAL, NAMESPACE})
 PARTS = ("_parameters", "_buffers", "_modules")
@@ -195,6 +197,7 @@ _WITH_SUBCLASSES: dict[type, Kind | None] = {
     nn.Module: MODULE,
     property: PROPERTY,
     **dict.fromkeys((staticmethod, classmethod), MEMBER),
+    types.MappingProxyType: PROXY,
     **dict.fromkeys((type, types.ModuleType), CLASS),
 }
 
@@ -229,6 +232,8 @@ def read(kind: Kind, value: Any, names: Any = None) -> dict[Any, Any]:
     if kind is PARTIAL:  # a subclass may have attributes with these names (as in pyro)
         state = *functools.partial.__reduce__(value)[2][:3], value.__dict__
         return dict(zip(kind.parts, state, strict=True))
+    if kind is PROXY:
+        return dict(zip(kind.parts, gc.get_referents(value), strict=True))
     content = dict(zip(kind.parts, map(getattr, repeat(value), kind.parts), strict=False))
     if kind is FUNCTION:
         content.update(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))

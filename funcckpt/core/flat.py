@@ -48,8 +48,10 @@ class Arguments:
         self._numbers: dict[int, int] = {}
         numbers: dict[int, int] = {}
         for i, leaf in enumerate(leaves):
-            # The graph refuses to save inference tensors.
-            if isinstance(leaf, Tensor) and not leaf.is_inference():
+            # The graph refuses to save inference tensors. (The wrappers of levels are of their mode.)
+            if isinstance(leaf, Tensor) and (
+                not leaf.is_inference() or wrappers.is_functorch_wrapped_tensor(leaf)
+            ):
                 # A tensor that is passed twice is one input, and one object to f.
                 number = self._numbers[i] = numbers.setdefault(id(leaf), len(numbers))
                 if number == len(self.tensors):

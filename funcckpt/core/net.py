@@ -34,7 +34,9 @@ def run(program: Program, inputs: Sequence[Tensor], records: bool = False) -> Te
         with autograd.hooks_asleep():
             return run(program, inputs, records)
     try:
-        with nullcontext() if records or not torch.is_grad_enabled() else torch.no_grad():
+        if records or not torch.is_grad_enabled():
+            return recompute.run(program, inputs)
+        with torch.no_grad():
             return recompute.run(program, inputs)
     except RuntimeError as error:
         if functorch.ASSERTS not in str(error):
