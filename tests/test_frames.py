@@ -40,7 +40,7 @@ def four_blocks():
 
 
 @pytest.mark.parametrize(
-    ("make", "most"), [(block_per_sample, 150), (checkpoint_backward, IN_EAGER), (four_blocks, 890)]
+    ("make", "most"), [(block_per_sample, 148), (checkpoint_backward, IN_EAGER), (four_blocks, 864)]
 )
 def test_frames(make, most):
     """No more than they are. Comprehensions are frames before Python 3.12."""
