@@ -160,15 +160,7 @@ def without_memory(cls: Any, size: Any, strides: Any, offset: int, dtype: Any, d
     return x
 
 
-class CompilingMode(TorchDispatchMode):
-    """A dispatch mode in which compiled code runs. In others it does not, and Dynamo never tries it again."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
-class UnguardedMode(CompilingMode):
+class UnguardedMode(TorchDispatchMode):
     """A dispatch mode whose operators torch does not guard against Dynamo: a guard costs more than they do.
 
     Its method is `dynamo.hidden`.
@@ -212,7 +204,7 @@ _compiled = False
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile was called in this process: a dispatch mode does not see all that its code reads.
+    """Whether torch.compile was called in this process: compiled code does not run under a dispatch mode.
 
     Torch forgets that in `torch._dynamo.reset()`, after which compiled functions may be called again.
     """

@@ -507,7 +507,8 @@ _LONG = 100  # Numbers or characters, from which a key has their hash.
 
 def short(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Numbers and strings as a part of a key that outlives them."""
-    values = values if len(values) <= _LONG else (*values[:_LONG], hash(values[_LONG:]))
+    # (The hashes of -1 and -2 are equal.)
+    values = values if len(values) <= _LONG else (*values[:_LONG], hash(repr(values[_LONG:])))
     return tuple([hash(x) if isinstance(x, (str, bytes)) and len(x) > _LONG else x for x in values])
 
 

@@ -268,7 +268,11 @@ class Call(UserProgram):
                 out = f(*args, **kwargs)
                 failed = False
             except RuntimeError as error:
-                self.check_error(error, inputs, [found.where(id(x)) for x in self.constants])
+                updated = {*map(id, found.buffers_in_training())}
+                names = {id(x): found.where(id(x)) for x in self.constants}
+                # A normalization in training writes to its count of batches first.
+                counts = [where for key, where in names.items() if key in updated and "num_batches_" in where]
+                self.check_error(error, inputs, [*names.values()], counts[-1:])
                 raise
             finally:
                 if rebuilt is not None:

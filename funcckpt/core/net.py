@@ -79,7 +79,8 @@ def run_first(
         own[(id(x), autograd.LEAF) if x.grad_fn is None else autograd.edge_of(x)] = i
     first_node = functorch.next_sequence_number()
     record: recording.Record | None = None
-    if source.chooser is not None and not dynamo.is_traced():
+    # Compiled code does not run in a dispatch mode, and Dynamo would never again compile it.
+    if source.chooser is not None and not (source.calls_compiled or dynamo.is_traced()):
         if records or "grad" in map(functorch.kind_of_layer, layers):
             record = recording.Record(program, source.chooser)
     shadows = functorch.shadows(layers) if layers else nullcontext(False)

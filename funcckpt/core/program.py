@@ -128,20 +128,25 @@ class UserProgram(Program):
             if version != now:
                 raise changed_inside(f"remat({self.name})", inputs[i], self.where(i))
 
-    def check_error(self, error: Exception, inputs: Sequence[Tensor], captured: Sequence[str] = ()) -> None:
+    def check_error(
+        self,
+        error: Exception,
+        inputs: Sequence[Tensor],
+        captured: Sequence[str] = (),
+        perhaps: Sequence[str] = (),
+    ) -> None:
         """Raise a MutationError if torch has refused a write. It does not say to which tensor.
 
-        f gets its inputs as leaves, to which autograd allows none; nor does functorch to captured tensors.
+        f gets its inputs as leaves, to which autograd allows none; nor does functorch to captured tensors, of
+        which `perhaps` names the most likely.
         """
         if autograd.is_about_writes(error):
             given = [f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)]
             names = f" ({' or '.join(captured)})" if 0 < len(captured) < 4 else ""
             what = " or ".join([*given, f"what it captured{names}"])
             way = "Work on a copy (x.clone()) inside the function, or return the new value."
-            # A normalization in training writes to its count of batches first.
-            counts = [where for where in captured if "num_batches_" in where]
-            if counts and autograd.WRITES_TO_CAPTURED in str(error):
-                what = f"what it captured, perhaps to {counts[0]}"
+            if perhaps and autograd.WRITES_TO_CAPTURED in str(error):
+                what = f"what it captured, perhaps to {perhaps[0]}"
                 way = "Pass the buffers, too, to the function that is transformed, or call eval()."
             raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error
 

@@ -130,7 +130,7 @@ def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Call
 
 
 def changed_inside(name: str, x: Tensor, where: str, hint: str = "") -> MutationError:
-    if "attribute '_forward_" in where:
+    if "attribute '_forward_hooks'" in where or "attribute '_forward_pre_hooks'" in where:
         hint = " A hook inside of a checkpoint runs in each recomputation, too: wrap single layers."
     return MutationError(
         f"{name} changed {where} ({describe(x)}) in place. Work on a copy (x.clone()) inside the function, "

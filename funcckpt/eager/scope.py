@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import world
 from .._torch import autograd, dynamo, functorch, wrappers
@@ -213,7 +214,7 @@ class _Graph:
     """Lives as long as a graph of the block, which may have saved nothing that the block made."""
 
 
-class _Block(functorch.CompilingMode):
+class _Block(TorchDispatchMode):
     """A block. It records operators while it is open, and replays them in a backward."""
 
     supports_higher_order_operators = True

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import world
@@ -81,11 +82,15 @@ def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
     return [(call, i, x) for call in known for i, x in call.values.items() if isinstance(x, Offloaded)]
 
 
-class _Mode(functorch.CompilingMode):
+class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True
     sees_names = True
     # False in recomputations, which `unwatched` excepts: f may take a gradient itself.
     in_f = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __enter__(self) -> Any:
         self.ignored = SAC_IGNORED_OPS

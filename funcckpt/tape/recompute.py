@@ -272,15 +272,13 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if source is not program.source:
         kept = None
     calls: Mapping[int, Call] = {} if kept is None else kept.calls
-    if calls and source.calls_compiled:  # whose kernels may read what the tape did not see it read
-        calls = {n: call for n, call in calls.items() if all([type(x) is int for x in call.outputs.values()])}
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
     key: Any = None
     plan: Mapping[int, Call] | None = {}
     # (Fake tensors may have sizes that are no numbers.)
     is_large = type(elements) is int and elements * elements >= 2 * FLOPS_WORTH_A_CALL
-    if is_large and not functorch.has_compiled():
+    if is_large and not (program.source.calls_compiled or functorch.has_compiled()):
         key = *steps_of(program), frozenset(calls), *map(look, inputs)
         plan = _plans.get(key)
         if (counts := _counts.get(key[: -len(inputs)])) is None:

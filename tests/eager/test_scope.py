@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from support import Counter, Storages, assert_same
 from torch import nn
-from torch._higher_order_ops.scan import scan
 from torch.ao import quantization
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -671,26 +670,6 @@ def test_a_sparse_product_that_reads_the_grad_mode():
         return torch.autograd.grad(y.square().sum(), x)
 
     torch.testing.assert_close(run(checkpoint_scope), run(nullcontext))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
-@pytest.mark.parametrize("how", ["cond", "scan", "compiled"])
-def test_what_torch_compiles(how):
-    """Its gradient was wrong, and nothing was compiled any more afterwards."""
-    block = torch.compile(lambda x: x.sin().exp(), backend="aot_eager")
-    step = lambda c, x: ((c @ w).tanh(), x * c)
-    w, x = leaf(3, 3), torch.ones(2, 3, dtype=D)
-    f = {
-        "cond": lambda: torch.cond(x.sum() > 0, torch.sin, torch.cos, ((x @ w).exp(),)) @ w,
-        "scan": lambda: scan(step, x[0], (x @ w).sin())[1].exp() @ w,
-        "compiled": lambda: block((x @ w).exp()) @ w,
-    }[how]
-    expected = torch.autograd.grad(f().sum(), w)
-    for _ in range(2):
-        with checkpoint_scope():
-            y = f()
-        assert_same(torch.autograd.grad(y.sum(), w), expected)
-    assert_same(torch.autograd.grad(f().sum(), w), expected)
 
 
 def test_a_write_by_foreach_is_noticed():
