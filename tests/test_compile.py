@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 import funcckpt
-from funcckpt import checkpoint, checkpoint_name, policies, remat
+from funcckpt import checkpoint, checkpoint_name, checkpoint_scope, policies, remat
 from funcckpt.meter import mark
 from funcckpt.nn import Remat, apply_remat
 
@@ -649,6 +649,36 @@ def test_a_policy_around_something_compiled(policy, fullgraph):
         assert counts["runs"] == 2 * i  # in the forward and the recomputation
     inner(w, x)
     assert counts["runs"] == 7
+
+
+def scoped(f):
+    def run(*args):
+        with checkpoint_scope():
+            return f(*args)
+
+    return run
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        partial(remat, policy=policies.dots_saveable),
+        partial(remat, policy=policies.everything_saveable),
+        scoped,
+    ],
+    ids=["dots", "everything", "scope"],
+)
+def test_fused_kernels_write_where_no_mode_sees_it(wrap):
+    """They reuse the memory of a convolution, which a policy would keep."""
+    convolve = lambda w, x: torch.nn.functional.conv2d(x, w, padding=1)
+    layers = torch.compile(lambda w, x: convolve(w, convolve(w, x).exp()).exp())
+    f = lambda w, x: convolve(w, layers(w, convolve(w, x).sin())).square()
+    w, x = (0.1 * tensor(3, 3, 3, 3)).requires_grad_(), tensor(2, 3, 8, 8)
+    expected = torch.autograd.grad(f(w, x).sum(), w)
+    for _ in range(2):
+        assert_same(torch.autograd.grad(wrap(f)(w, x).sum(), w), expected)
 
 
 def test_a_compiled_block_after_a_reset():
