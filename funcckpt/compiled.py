@@ -61,8 +61,7 @@ def _from_dynamo(f: Any, untraced: Callable[..., Any], name: str, level: int) ->
             return untraced(f, args=args, kwargs={})
         if not dynamo.is_traced_by_aot_autograd():
             # To stop early would leave levels open that the graph has entered.
-            stops = set_checkpoint_early_stop(False) if dynamo.has_transforms(f) else nullcontext()
-            with stops:
+            with set_checkpoint_early_stop(False) if dynamo.has_transforms(f) else nullcontext():
                 return untraced(functools.partial(dynamo.interpret, f, level), args=args, kwargs={})
         if not differentiates() and functorch.current_level() == level and not dynamo.has_transforms(f):
             return dynamo.torch_checkpoint_of_graph(f, args)

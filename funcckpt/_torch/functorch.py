@@ -200,18 +200,13 @@ def _accelerator() -> Any:
     return torch.get_device_module() if torch.accelerator.is_available() else None
 
 
-_compiled = False
-
-
 def has_compiled() -> bool:
-    """Whether torch.compile was called in this process: compiled code does not run under a dispatch mode.
+    """Whether anything was compiled in this process: compiled code does not run under a dispatch mode.
 
-    Torch forgets that in `torch._dynamo.reset()`, after which compiled functions may be called again.
+    After `torch._dynamo.reset()` torch does not tell; then `calls_compiled` of a function does.
     """
-    global _compiled
-    if not _compiled and (eval_frame := sys.modules.get("torch._dynamo.eval_frame")) is not None:
-        _compiled = any(eval_frame.cached_backends.values())  # None is one of them
-    return _compiled
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and len(eval_frame.cached_backends) > 1
 
 
 def below(interpreter: Interpreter, run: Callable[..., T], *args: Any) -> T:

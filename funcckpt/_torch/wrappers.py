@@ -28,7 +28,7 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     unwrap_if_dead,
 )
 
-from . import functorch
+from . import autograd, functorch
 
 
 def in_dual_level() -> bool:
@@ -170,7 +170,8 @@ def everything_below(x: Tensor, nodes: list[Any] | None = None) -> list[Tensor]:
     # A tangent can be read only if its level is the innermost.
     interpreter = functorch.peek_interpreter_stack()
     if is_dual and (interpreter is None or interpreter.key().value == functorch.JVP):
-        with functorch.set_forward_mode(True), functorch.no_dispatch():
+        # (A mode would ask for the primal of an inference tensor, which is an error of torch.)
+        with functorch.set_forward_mode(True), autograd.without_dispatch_modes():
             if (tangent := tangent_of(x)) is not None:
                 found.append(tangent)
     if nodes is not None:

@@ -272,7 +272,7 @@ class Call(UserProgram):
                 names = {id(x): found.where(id(x)) for x in self.constants}
                 # A normalization in training writes to its count of batches first.
                 counts = [where for key, where in names.items() if key in updated and "num_batches_" in where]
-                self.check_error(error, inputs, [*names.values()], counts[-1:])
+                self.check_error(error, inputs, [*names.values()], *counts[-1:])
                 raise
             finally:
                 if rebuilt is not None:

@@ -133,12 +133,12 @@ class UserProgram(Program):
         error: Exception,
         inputs: Sequence[Tensor],
         captured: Sequence[str] = (),
-        perhaps: Sequence[str] = (),
+        perhaps: str = "",
     ) -> None:
         """Raise a MutationError if torch has refused a write. It does not say to which tensor.
 
         f gets its inputs as leaves, to which autograd allows none; nor does functorch to captured tensors, of
-        which `perhaps` names the most likely.
+        which `perhaps` is the name of the most likely one.
         """
         if autograd.is_about_writes(error):
             given = [f"{self.where(i)} ({describe(x)})" for i, x in enumerate(inputs) if is_differentiable(x)]
@@ -146,7 +146,7 @@ class UserProgram(Program):
             what = " or ".join([*given, f"what it captured{names}"])
             way = "Work on a copy (x.clone()) inside the function, or return the new value."
             if perhaps and autograd.WRITES_TO_CAPTURED in str(error):
-                what = f"what it captured, perhaps to {perhaps[0]}"
+                what = f"what it captured, perhaps to {perhaps}"
                 way = "Pass the buffers, too, to the function that is transformed, or call eval()."
             raise MutationError(f"remat({self.name}) writes in place to {what}. {way}") from error
 
