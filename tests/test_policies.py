@@ -21,11 +21,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from funcckpt import checkpoint, checkpoint_name, create_selective_checkpoint_contexts, policies, remat
+from funcckpt._torch import functorch, kernels
 from funcckpt.errors import FuncckptError, InputError, MutationError, OptionError
 from funcckpt.meter import mark, measure
 from funcckpt.policies.policies import Chooser
 from funcckpt.tape import recording
-from funcckpt.tape.tape import MOST_CALLS, Plans
+from funcckpt.tape.tape import MOST_CALLS, Plans, Watch
 
 pytestmark = pytest.mark.usefixtures("small_sizes_matter")
 aten = torch.ops.aten
@@ -444,6 +445,129 @@ def test_another_way_inside_of_a_checkpoint():
         y = checkpoint(lambda x: (kept(x).exp() * x.cos()).sin(), x)
         want = (f(x).exp() * x.cos()).sin()
         assert_close(torch.autograd.grad(y.sum(), w), torch.autograd.grad(want.sum(), w))
+
+
+class Seen:
+    """What the later calls of a function with a policy do: modes that are active in f, and operators seen."""
+
+    def __init__(self, monkeypatch):
+        self.modes, self.operators = [], []
+        see = Watch.see
+        monkeypatch.setattr(Watch, "see", lambda *args: self.operators.append(args[1]) or see(*args))
+
+    def note(self):
+        self.modes.append(functorch.number_of_dispatch_modes())
+
+    def is_off(self):
+        return not kernels.here.watchers and not torch._C._dispatch_tls_is_dispatch_key_included("Fake")
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    made = Seen(monkeypatch)
+    yield made
+    assert made.is_off()
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.dots_saveable, policies.everything_saveable], ids=["dots", "all"]
+)
+def test_later_calls_see_only_the_operators_that_are_kept_or_skipped(policy, seen):
+    x, ws = SAMPLES[0], weights(mlp)
+    f = lambda x, *ws: seen.note() or mlp(x, *ws).square().sum()
+    want = grad(f)(x, *ws)
+    for number in range(4):
+        seen.modes.clear()
+        seen.operators.clear()
+        assert_close(grad(remat(f, policy=policy))(x, *ws), want)
+        if number:
+            assert seen.modes == [0, 0]  # in the forward and the recomputation
+            some = {aten.mm.default, aten.add.Tensor, aten._unsafe_view.default}
+            assert seen.operators and (some >= {*seen.operators}) == (policy is policies.dots_saveable)
+
+
+COUNTS = []
+
+
+def counted(name):
+    """An operator that calls another one, and counts its calls."""
+
+    @torch.library.custom_op(f"funcckpt_tests::{name}", mutates_args=())
+    def square(x: torch.Tensor) -> torch.Tensor:
+        COUNTS.append(1)
+        return torch.mm(x, x)
+
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g @ x.mT + x.mT @ g
+
+    keep = lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+    square.register_autograd(backward, setup_context=keep)
+    return square
+
+
+KEPT, AROUND = counted("kept"), counted("around")
+
+
+@pytest.mark.parametrize(
+    ("square", "policy"),
+    [(KEPT, [KEPT._opoverload]), (AROUND, [torch.ops.aten.mm.default])],
+    ids=["kept", "around"],
+)
+def test_a_kept_operator_does_not_run_again_where_no_mode_is_active(square, policy, seen):
+    """And one that calls a kept operator, which a kernel sees and no mode, spoils nothing."""
+    x = tensor(3, 3, requires_grad=True)
+    f = lambda x: seen.note() or torch.mm(square(torch.mm(x, x).sin()).cos(), x).sin().sum()
+    (want,) = torch.autograd.grad(f(x), x)
+    for _ in range(5):
+        seen.modes.clear()
+        COUNTS.clear()
+        assert_close(torch.autograd.grad(remat(f, policy=policy)(x), x), (want,))
+    assert len(COUNTS) == (1 if square is KEPT else 2)
+    assert seen.modes == ([0, 0] if square is KEPT else [1, 1])
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 3, 3)])
+def test_another_way_of_a_later_call(shape, seen):
+    """By values: it writes to what an earlier call has kept, or calls an operator more often."""
+    w = tensor(3, 3)
+
+    def f(w, x, way):
+        h = x @ w
+        if way > 0:
+            h.mul_(2)
+        for _ in range(int(way)):
+            h = h.tanh() @ w
+        return (h.tanh() @ w).sin().sum()
+
+    for way in (0, 0, 1, 0, 2, 1, 0, 0.5, 0):
+        x = tensor(*shape, seed=int(4 * way))
+        way = torch.tensor(way)
+        got = grad(lambda w, x=x, way=way: remat(f, policy=policies.dots_saveable)(w, x, way))(w)
+        assert_close(got, grad(f)(w, x, way))
+
+
+def test_errors_in_later_calls_leave_nothing(seen):
+    """In the forward, or in the recomputation."""
+    fails = [iter(())]
+
+    def f(x):
+        y = (x @ x).sin()
+        if next(fails[0], False):
+            raise ValueError
+        return (y @ x).cos().sum()
+
+    x = tensor(3, 3)
+    want = grad(f)(x)
+    for errors in ([], [], [True], [], [False, True], []):
+        fails[0] = iter(errors)
+        g = grad(remat(f, policy=policies.dots_saveable))
+        if any(errors):
+            with pytest.raises(ValueError):
+                g(x)
+            assert seen.is_off()
+        else:
+            assert_close(g(x), want)
 
 
 @pytest.mark.parametrize("checkpointed", [checkpoint, torch_checkpoint], ids=["ours", "torch"])

@@ -13,7 +13,7 @@ from torch.utils import checkpoint as module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import funcckpt
-from funcckpt._torch import autograd, dynamo, functorch, objects, wrappers
+from funcckpt._torch import autograd, dynamo, functorch, kernels, objects, wrappers
 
 leaf = lambda: torch.ones(3, requires_grad=True)
 
@@ -265,6 +265,35 @@ def test_a_pullback_is_recognised():
     """Without it, the gradient of what f computes by a captured one is zero."""
     assert objects.is_pullback(torch.func.vjp(torch.sin, torch.ones(2))[1])
     assert objects.is_pullback(torch.func.vjp(lambda x: (x, x), torch.ones(2), has_aux=True)[1])
+
+
+def test_an_operator_is_seen_without_a_mode():
+    """Below autograd and transforms, and no other one is."""
+    mm, seen = torch.ops.aten.mm.default, []
+
+    class Watcher:
+        def see(self, func, args, kwargs):
+            if func is mm:  # other tests have made kernels, too
+                seen.append([*map(wrappers.is_functorch_wrapped_tensor, args)])
+            return func(*args, **kwargs)
+
+    assert kernels.are_possible() and kernels.watch([mm])
+    assert not kernels.watch([torch.ops.aten.linear.default])  # autograd takes it apart
+    x = torch.ones(2, 2)
+    f = lambda x: (x.sin() @ x).softmax(0).sum()
+    watcher = Watcher()
+    assert "Fake:" in torch._C._dispatch_dump_table("aten::mm")
+    kernels.begin(watcher)
+    try:
+        torch.func.vmap(torch.func.grad(f))(x.expand(3, 2, 2))
+        torch.func.jvp(f, (x,), (x,))
+        f(x.clone().requires_grad_()).backward()
+        assert len(seen) > 5 and not any(map(any, seen))
+    finally:
+        kernels.end(watcher)
+    seen.clear()
+    f(x)
+    assert not seen and not torch._C._dispatch_tls_is_dispatch_key_included("Fake")
 
 
 def test_every_private_name_is_still_there():

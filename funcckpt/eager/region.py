@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import world
-from .._torch import autograd, dynamo, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, kernels, wrappers
 from ..closures import Rebuilt, kinds, put_back, put_marks, search
 from ..core import tensors
 from ..core.call import check_no_opacus
@@ -278,7 +278,9 @@ class Region:
         with self._lock:
             # Some tensors are read twice in a backward: in double backward, what `exp_` saves of a view.
             if key not in slot:
-                with unwatched() if functorch.number_of_dispatch_modes() else _NOTHING:
+                with (
+                    unwatched() if functorch.number_of_dispatch_modes() or kernels.here.watchers else _NOTHING
+                ):
                     self._recompute(key)
                 if isinstance(key, int):
                     autograd.at_end_of_backward(partial(_forget, weakref.ref(self), key))

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import CheckpointError, FuncckptError
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
-from .recording import Kept
-from .tape import Call, Plans, Tape, Watch, steps_of
+from .recording import Kept, has_kept
+from .tape import Call, Few, Plans, Tape, Watch, few_of, steps_of
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -78,7 +78,11 @@ class Placeholder(Tensor):
         kind, x = kind_of(func), next(y for y in tensors_of(args, kwargs) if isinstance(y, Placeholder))
         changes = func._schema.is_mutable  # as `squeeze_`, in a product with a vector
         if kind not in READ_NO_VALUES or (changes and not (kind == "view" and x is args[0])):
-            raise Redo(x.replay)
+            # A mode would have seen the operator before.
+            call = x.replay.met_by(func, args, kwargs) if x.replay.sees_few else None
+            if call is None:
+                raise Redo(x.replay)
+            return x.replay.hand_out(call, func, args, kwargs)
         if changes:
             func(x.meta, *args[1:], **kwargs)
             with functorch.no_dispatch():
@@ -92,6 +96,19 @@ class Placeholder(Tensor):
 
 
 PLAIN.add(Placeholder)
+
+
+class Plan(NamedTuple):
+    """What a recomputation skips beside what a policy has kept: calls by their numbers.
+
+    `few` are the operators that are enough for it to see; none if it must see all.
+    """
+
+    dead: Mapping[int, Call]
+    few: Sequence[Few] = ()
+
+
+_NOTHING = Plan({})
 
 
 class Replay(Watch):
@@ -108,12 +125,18 @@ class Replay(Watch):
     active: ExitStack
     _recordings = 0
 
-    def __init__(self, source: Any, kept: Mapping[int, Call], plan: Mapping[int, Call] | None) -> None:
-        super().__init__(source, Tape() if plan is None else None)
-        self.name, self.plan, self.worth_a_call = source.name, plan or {}, FLOPS_WORTH_A_CALL
-        self.known = {**self.plan, **kept}
+    def __init__(self, source: Any, kept: Mapping[int, Call], plan: Plan | None, learns: bool) -> None:
+        super().__init__(source, Tape() if learns else None)
+        self.name, self.plan, self.kept, self.worth_a_call = source.name, plan, kept, FLOPS_WORTH_A_CALL
+        self.known = {**plan.dead, **kept} if plan else kept
+        self.few = plan.few if plan else ()
         self.met: set[int] = set()
         self.placeholders: list[weakref.ref[Placeholder]] = []
+
+    def begin(self, inputs: Sequence[Tensor] = ()) -> None:
+        super().begin()
+        if self.few and not self.sees_few:
+            self.see_few()
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.met.add(call.number)
@@ -124,6 +147,7 @@ class Replay(Watch):
             if isinstance(slot, int):
                 x = self.coming[slot].get().detach()
                 self.storages.add(x.untyped_storage()._cdata)
+                self.held.append((x, x._version))
             elif slot is not None:
                 with functorch.no_dispatch():
                     meta = torch.empty_strided(slot.size, slot.strides, dtype=slot.dtype, device="meta")
@@ -150,21 +174,41 @@ class Replay(Watch):
         if self._recordings:
             return
         self.in_f = False
-        if self.tape is None and functorch.dispatch_modes()[-1:] == [self]:
+        if self.sees_few and (self.went_elsewhere() or self.has_written()):
+            raise Redo(self)
+        if self.sees_few or (self.tape is None and functorch.dispatch_modes()[-1:] == [self]):
             self.active.close()  # a placeholder reports itself that it is read
 
-    def learned(self) -> Mapping[int, Call] | None:
+    def learned(self) -> Plan | None:
         """What to skip the next time; None if that must be learned again."""
-        if self.tape is None:
-            return self.plan if self.met >= self.plan.keys() else None
-        unread = self.tape.unread()
-        worth_it = sum([call.flops for call in unread]) > self.worth_a_call * len(self.tape.calls)
-        return {call.number: call for call in unread} if worth_it else {}
+        if (plan := self.plan) is not None:
+            if self.sees_few:
+                numbers = {number for few in self.few for number in few.numbers.values()}
+                return plan if self.met >= numbers else Plan(plan.dead)
+            return plan if self.met >= plan.dead.keys() else None
+        unread = [] if self.tape is None else self.tape.unread()
+        dead = {call.number: call for call in unread}
+        values = {number for number, call in self.kept.items() if has_kept(call)}
+        skipped = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
+        if self.met >= values and (few := few_of(self.log, values)) is not None:
+            flops = sum([call.flops for call in skipped.values()])
+            funcs = {id(func) for func, number in self.log if number in skipped}
+            seen = [func for func, _ in self.log if id(func) in funcs]
+            if flops * KERNELS_FOR_A_CALL > self.worth_a_call * len(seen):
+                without = few_of(self.log, skipped)
+                if without is not None:
+                    return Plan(dead, [few, without._replace(must_end=False)])
+            elif values:
+                return Plan({}, [few])
+        calls = 0 if self.tape is None else len(self.tape.calls)
+        return Plan(dead if sum([call.flops for call in unread]) > self.worth_a_call * calls else {})
 
 
 # To skip some operators, all others must be watched, which takes torch some 13 microseconds for each, and for
 # each view. In a block of a transformer the time was the same at 140 to 170 million FLOPs for 50 such calls.
 FLOPS_WORTH_A_CALL = 3_000_000
+# Where a recomputation sees only some operators, each of these takes about a third: those between are free.
+KERNELS_FOR_A_CALL = 3
 # An accelerator computes so much in that time.
 FLOPS_ON_ACCELERATOR = 500_000_000
 # To learn a plan takes as long as so many recomputations save by it.
@@ -181,7 +225,7 @@ class Counts:
 
 # By key without the shapes of inputs.
 _counts: dict[Any, Counts] = Plans()
-# What recomputations skip: calls by their numbers. Empty after a skipped result was read.
+# What recomputations skip. Nothing after a skipped result was read.
 _plans = Plans()
 
 
@@ -246,9 +290,10 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         error = raised.with_traceback(None)  # its frames would keep tensors alive
     finally:
         # f may store a result that was skipped: it refers to the replay, which then holds nothing else.
-        replay.coming, replay.known, replay.plan, replay.source = (), {}, {}, None
+        replay.coming, replay.known, replay.kept, replay.plan, replay.source = (), {}, {}, None, None
+        replay.log, replay.held = [], []
     if replay.key is not None:
-        _plans[replay.key] = {}
+        _plans[replay.key] = _NOTHING
     if replay.was_read and (kept := _given.get()[1]) is not None:
         kept.skip_less()
     outputs = program.run(*inputs)
@@ -275,10 +320,13 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
     key: Any = None
-    plan: Mapping[int, Call] | None = {}
+    plan: Plan | None = _NOTHING
     # (Fake tensors may have sizes that are no numbers.)
-    is_large = type(elements) is int and elements * elements >= 2 * FLOPS_WORTH_A_CALL
-    if is_large and not (program.source.calls_compiled or functorch.has_compiled()):
+    are_numbers = type(elements) is int
+    is_large = are_numbers and elements * elements >= 2 * FLOPS_WORTH_A_CALL
+    if (is_large or (are_numbers and calls)) and not (
+        program.source.calls_compiled or functorch.has_compiled()
+    ):
         key = *steps_of(program), frozenset(calls), *map(look, inputs)
         plan = _plans.get(key)
         if (counts := _counts.get(key[: -len(inputs)])) is None:
@@ -288,15 +336,16 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
         elif counts.learned < LEARNED_AT_LEAST or counts.met >= MET_FOR_EACH * counts.learned:
             counts.learned += 1
         else:
-            plan, key = {}, None  # the inputs have other shapes in nearly each call
-    if plan is not None and not (plan or calls):
+            plan, key = _NOTHING, None  # the inputs have other shapes in nearly each call
+    if plan is not None and not (plan.dead or calls):
         return None
     device = next((x.device for x in inputs if x.device.type not in ("cpu", "meta")), None)
-    if plan and not calls and device is not None and not functorch.is_behind(device):
+    if plan is not None and not calls and device is not None and not functorch.is_behind(device):
         return None  # the device waits for the host, and what is skipped would take it no time
-    replay = Replay(program.source, calls, plan)
+    replay = Replay(program.source, calls, plan, plan is None and is_large)
     replay.key = key
     if kept is not None:
+        replay.few = replay.few if kept.sees_few else ()
         places = zip(tensors, kept.places, strict=True)
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
     if device is not None:

@@ -26,7 +26,7 @@ from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from . import operators
 from .operators import kind_of, run_operator
-from .tape import Call, Plans, Tape, Watch, recomputed, steps_of
+from .tape import Call, Plans, Tape, Watch, few_of, recomputed, steps_of
 
 
 class Kept:
@@ -40,6 +40,8 @@ class Kept:
         self.places: list[Offloaded | None] = []
         # What later runs take over from this one, or this one from an earlier one: the same without values.
         self.learned: dict[int, Call] = {}
+        # Whether the run saw few operators. Then so does a recomputation.
+        self.sees_few = False
 
     def keep(self, call: Call, values: Mapping[int, Tensor]) -> None:
         """Keep results of a call, which need not run again."""
@@ -53,13 +55,20 @@ class Kept:
     def skip_less(self) -> None:
         """After a result was read that is neither kept nor computed again: later runs compute all these."""
         for number, call in [*self.learned.items()]:
-            if not any([isinstance(slot, int) for slot in call.outputs.values()]):
+            if not has_kept(call):
                 del self.learned[number]
 
 
-# What was kept of earlier runs: the calls that need not run again, and the number at the end. None if runs
-# with the same key took different ways.
+def has_kept(call: Call) -> bool:
+    """Whether results of a call are kept."""
+    return any([isinstance(slot, int) for slot in call.outputs.values()])
+
+
+# What was kept of earlier runs: the calls that need not run again, the number at the end, and the operators
+# whose results are kept. None if runs with the same key took different ways.
 _plans = Plans()
+# Its results have a version counter of their own.
+_SHARES_UNSEEN = torch.ops.aten._unsafe_view.default
 
 
 class Record(Watch):
@@ -85,7 +94,16 @@ class Record(Watch):
             self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
             self._learns = True
         if self._learns and (plan := _plans.get(self._key)) is not None:
-            self.tape, (self.known, self._last) = None, plan
+            self.tape, (self.known, self._last, few) = None, plan
+            if few is not None:
+                self.few = (few,)
+                self.see_few()
+
+    def see(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = super().see(func, args, kwargs)
+        if func is _SHARES_UNSEEN and self.held and out.untyped_storage()._cdata in self.storages:
+            self.held.append((out, out._version))
+        return out
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of a known call, and hold those of its results that are kept."""
@@ -93,7 +111,11 @@ class Record(Watch):
         out = run_operator(func, args, kwargs)
         streams = world.drawn_since(before)
         slots = [i for i, slot in call.outputs.items() if isinstance(slot, int)]
-        values = {i: autograd.alias(out if call.count is None else out[i]) for i in slots}
+        values = {i: out if call.count is None else out[i] for i in slots}
+        if self.sees_few:  # an alias that is made below autograd would have a version counter of its own
+            self.held += [(x, x._version) for x in values.values()]
+        else:
+            values = {i: autograd.alias(x) for i, x in values.items()}
         self.storages |= {x.untyped_storage()._cdata for x in values.values()}
         self._kept.keep(replace(call, outputs={**call.outputs}, streams=streams), values)
         return out
@@ -147,7 +169,16 @@ class Record(Watch):
     def finish(self, outputs: Sequence[Tensor]) -> Kept | None:
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
         kept, key = self._kept, self._key
-        if self.tape is None:
+        if self.sees_few:
+            if self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers):
+                _plans[key] = self.known, self._last, None
+                return None
+            if self.has_written():
+                return None
+            kept.sees_few, kept.calls = True, {**self.known, **kept.calls}
+            kept.tensors = [*map(autograd.alias, kept.tensors)]
+            kept.learned = cast("dict[int, Call]", self.known)
+        elif self.tape is None:
             if kept.calls.keys() != self.known.keys() or self.number != self._last:
                 _plans[key] = None
                 return None
@@ -164,7 +195,11 @@ class Record(Watch):
                 if index not in again and (values or call.may_skip):
                     kept.keep(call, values)
             if self._learns and key not in _plans:
-                _plans[key] = kept.calls, self.number
+                calls_with = {number: call for number, call in kept.calls.items() if has_kept(call)}
+                few = None
+                if not any([call.offloads for call in calls_with.values()]):
+                    few = few_of(self.log, calls_with, _SHARES_UNSEEN)
+                _plans[key] = kept.calls, self.number, few
                 kept.learned = kept.calls
         # The caller may write to an output.
         for away in filter(None, kept.places):

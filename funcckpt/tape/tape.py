@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from .. import world
-from .._torch import autograd, dynamo, functorch, wrappers
+from .._torch import autograd, dynamo, functorch, kernels, wrappers
 from . import operators
 from .operators import TensorMeta, kind_of, results, tensors_in, tensors_of
 
@@ -167,11 +167,42 @@ def steps_of(program: Any) -> list[Any]:
 _SHAPES = ("wrt", "of", "along", "in_dims", "at_level", "differentiated")
 
 
+class Few(NamedTuple):
+    """The operators of which some calls are known, where to see these operators alone is enough.
+
+    A call is known by its position: a hash of the calls of these operators since f began.
+    """
+
+    funcs: frozenset[int]  # their ids
+    numbers: Mapping[int, int]  # by position: the number of the call among all calls
+    end: int  # the position at the end of f
+    must_end: bool = True  # whether a run that ends elsewhere is wrong
+
+
+def few_of(log: Sequence[tuple[Any, int]], numbers: Collection[int], *others: Any) -> Few | None:
+    """The operators of the calls with some numbers, given all calls of a run: operator and number.
+
+    None if torch does not show them, and `others`, alone.
+    """
+    funcs = {id(func): func for func, number in log if number in numbers}
+    if not kernels.watch((*funcs.values(), *others)):
+        return None
+    position, known = 0, {}
+    for func, number in log:
+        if id(func) in funcs:
+            position = hash((position, id(func)))
+            if number in numbers:
+                known[position] = number
+    return Few(frozenset(funcs), known, position)
+
+
 class Watch(functorch.UnguardedMode):
     """A mode that watches a run of one function, and all operators in it.
 
     `number` is a hash of all operators since f began. If an earlier run had the same number, both have run
     the same operators. Shapes are compared only for operators whose results are kept or skipped.
+
+    Where earlier runs have shown which calls are known, a run sees only the operators of `few`, by `kernels`.
     """
 
     supports_higher_order_operators = True
@@ -184,17 +215,72 @@ class Watch(functorch.UnguardedMode):
     number = 0
     # By number: calls of an earlier run.
     known: Mapping[int, Call] = {}
+    # The operators that are enough; whether only these are seen; and the positions in each of them.
+    few: Sequence[Few] = ()
+    sees_few = False
 
     def __init__(self, source: Any, tape: Tape | None) -> None:
         super().__init__()
         self.source = source
         self.tape = tape
+        self.log: list[tuple[Any, int]] = []  # all calls, if all are seen
         # The storages of kept values that were handed out, or kept without a tape.
         self.storages: set[int] = set()
+        # If few operators are seen: tensors with this memory, which count writes, with their versions.
+        self.held: list[tuple[Tensor, int]] = []
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         """Called when f begins."""
         self.in_f, self.modes = True, functorch.number_of_dispatch_modes()
+
+    def see_few(self) -> None:
+        """From now on see only the operators of `few`, if nothing else watches or traces.
+
+        Kernels of compiled code write to memory where nothing sees it, and no mode keeps torch from running
+        them here.
+        """
+        if functorch.dispatch_modes() != [self] or torch.is_inference_mode_enabled():
+            return
+        if not (functorch.is_tracing() or functorch.has_compiled()):
+            super().__exit__(None, None, None)
+            self.sees_few, self.positions = True, [0] * len(self.few)
+            kernels.begin(self)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.sees_few:
+            kernels.end(self)
+        else:
+            super().__exit__(*error)
+
+    @dynamo.hidden
+    def see(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of an operator that has a kernel."""
+        call = self.met_by(func, args, kwargs)
+        if call is not None:
+            return self.hand_out(call, func, args, kwargs)
+        return operators.run_operator(func, args, kwargs)
+
+    def met_by(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
+        """The known call that an operator of `few` makes now, if it is one."""
+        found = None
+        if self.in_f:
+            for i, few in enumerate(self.few):
+                if id(func) in few.funcs:
+                    position = self.positions[i] = hash((self.positions[i], id(func)))
+                    call = self.known.get(few.numbers.get(position, 0))
+                    if call is not None and call.signature == operators.signature(func, args, kwargs):
+                        found = call
+        return None if torch.is_inference_mode_enabled() else found
+
+    def went_elsewhere(self) -> bool:
+        """Whether f, of which few operators were seen, has run others than in the earlier run."""
+        ends = zip(self.positions, self.few, strict=True)
+        # (Operators that others call have kernels, too, but no mode sees them.)
+        return any([few.must_end and position != few.end for position, few in ends])
+
+    def has_written(self) -> bool:
+        """Whether f, of which few operators were seen, may have written to kept values."""
+        return functorch.has_compiled() or any([x._version != version for x, version in self.held])
 
     def note_graph(self, outputs: Sequence[Tensor], own: Any = (), first_node: int = 0) -> None:
         """Called with the outputs of f, if autograd has recorded them."""
@@ -219,6 +305,7 @@ class Watch(functorch.UnguardedMode):
                     if not self.storages.isdisjoint(written):
                         self.note_write()
                 self.number = hash((self.number, id(func)))
+                self.log.append((func, self.number))
                 known = self.known.get(self.number)
                 if known is not None and known.signature == operators.signature(func, args, kwargs):
                     return self.hand_out(known, func, args, kwargs)
@@ -260,7 +347,8 @@ def unwatched() -> Iterator[None]:
 
     Another run may have others.
     """
-    watches: list[Any] = [m for m in functorch.dispatch_modes() if getattr(m, "in_f", False)]
+    seen: list[Any] = [*functorch.dispatch_modes(), *kernels.here.watchers]
+    watches = [watch for watch in seen if getattr(watch, "in_f", False)]
     for watch in watches:
         watch.in_f = False
     try:
