@@ -544,10 +544,64 @@ def test_while_loop_refuses_what_would_not_be_the_same_again(options):
 
     seen = []
     for body in (Counter().body, lambda x: (seen.append(1), x * len(seen))[1]):
-        with pytest.raises(MutationError, match="Put what changes into the carry"):
+        with pytest.raises(MutationError, match="Return what changes in the carry"):
             grad(lambda x, body=body: while_loop(lambda x: x < 9, body, x, **options))(ONE)
     with pytest.raises(InputError, match="cond_fun draws random numbers"):
         grad(lambda x: while_loop(lambda x: torch.rand(()) < 0.9, torch.sin, x, **options))(ONE)
+
+
+@pytest.mark.parametrize("options", WHILE, ids=str)
+def test_a_carry_with_a_state_of_its_own(options):
+    """A step that is counted, measured or only looked at leaves it as it was."""
+
+    class World:
+        t = 0
+
+        def act(self, x):
+            self.t += 1
+            return x * self.t
+
+    def updated(carry):
+        carry["x"], carry["n"] = (carry["x"] * carry["x"].cos()).sin(), carry["n"] + 1
+        return carry
+
+    def run(loop, body, first, steps, **options):
+        w = (1.0 * X).requires_grad_()
+        carry = loop(lambda carry: carry["n"] < steps, body, {"x": 1.3 * w, "n": 0, **first}, **options)
+        return torch.autograd.grad(carry["x"].sum(), w), carry["n"]
+
+    def drawn(loop, steps, **options):
+        stream = torch.Generator().manual_seed(1)
+        numbers = lambda c: c["x"].sin() + torch.rand(3, generator=c["stream"])
+        body = lambda c: {"x": numbers(c), "n": c["n"] + 1, "stream": c["stream"]}
+        return run(loop, body, {"stream": stream}, steps, **options), stream.get_state()
+
+    for steps in (1, 5):
+        assert_same(drawn(while_loop, steps, **options), drawn(plain_while, steps))
+    if options.get("checkpoint", "default") != "sqrt":  # which checkpoints a single step, too
+        assert_same(run(while_loop, updated, {}, 1, **options), run(plain_while, updated, {}, 1))
+    if options.get("checkpoint", "default"):
+        acts = lambda c: {"x": c["world"].act(c["x"]), "n": c["n"] + 1, "world": c["world"]}
+        with pytest.raises(MutationError, match="or to an object in the carry"):
+            run(while_loop, acts, {"world": World()}, 5, **options)
+
+    def measured(**options):
+        world, stream = World(), torch.Generator().manual_seed(1)
+        act = lambda c: c[0].act(c[2]).sin() + torch.rand(3, generator=c[1])
+        (world, _, x), _ = scan(
+            lambda c, _: ((c[0], c[1], act(c)), None), (world, stream, X), length=5, **options
+        )
+        return x, world.t, stream.get_state()
+
+    assert_same(measured(bytes=10**6), measured(checkpoint=None))
+    stream = torch.Generator().manual_seed(1)
+    before = stream.get_state()
+    scan(
+        lambda c, x: ((c[0], c[1] + torch.rand(3, generator=c[0])), None),
+        (stream, X[..., :3]),
+        torch.ones(0, 3),
+    )
+    assert torch.equal(stream.get_state(), before)
 
 
 class Counting(torch.nn.Module):

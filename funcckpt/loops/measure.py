@@ -35,7 +35,7 @@ def leaving_nothing(
         with autograd.without_dispatch_modes(), leaving_nothing(name, functions, given) as inside:
             yield inside
         return
-    found = Found(functions)
+    found = Found((functions, given))
     streams = world.random_streams(found.streams, found.draws_elsewhere)
     states = world.states(streams)
     buffers = [(x, x.clone()) for x in found.buffers_in_training() if not has_lazy((x,))]
@@ -48,7 +48,8 @@ def leaving_nothing(
         is_lazy = found.has_other_classes()
         for x, version in zip(others.values(), versions, strict=True):
             if version_of(x) != version and not is_lazy:
-                where = found.where(id(x)) if id(x) in found.tensors else "the carry or xs"
+                is_given = any([x is y for y in tensors_in(given)])
+                where = "the carry or xs" if is_given else found.where(id(x))
                 raise changed_inside(name, x, where)
     finally:
         if not found.has_other_classes():  # as a lazy module has after its first call
@@ -62,9 +63,9 @@ def leaving_nothing(
 def no_ys(loop: Loop, init: Any, xs: Any) -> Any:
     """The ys of no step, which look like those of a first one."""
     x = pytree.tree_map(lambda x: x if x is None else x.new_zeros((1, *x.shape[1:])), xs)
-    init = pytree.tree_map_only(Tensor, torch.clone, init)  # to which a step may write
-    with leaving_nothing(loop.name, loop.f, ()), torch.no_grad():
-        _, ys = record(loop, 0, 1, init, x)
+    copy = pytree.tree_map_only(Tensor, torch.clone, init)  # to which a step may write
+    with leaving_nothing(loop.name, loop.f, init), torch.no_grad():
+        _, ys = record(loop, 0, 1, copy, x)
     return pytree.tree_map(lambda y: None if y is None else y[:0], ys)
 
 
@@ -120,6 +121,7 @@ def _measure_step(loop: Loop, first: int, init: Any, x: Any) -> tuple[int, int, 
         return sum([y.real.sum() for y in run(*given)], torch.zeros(()))
 
     given = [t.detach() for t in tensors_in(init) if is_differentiable(t)]
+    given = [t.clone() if t.is_inference() else t for t in given]  # those cannot require grad
     plain = functorch.peek_interpreter_stack() is None
     with leaving_nothing(loop.name, loop.f, (init, x)), Meter() as meter:
         if plain:

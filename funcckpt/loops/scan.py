@@ -211,11 +211,12 @@ def while_loop(
     # Only values are computed here: no transform looks at them.
     with leaving_nothing(loop.name, (cond_fun, body_fun), init_val) as (streams, has_assigned):
         with torch.no_grad(), functorch.set_forward_mode(False):
-            steps = _sweep(cond_fun, loop, init_val, max_steps, streams)[1]  # and no carry
+            first = pytree.tree_map(lambda x: x, init_val)  # a step may write to the containers
+            steps = _sweep(cond_fun, loop, first, max_steps, streams)[1]  # and no carry
         if has_assigned():
             raise MutationError(
-                f"{loop.name}: cond_fun or body_fun assigns something outside of itself, but the steps run "
-                "twice. Put what changes into the carry."
+                f"{loop.name}: cond_fun or body_fun assigns something outside of itself, or to an object in "
+                "the carry, but the steps run twice. Return what changes in the carry, as a new object."
             )
     return _start(loop, 0, steps, init_val, None)[0]
 

@@ -67,7 +67,7 @@ class Loop(NamedTuple):
                 if self.offload is not None and not isinstance(carry, Stored):
                     carry = store(carry, self.offload)
                 again = self._replace(schedule=part.schedule, first=start, steps=part.steps)
-                carry, ys = call(again, "scan", options, (carry, x), {})
+                carry, ys = call(again, self.name, options, (carry, x), {})
             stacks.append(ys)
         if self.reverse:
             starts, stacks = starts[::-1], stacks[::-1]
