@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from funcckpt import checkpoint, inner_grad, meter, policies, remat
 from funcckpt.tape import recompute
+from funcckpt.tape.operators import flops_of
 
 L, N, D, H = 4, 8, 4, 16
 MATMUL = 2 * N * D * H
@@ -527,3 +528,26 @@ def test_kernels_that_do_not_cast_in_a_mode(wrap, small_sizes_matter, monkeypatc
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
             assert torch.equal(grad(g)(c + 1), grad(f)(c + 1))
+
+
+@pytest.mark.parametrize("kernel", [torch.mv, torch.dot, torch.vdot])
+def test_options_for_which_no_formula_counts_flops(kernel, small_sizes_matter):
+    """An estimate is no reason to fail."""
+    x = tensor(3)
+
+    def f(x):
+        out = torch.empty((3,) if kernel is torch.mv else (), dtype=x.dtype)
+        given = torch.outer(x, x) if kernel is torch.mv else x
+        kernel(given.detach(), x.detach(), out=out)
+        return (x.sin() * out).cos().sum()
+
+    for policy in (None, policies.dots_saveable, policies.everything_saveable):
+        for _ in range(3):
+            assert_close(grad(remat(f, policy=policy))(x), grad(f)(x))
+
+
+def test_operators_whose_flops_torch_cannot_count():
+    x = torch.empty(4, 4, 4, device="meta", dtype=torch.bfloat16)
+    for func in (torch.ops.aten.bmm.dtype, torch.ops.aten.mm.dtype):
+        given = (x, x) if func is torch.ops.aten.bmm.dtype else (x[0], x[0])
+        assert flops_of(func, (*given, torch.float32), {}, func(*given, torch.float32)) >= 0

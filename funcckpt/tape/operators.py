@@ -229,15 +229,18 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
     packet = getattr(func, "overloadpacket", func)
     formula = flop_registry.get(_COUNTED_AS.get(packet, packet)) or _MORE_FLOPS.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    try:
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    except TypeError:  # it does not know an option of the operator, such as `out_dtype`
+        return 0
 
 
 # What torch.utils.flop_counter has no formula for (torch 2.13). Without these, `w @ x` of one sample would
 # count zero, and count under vmap, where it becomes a matrix product.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
-    aten.dot: lambda x, y, out_val=None: 2 * x.numel(),
-    aten.vdot: lambda x, y, out_val=None: 2 * x.numel(),
-    aten.mv: lambda a, x, out_val=None: 2 * a.numel(),
+    aten.dot: lambda x, y, out_val=None, **_: 2 * x.numel(),
+    aten.vdot: lambda x, y, out_val=None, **_: 2 * x.numel(),
+    aten.mv: lambda a, x, out_val=None, **_: 2 * a.numel(),
     aten.addmv: lambda y, a, x, out_val=None, **_: 2 * a.numel(),
 }
 _FLASH = "_scaled_dot_product_flash_attention"
