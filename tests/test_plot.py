@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from funcckpt import InputError, OptionError, checkpoint, explain, remat
+from funcckpt import InputError, OptionError, checkpoint, explain, policies, remat
 from funcckpt.inspect.plot import plot_memory, plot_tradeoff
 from funcckpt.meter import measure
 
@@ -98,6 +98,10 @@ def test_errors(pyplot, monkeypatch):
         plot_memory(lambda: 1.0)
     with pytest.raises(InputError, match="no checkpoint in f"):
         plot_tradeoff(deep(lambda f: f), PS, X, policies=[None])
+    with pytest.raises(OptionError, match=r"Pass \[policy\]"):
+        plot_tradeoff(deep(remat), PS, X, policies=policies.dots_saveable)
+    with pytest.raises(InputError, match="the mapping is empty"):
+        plot_memory({}, X)
 
     def missing(name):
         raise ImportError(name)

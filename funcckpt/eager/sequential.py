@@ -70,7 +70,7 @@ def checkpoint_sequential(
     torch.Size([2, 4])
     """
     layers = _layers(functions)
-    lengths = _lengths(len(layers), segments)
+    lengths = _lengths("checkpoint_sequential", len(layers), segments)
     if not isinstance(segments, Sequence):
         lengths = _behind_writers(layers, lengths)
     *starts, _ = accumulate(lengths, initial=0)
@@ -96,7 +96,7 @@ def _layers(functions: Any) -> list[Callable[[Any], Any]]:
     raise InputError(f"pass an nn.Sequential or a list of functions, not {type(functions).__name__}.")
 
 
-def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
+def _lengths(title: str, count: int, segments: int | Sequence[int] | None) -> list[int]:
     if segments is None:
         segments = max(1, round(math.sqrt(count)))
     if isinstance(segments, Sequence):
@@ -112,8 +112,8 @@ def _lengths(count: int, segments: int | Sequence[int] | None) -> list[int]:
         or sum(lengths) != count
     ):
         raise OptionError(
-            f"checkpoint_sequential: {count} functions cannot be divided by segments={segments!r}. Pass a "
-            f"number up to {count}, or lengths whose sum is {count}."
+            f"{title}: {count} functions cannot be divided by segments={segments!r}. Pass a number up to "
+            f"{count}, or lengths whose sum is {count}."
         )
     return lengths
 
@@ -190,7 +190,7 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     if not layers:
         return [0]
     if segments is not None:
-        segments = len(_lengths(len(layers), segments))
+        segments = len(_lengths("plan_segments", len(layers), segments))
     return best_segments(measure_layers(layers, input), segments)
 
 

@@ -7,7 +7,7 @@ both, also by people who cannot tell red from green.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ def plot_memory(
     """
     ax = ax or _new_axes("plot_memory")
     variants = f if isinstance(f, Mapping) else {getattr(f, "__name__", type(f).__name__): f}
+    if not variants:
+        raise InputError("plot_memory: the mapping is empty. Pass a function, or a dict of functions.")
     lines = {}
     for name, g in variants.items():
         subject, calls = Subject(g, args, kwargs), Calls()
@@ -97,6 +99,8 @@ def plot_tradeoff(
     ['no remat', 'no policy', 'products']
     """
     ax = ax or _new_axes("plot_tradeoff")
+    if not isinstance(policies, Iterable):
+        raise OptionError("plot_tradeoff: policies= is a sequence or a mapping. Pass [policy].")
     subject = Subject(f, args, kwargs)
     plain = Calls(lambda key, i: True)
     without, _ = measure(subject, plain)

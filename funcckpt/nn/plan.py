@@ -304,8 +304,8 @@ def _run(job: _Job, chunk_size: int | None, plan: Mapping[str, str], policies: M
             raise
         at = "" if meter.running is None else f" at {meter.running}"
         raise InputError(
-            f"fit: the step fails on meta tensors{at}: {error}. Pass all tensors that it uses as "
-            'the batch. If it reads values, pass measure_on="cpu".'
+            f"fit: the step fails on meta tensors{at}: {error}. Call the model that the step is given, and "
+            'pass all other tensors as the batch. If it reads values, pass measure_on="cpu".'
         ) from error
     finally:  # no lock: a backward may draw in another thread
         world.set_streams(streams)

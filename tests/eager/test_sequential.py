@@ -82,6 +82,8 @@ def test_errors():
     for segments in (0, 8, [3, 3], [8, -1], [0, 7], "7"):
         with pytest.raises(OptionError, match="7 functions"):
             checkpoint_sequential(model(), segments, x)
+    with pytest.raises(OptionError, match="plan_segments: 1 functions"):
+        plan_segments([torch.sin], x, 7)
     with pytest.raises(InputError, match=r"list of functions, not builtin_function"):
         checkpoint_sequential(torch.sin, 2, x)
     with pytest.raises(ValueError, match="determinism_check"):
