@@ -100,8 +100,10 @@ class Record(Watch):
                 self.see_few()
 
     def see(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        out = super().see(func, args, kwargs)
-        if func is _SHARES_UNSEEN and self.held and out.untyped_storage()._cdata in self.storages:
+        if func is not _SHARES_UNSEEN:
+            return super().see(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.held and out.untyped_storage()._cdata in self.storages:
             self.held.append((out, out._version))
         return out
 

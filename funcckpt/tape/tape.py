@@ -256,9 +256,7 @@ class Watch(functorch.UnguardedMode):
     def see(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operator that has a kernel."""
         call = self.met_by(func, args, kwargs)
-        if call is not None:
-            return self.hand_out(call, func, args, kwargs)
-        return operators.run_operator(func, args, kwargs)
+        return func(*args, **kwargs) if call is None else self.hand_out(call, func, args, kwargs)
 
     def met_by(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """The known call that an operator of `few` makes now, if it is one."""
