@@ -546,6 +546,51 @@ def test_another_way_of_a_later_call(shape, seen):
         assert_close(got, grad(f)(w, x, way))
 
 
+def by_a_kernel(w, x, way):
+    """`cdist` writes to a product that it computes, which no version tells."""
+    if way > 0:
+        return torch.cdist(x, w, compute_mode="use_mm_for_euclid_dist").sin()
+    ones = lambda x: torch.ones(len(x), 1, dtype=x.dtype)
+    a = torch.cat([-2 * x, (x * x).sum(-1, keepdim=True), ones(x)], -1)
+    return (a @ torch.cat([w, ones(w), (w * w).sum(-1, keepdim=True)], -1).mT).exp().sin()
+
+
+def by_parts(w, x, way):
+    """Which count writes by themselves."""
+    a, b = torch.unsafe_chunk(x @ w, 2)
+    if way > 0:
+        a.mul_(2)
+    return a.sin().sum() * b.cos()
+
+
+def of_a_layer(w, x, way):
+    """In plain autograd `linear` adds the bias in place, but not in the mode of the first call."""
+    return F.linear(x.expand(2, 3, 3).transpose(0, 1), w, w[0]).sin() @ w
+
+
+def drops_all(w, x, way):
+    """In the first call nothing is kept."""
+    return (x @ w).tanh() @ w if way > 0 else x * w
+
+
+@pytest.mark.parametrize("f", [by_a_kernel, by_parts, of_a_layer, drops_all])
+def test_what_a_kernel_does_unseen(f, seen):
+    x, w = tensor(3, 3), tensor(3, 3, requires_grad=True)
+    for way in map(torch.tensor, (0, 0, 1, 1, 0, 1)):
+        y = remat(f, policy=policies.dots_saveable)(w, x, way)
+        kept = len(y.grad_fn.saved_tensors)
+        assert_close(torch.autograd.grad(y.sum(), w), torch.autograd.grad(f(w, x, way).sum(), w))
+    assert kept == {of_a_layer: 5, drops_all: 5}.get(f, kept)
+
+
+def test_an_operator_inside_of_a_kernel_that_is_skipped_elsewhere(seen):
+    """`softmax` makes a copy of what is not contiguous."""
+    w, x = tensor(4, 4), tensor(4, 4, requires_grad=True)
+    f = lambda x: (torch.softmax(x.mT, -1).mT.contiguous() @ w).sum()
+    for _ in range(4):
+        assert_close(torch.autograd.grad(remat(f)(x), x), torch.autograd.grad(f(x), x))
+
+
 @pytest.mark.parametrize(
     "policy", [policies.dots_saveable, policies.everything_saveable], ids=["dots", "all"]
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from .._torch import autograd, functorch
+from .._torch import autograd, functorch, kernels
 from ..errors import FuncckptError, InputError, OptionError, describe
 from ..tape.tape import Call, Place
 
@@ -53,7 +53,8 @@ def checkpoint_name(x: T, name: str) -> T:
         raise InputError(f"checkpoint_name takes a value and then its name, a string, not {what}.")
     if torch.compiler.is_dynamo_compiling():
         return x
-    if not any([getattr(mode, "sees_names", False) for mode in functorch.dispatch_modes()]):
+    watchers = (*functorch.dispatch_modes(), *kernels.here.watchers)
+    if not any([getattr(watcher, "sees_names", False) for watcher in watchers]):
         return x
     before, _current.name = current_name(), name
     try:

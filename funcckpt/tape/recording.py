@@ -64,8 +64,9 @@ def has_kept(call: Call) -> bool:
     return any([isinstance(slot, int) for slot in call.outputs.values()])
 
 
-# What was kept of earlier runs: the calls that need not run again, the number at the end, and the operators
-# whose results are kept. None if runs with the same key took different ways.
+# What was kept of earlier runs: the calls that need not run again, the number at the end; the operators whose
+# results are kept, if it is enough to see these; and how many graph nodes f has made. None if runs with the
+# same key took different ways.
 _plans = Plans()
 # Its results have a version counter of their own.
 _SHARES_UNSEEN = torch.ops.aten._unsafe_view.default
@@ -74,8 +75,9 @@ _SHARES_UNSEEN = torch.ops.aten._unsafe_view.default
 class Record(Watch):
     """The mode of a first run. It keeps what the policy asks for, or what an earlier run has learned."""
 
-    # The number at the end of that earlier run.
+    # The number at the end of that earlier run; how many graph nodes it has made, and this one.
     _last: int | None = None
+    _nodes_then = _nodes = 0
     # Whether this run is learned.
     _learns = False
 
@@ -86,6 +88,7 @@ class Record(Watch):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
+        self._first_node = functorch.next_sequence_number()
         if self._chooser.known is None:
             return
         layers = [*map(wrappers.layers_of, inputs)]
@@ -94,7 +97,7 @@ class Record(Watch):
             self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
             self._learns = True
         if self._learns and (plan := _plans.get(self._key)) is not None:
-            self.tape, (self.known, self._last, few) = None, plan
+            self.tape, (self.known, self._last, few, self._nodes_then) = None, plan
             if few is not None:
                 self.few = (few,)
                 self.see_few()
@@ -154,6 +157,7 @@ class Record(Watch):
         self, outputs: Sequence[Tensor], own: Collection[autograd.Edge] = (), first_node: int = 0
     ) -> None:
         """Find the values that the graph of the outputs, up to the edges in `own`, has saved."""
+        self._nodes = functorch.next_sequence_number() - self._first_node
         if self.tape is None:
             return
         with functorch.no_dispatch(), autograd.plain():
@@ -172,10 +176,10 @@ class Record(Watch):
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
         kept, key = self._kept, self._key
         if self.sees_few:
-            if self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers):
-                _plans[key] = self.known, self._last, None
-                return None
-            if self.has_written():
+            went_elsewhere = self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers)
+            # (In plain autograd, `linear` adds the bias in place, but not in a mode.)
+            if went_elsewhere or self._nodes != self._nodes_then or self.has_written():
+                _plans[key] = self.known, self._last, None, 0
                 return None
             kept.sees_few, kept.calls = True, {**self.known, **kept.calls}
             kept.tensors = [*map(autograd.alias, kept.tensors)]
@@ -199,9 +203,9 @@ class Record(Watch):
             if self._learns and key not in _plans:
                 calls_with = {number: call for number, call in kept.calls.items() if has_kept(call)}
                 few = None
-                if not any([call.offloads for call in calls_with.values()]):
+                if calls_with and not any([call.offloads for call in calls_with.values()]):
                     few = few_of(self.log, calls_with, _SHARES_UNSEEN)
-                _plans[key] = kept.calls, self.number, few
+                _plans[key] = kept.calls, self.number, few, self._nodes
                 kept.learned = kept.calls
         # The caller may write to an output.
         for away in filter(None, kept.places):
