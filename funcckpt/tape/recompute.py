@@ -9,7 +9,8 @@ memory. If it is read, the recomputation runs again, in full. So what was learne
 gradient is.
 
 With a policy, the tape of the forward (`recording`) has shown what nobody reads. Kept values are handed out
-up to the first operator that differs from the forward.
+up to the first operator that differs from the forward. After a recomputation that has met all of them, later
+ones see only the operators that are kept or skipped, without a mode.
 """
 
 from __future__ import annotations

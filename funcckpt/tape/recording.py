@@ -4,8 +4,9 @@
 what the backward reads. A value is kept if it is read, or needed to compute a value that is read.
 
 This is learned once for each function, policy, and shapes, strides, dtypes and devices of inputs. The next
-run writes no tape, and keeps the values of the same calls. If the run took other operators or shapes, it
-keeps nothing, and the policy is asked again in each run from then on.
+run writes no tape, and keeps the values of the same calls. It sees only the operators that make them, without
+a mode. If the run took another way, it keeps nothing, and the next one sees all operators. If that takes
+another way, too, the policy is asked again in each run from then on.
 
 Inside of a checkpoint by hooks nothing is kept: it counts what is saved, and another run may keep less.
 """
