@@ -68,11 +68,13 @@ def are_possible() -> bool:
 def watch(funcs: Iterable[Any]) -> bool:
     """Give operators a kernel. False if torch does not allow that."""
     with _lock:
+        if not are_possible():
+            return False
         for func in funcs:
             if func in _known:
                 continue
             # (With a kernel of its own, torch would no longer take a composite operator apart.)
-            if not isinstance(func, OpOverload) or is_composite(func) or not are_possible():
+            if not isinstance(func, OpOverload) or is_composite(func):
                 return False
             space = func.namespace
             library = _libraries[space] = _libraries.get(space) or Library(space, "IMPL")
@@ -95,7 +97,7 @@ def _kernel_of(func: OpOverload) -> Callable[..., Any]:
             finally:
                 here.watchers = watchers
         with _ExcludeDispatchKeyGuard(_keys[0]):
-            # None: another thread of a backward, which has the key of the first one.
+            # (Another thread of a backward has the key of the first one, and no watchers.)
             return watchers[0].see(func, args, kwargs) if watchers else func(*args, **kwargs)
 
     return kernel

@@ -10,7 +10,8 @@ gradient is.
 
 With a policy, the tape of the forward (`recording`) has shown what nobody reads. Kept values are handed out
 up to the first operator that differs from the forward. After a recomputation that has met all of them, later
-ones see only the operators that are kept or skipped, without a mode.
+ones see only the operators that are kept or skipped, without a mode. One that ends at another position among
+these runs again, in full.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..errors import CheckpointError, FuncckptError
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
 from .recording import Kept, has_kept
-from .tape import Call, Few, Plans, Tape, Watch, few_of, steps_of
+from .tape import Call, Few, Plans, Tape, Watch, steps_of
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -107,6 +108,12 @@ class Plan(NamedTuple):
 
     dead: Mapping[int, Call]
     few: Sequence[Few] = ()
+    # Whether the calls are worth it even if it sees all.
+    is_worth_a_mode: bool = False
+
+    def by_mode(self) -> Plan:
+        """The plan of a recomputation that sees all operators."""
+        return self._replace(few=()) if self.is_worth_a_mode else _NOTHING
 
 
 _NOTHING = Plan({})
@@ -175,6 +182,7 @@ class Replay(Watch):
         if self._recordings:
             return
         self.in_f = False
+        self.count_nodes()
         if self.sees_few and (self.went_elsewhere() or self.has_written()):
             raise Redo(self)
         if self.sees_few or (self.tape is None and functorch.dispatch_modes()[-1:] == [self]):
@@ -184,32 +192,34 @@ class Replay(Watch):
         """What to skip the next time; None if that must be learned again."""
         if (plan := self.plan) is not None:
             if self.sees_few:
-                numbers = {number for few in self.few for number in few.numbers.values()}
-                return plan if self.met >= numbers else Plan(plan.dead)
+                numbers = [number for few in self.few for number in few.numbers.values()]
+                return plan if self.met.issuperset(numbers) else plan.by_mode()
             return plan if self.met >= plan.dead.keys() else None
         unread = [] if self.tape is None else self.tape.unread()
         dead = {call.number: call for call in unread}
-        values = {number for number, call in self.kept.items() if has_kept(call)}
-        skipped = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
-        if self.met >= values and (few := few_of(self.log, values)) is not None:
-            flops = sum([call.flops for call in skipped.values()])
-            funcs = {id(func) for func, number in self.log if number in skipped}
-            seen = [func for func, _ in self.log if id(func) in funcs]
-            if flops * KERNELS_FOR_A_CALL > self.worth_a_call * len(seen):
-                without = few_of(self.log, skipped)
-                if without is not None:
-                    return Plan(dead, [few, without._replace(must_end=False)])
-            elif values:
-                return Plan({}, [few])
         calls = 0 if self.tape is None else len(self.tape.calls)
-        return Plan(dead if sum([call.flops for call in unread]) > self.worth_a_call * calls else {})
+        is_worth_a_mode = sum([call.flops for call in unread]) > self.worth_a_call * calls
+        plan = Plan(dead, (), is_worth_a_mode)
+        values = {number for number, call in self.kept.items() if has_kept(call)}
+        if self.met >= values and (with_values := self.few_of(values)) is not None:
+            skipped = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
+            funcs = {id(func) for func, number in self.log if number in skipped}
+            seen = sum([id(func) in funcs for func, _ in self.log]) + (0 if values else A_RUN)
+            flops = sum([call.flops for call in skipped.values()])
+            if flops * KERNELS_FOR_A_CALL > self.worth_a_call * seen:
+                without = self.few_of(skipped)
+                return plan if without is None else plan._replace(few=[with_values, without])
+            if values:
+                return Plan({}, [with_values])
+        return plan.by_mode()
 
 
 # To skip some operators, all others must be watched, which takes torch some 13 microseconds for each, and for
 # each view. In a block of a transformer the time was the same at 140 to 170 million FLOPs for 50 such calls.
 FLOPS_WORTH_A_CALL = 3_000_000
-# Where a recomputation sees only some operators, each of these takes about a third: those between are free.
-KERNELS_FOR_A_CALL = 3
+# Where a recomputation sees few operators, the others are free, and these take a third of that. One that has
+# nothing to do but skip takes as much as so many of them.
+KERNELS_FOR_A_CALL, A_RUN = 3, 30
 # An accelerator computes so much in that time.
 FLOPS_ON_ACCELERATOR = 500_000_000
 # To learn a plan takes as long as so many recomputations save by it.
@@ -290,12 +300,13 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         if not replay.was_read and not _may_be_ours(raised):
             raise
         error = raised.with_traceback(None)  # its frames would keep tensors alive
+        later = replay.plan.by_mode() if replay.sees_few and replay.plan is not None else _NOTHING
     finally:
         # f may store a result that was skipped: it refers to the replay, which then holds nothing else.
         replay.coming, replay.known, replay.kept, replay.plan, replay.source = (), {}, {}, None, None
         replay.log, replay.held = [], []
     if replay.key is not None:
-        _plans[replay.key] = _NOTHING
+        _plans[replay.key] = later
     if replay.was_read and (kept := _given.get()[1]) is not None:
         kept.skip_less()
     outputs = program.run(*inputs)

@@ -27,7 +27,7 @@ from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from . import operators
 from .operators import kind_of, run_operator
-from .tape import Call, Plans, Tape, Watch, few_of, recomputed, steps_of
+from .tape import Call, Plans, Tape, Watch, recomputed, steps_of
 
 
 class Kept:
@@ -65,20 +65,23 @@ def has_kept(call: Call) -> bool:
     return any([isinstance(slot, int) for slot in call.outputs.values()])
 
 
-# What was kept of earlier runs: the calls that need not run again, the number at the end; the operators whose
-# results are kept, if it is enough to see these; and how many graph nodes f has made. None if runs with the
-# same key took different ways.
+# What was kept of earlier runs: the calls that need not run again, the number at the end, and the operators
+# whose results are kept, if it is enough to see these. None if runs with the same key took different ways.
 _plans = Plans()
-# Its results have a version counter of their own.
-_SHARES_UNSEEN = torch.ops.aten._unsafe_view.default
+# Their results share memory, but have version counters of their own.
+_aten = torch.ops.aten
+_UNSAFE = (
+    _aten._unsafe_view.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+)
 
 
 class Record(Watch):
     """The mode of a first run. It keeps what the policy asks for, or what an earlier run has learned."""
 
-    # The number at the end of that earlier run; how many graph nodes it has made, and this one.
+    # The number at the end of that earlier run.
     _last: int | None = None
-    _nodes_then = _nodes = 0
     # Whether this run is learned.
     _learns = False
 
@@ -89,7 +92,6 @@ class Record(Watch):
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
-        self._first_node = functorch.next_sequence_number()
         if self._chooser.known is None:
             return
         layers = [*map(wrappers.layers_of, inputs)]
@@ -98,17 +100,17 @@ class Record(Watch):
             self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
             self._learns = True
         if self._learns and (plan := _plans.get(self._key)) is not None:
-            self.tape, (self.known, self._last, few, self._nodes_then) = None, plan
+            self.tape, (self.known, self._last, few) = None, plan
             if few is not None:
                 self.few = (few,)
                 self.see_few()
 
     def see(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is not _SHARES_UNSEEN:
-            return super().see(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if self.held and out.untyped_storage()._cdata in self.storages:
-            self.held.append((out, out._version))
+        out = super().see(func, args, kwargs)
+        if self.held and func in _UNSAFE:
+            for x in operators.results(out):
+                if x.untyped_storage()._cdata in self.storages:
+                    self.held.append((x, x._version))
         return out
 
     def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -158,7 +160,7 @@ class Record(Watch):
         self, outputs: Sequence[Tensor], own: Collection[autograd.Edge] = (), first_node: int = 0
     ) -> None:
         """Find the values that the graph of the outputs, up to the edges in `own`, has saved."""
-        self._nodes = functorch.next_sequence_number() - self._first_node
+        self.count_nodes()
         if self.tape is None:
             return
         with functorch.no_dispatch(), autograd.plain():
@@ -179,8 +181,8 @@ class Record(Watch):
         if self.sees_few:
             went_elsewhere = self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers)
             # (In plain autograd, `linear` adds the bias in place, but not in a mode.)
-            if went_elsewhere or self._nodes != self._nodes_then or self.has_written():
-                _plans[key] = self.known, self._last, None, 0
+            if went_elsewhere or self.has_written():
+                _plans[key] = self.known, self._last, None
                 return None
             kept.sees_few, kept.calls = True, {**self.known, **kept.calls}
             kept.tensors = [*map(autograd.alias, kept.tensors)]
@@ -205,8 +207,8 @@ class Record(Watch):
                 calls_with = {number: call for number, call in kept.calls.items() if has_kept(call)}
                 few = None
                 if calls_with and not any([call.offloads for call in calls_with.values()]):
-                    few = few_of(self.log, calls_with, _SHARES_UNSEEN)
-                _plans[key] = kept.calls, self.number, few, self._nodes
+                    few = self.few_of(calls_with, *_UNSAFE)
+                _plans[key] = kept.calls, self.number, few
                 kept.learned = kept.calls
         # The caller may write to an output.
         for away in filter(None, kept.places):

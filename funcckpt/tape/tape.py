@@ -176,24 +176,7 @@ class Few(NamedTuple):
     funcs: frozenset[int]  # their ids
     numbers: Mapping[int, int]  # by position: the number of the call among all calls
     end: int  # the position at the end of f
-    must_end: bool = True  # whether a run that ends elsewhere is wrong
-
-
-def few_of(log: Sequence[tuple[Any, int]], numbers: Collection[int], *others: Any) -> Few | None:
-    """The operators of the calls with some numbers, given all calls of a run: operator and number.
-
-    None if torch does not show them, and `others`, alone.
-    """
-    funcs = {id(func): func for func, number in log if number in numbers}
-    if not kernels.watch((*funcs.values(), *others)):
-        return None
-    position, known = 0, {}
-    for func, number in log:
-        if id(func) in funcs:
-            position = hash((position, id(func)))
-            if number in numbers:
-                known[position] = number
-    return Few(frozenset(funcs), known, position)
+    nodes: int  # how many graph nodes f has made
 
 
 class Watch(functorch.UnguardedMode):
@@ -218,6 +201,8 @@ class Watch(functorch.UnguardedMode):
     # The operators that are enough; whether only these are seen; and the positions in each of them.
     few: Sequence[Few] = ()
     sees_few = False
+    # How many graph nodes f has made, and the first of them.
+    nodes = first_node = 0
 
     def __init__(self, source: Any, tape: Tape | None) -> None:
         super().__init__()
@@ -232,6 +217,27 @@ class Watch(functorch.UnguardedMode):
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         """Called when f begins."""
         self.in_f, self.modes = True, functorch.number_of_dispatch_modes()
+        self.first_node = functorch.next_sequence_number()
+
+    def count_nodes(self) -> None:
+        """Called when f ends."""
+        self.nodes = functorch.next_sequence_number() - self.first_node
+
+    def few_of(self, numbers: Collection[int], *others: Any) -> Few | None:
+        """The operators of the calls with some numbers, after a run in which all were seen.
+
+        None if torch does not show them, and `others`, alone.
+        """
+        funcs = {id(func): func for func, number in self.log if number in numbers}
+        if not kernels.watch((*funcs.values(), *others)):
+            return None
+        position, known = 0, {}
+        for func, number in self.log:
+            if id(func) in funcs:
+                position = hash((position, id(func)))
+                if number in numbers:
+                    known[position] = number
+        return Few(frozenset(funcs), known, position, self.nodes)
 
     def see_few(self) -> None:
         """From now on see only the operators of `few`, if nothing else watches or traces.
@@ -271,10 +277,12 @@ class Watch(functorch.UnguardedMode):
         return None if torch.is_inference_mode_enabled() else found
 
     def went_elsewhere(self) -> bool:
-        """Whether f, of which few operators were seen, has run others than in the earlier run."""
-        ends = zip(self.positions, self.few, strict=True)
-        # (Operators that others call have kernels, too, but no mode sees them.)
-        return any([few.must_end and position != few.end for position, few in ends])
+        """Whether f, of which few operators were seen, has run others than in the earlier run.
+
+        Operators that others call are seen, too, and no mode has seen them, so then it has.
+        """
+        ends = [(position, self.nodes) for position in self.positions]
+        return ends != [(few.end, few.nodes) for few in self.few]
 
     def has_written(self) -> bool:
         """Whether f, of which few operators were seen, may have written to kept values."""
