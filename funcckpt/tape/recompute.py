@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -111,8 +112,10 @@ class Plan(NamedTuple):
     # Whether the calls are worth it even if it sees all.
     is_worth_a_mode: bool = False
 
-    def by_mode(self) -> Plan:
-        """The plan of a recomputation that sees all operators."""
+    def with_less(self) -> Plan:
+        """The plan after a recomputation that went another way: it skips nothing, or sees all operators."""
+        if len(self.few) > 1 and self.few[0].numbers:
+            return Plan({}, self.few[:1])
         return self._replace(few=()) if self.is_worth_a_mode else _NOTHING
 
 
@@ -193,7 +196,7 @@ class Replay(Watch):
         if (plan := self.plan) is not None:
             if self.sees_few:
                 numbers = [number for few in self.few for number in few.numbers.values()]
-                return plan if self.met.issuperset(numbers) else plan.by_mode()
+                return plan if self.met.issuperset(numbers) else plan.with_less()
             return plan if self.met >= plan.dead.keys() else None
         unread = [] if self.tape is None else self.tape.unread()
         dead = {call.number: call for call in unread}
@@ -202,16 +205,19 @@ class Replay(Watch):
         plan = Plan(dead, (), is_worth_a_mode)
         values = {number for number, call in self.kept.items() if has_kept(call)}
         if self.met >= values and (with_values := self.few_of(values)) is not None:
-            skipped = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
+            may_skip = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
+            # From the first that costs something on: those before it need no kernel.
+            in_order = [may_skip[number] for _, number in self.log if number in may_skip]
+            skipped = {call.number for call in dropwhile(lambda call: not call.flops, in_order)}
             funcs = {id(func) for func, number in self.log if number in skipped}
             seen = sum([id(func) in funcs for func, _ in self.log]) + (0 if values else A_RUN)
-            flops = sum([call.flops for call in skipped.values()])
+            flops = sum([call.flops for call in in_order])
             if flops * KERNELS_FOR_A_CALL > self.worth_a_call * seen:
                 without = self.few_of(skipped)
                 return plan if without is None else plan._replace(few=[with_values, without])
             if values:
                 return Plan({}, [with_values])
-        return plan.by_mode()
+        return plan.with_less()
 
 
 # To skip some operators, all others must be watched, which takes torch some 13 microseconds for each, and for
@@ -300,7 +306,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         if not replay.was_read and not _may_be_ours(raised):
             raise
         error = raised.with_traceback(None)  # its frames would keep tensors alive
-        later = replay.plan.by_mode() if replay.sees_few and replay.plan is not None else _NOTHING
+        later = replay.plan.with_less() if replay.sees_few and replay.plan is not None else _NOTHING
     finally:
         # f may store a result that was skipped: it refers to the replay, which then holds nothing else.
         replay.coming, replay.known, replay.kept, replay.plan, replay.source = (), {}, {}, None, None
