@@ -104,19 +104,11 @@ PLAIN.add(Placeholder)
 class Plan(NamedTuple):
     """What a recomputation skips beside what a policy has kept: calls by their numbers.
 
-    `few` are the operators that are enough for it to see; none if it must see all.
+    `few` are the operators that are enough for it to see: first those of kept values.
     """
 
     dead: Mapping[int, Call]
     few: Sequence[Few] = ()
-    # Whether the calls are worth it even if it sees all.
-    is_worth_a_mode: bool = False
-
-    def with_less(self) -> Plan:
-        """The plan after a recomputation that went another way: it skips nothing, or sees all operators."""
-        if len(self.few) > 1 and self.few[0].numbers:
-            return Plan({}, self.few[:1])
-        return self._replace(few=()) if self.is_worth_a_mode else _NOTHING
 
 
 _NOTHING = Plan({})
@@ -128,7 +120,7 @@ class Replay(Watch):
     # The key for what is learned; and the kept values.
     key: Any = None
     coming: Sequence[Returning] = ()
-    # How many FLOPs must be skipped for each call that is watched.
+    # How many FLOPs must be skipped for each call that is seen.
     worth_a_call: int
     # Whether a placeholder was read, even if the error was caught.
     was_read = False
@@ -194,40 +186,38 @@ class Replay(Watch):
     def learned(self) -> Plan | None:
         """What to skip the next time; None if that must be learned again."""
         if (plan := self.plan) is not None:
+            numbers = [*plan.dead]
             if self.sees_few:
                 numbers = [number for few in self.few for number in few.numbers.values()]
-                return plan if self.met.issuperset(numbers) else plan.with_less()
-            return plan if self.met >= plan.dead.keys() else None
-        unread = [] if self.tape is None else self.tape.unread()
-        dead = {call.number: call for call in unread}
-        calls = 0 if self.tape is None else len(self.tape.calls)
-        is_worth_a_mode = sum([call.flops for call in unread]) > self.worth_a_call * calls
-        plan = Plan(dead, (), is_worth_a_mode)
+            return plan if self.met.issuperset(numbers) else self.later()
         values = {number for number, call in self.kept.items() if has_kept(call)}
-        if self.met >= values and (with_values := self.few_of(values)) is not None:
-            may_skip = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
-            # From the first that costs something on: those before it need no kernel.
-            in_order = [may_skip[number] for _, number in self.log if number in may_skip]
-            skipped = {call.number for call in dropwhile(lambda call: not call.flops, in_order)}
-            funcs = {id(func) for func, number in self.log if number in skipped}
-            seen = sum([id(func) in funcs for func, _ in self.log]) + (0 if values else A_RUN)
-            flops = sum([call.flops for call in in_order])
-            if flops * KERNELS_FOR_A_CALL > self.worth_a_call * seen:
-                without = self.few_of(skipped)
-                return plan if without is None else plan._replace(few=[with_values, without])
-            if values:
-                return Plan({}, [with_values])
-        return plan.with_less()
+        if not self.met >= values or (few := self.few_of(values)) is None:
+            return _NOTHING
+        dead = {call.number: call for call in (self.tape.unread() if self.tape is not None else ())}
+        may_skip = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
+        # From the first that costs something on: those before it need no kernel.
+        in_order = [may_skip[number] for _, number in self.log if number in may_skip]
+        skipped = {call.number for call in dropwhile(lambda call: not call.flops, in_order)}
+        funcs = {id(func) for func, number in self.log if number in skipped}
+        seen = sum([id(func) in funcs for func, _ in self.log]) + (0 if values else A_RUN)
+        if sum([call.flops for call in in_order]) > self.worth_a_call * seen:
+            if (without := self.few_of(skipped)) is not None:
+                return Plan(dead, [few, without])
+        return Plan({}, [few] if values else [])
+
+    def later(self) -> Plan | None:
+        """What to skip after a recomputation that went another way; None if that must be learned again."""
+        if not self.sees_few:
+            return None
+        return Plan({}, self.few[:1]) if len(self.few) > 1 and self.few[0].numbers else _NOTHING
 
 
-# To skip some operators, all others must be watched, which takes torch some 13 microseconds for each, and for
-# each view. In a block of a transformer the time was the same at 140 to 170 million FLOPs for 50 such calls.
-FLOPS_WORTH_A_CALL = 3_000_000
-# Where a recomputation sees few operators, the others are free, and these take a third of that. One that has
-# nothing to do but skip takes as much as so many of them.
-KERNELS_FOR_A_CALL, A_RUN = 3, 30
+# To skip some operators, all calls of their kind must be seen, which takes torch some microseconds for each.
+# What stands for a skipped result takes some 20, and a recomputation that has nothing else to do as much as 30
+# calls. In a block of a transformer (12 calls are seen) the time was the same at 30 million FLOPs.
+FLOPS_WORTH_A_CALL, A_RUN = 1_000_000, 30
 # An accelerator computes so much in that time.
-FLOPS_ON_ACCELERATOR = 500_000_000
+FLOPS_ON_ACCELERATOR = 170_000_000
 # To learn a plan takes as long as so many recomputations save by it.
 LEARNED_AT_LEAST, MET_FOR_EACH = 8, 10
 
@@ -306,7 +296,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         if not replay.was_read and not _may_be_ours(raised):
             raise
         error = raised.with_traceback(None)  # its frames would keep tensors alive
-        later = replay.plan.with_less() if replay.sees_few and replay.plan is not None else _NOTHING
+        later = replay.later() or _NOTHING
     finally:
         # f may store a result that was skipped: it refers to the replay, which then holds nothing else.
         replay.coming, replay.known, replay.kept, replay.plan, replay.source = (), {}, {}, None, None
@@ -346,7 +336,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     plan: Plan | None = _NOTHING
     # (Fake tensors may have sizes that are no numbers.)
     are_numbers = type(elements) is int
-    is_large = are_numbers and elements * elements >= 2 * FLOPS_WORTH_A_CALL
+    is_large = are_numbers and elements * elements >= 2 * FLOPS_WORTH_A_CALL * A_RUN
     if (is_large or (are_numbers and calls)) and not (
         program.source.calls_compiled or functorch.has_compiled()
     ):
