@@ -213,8 +213,8 @@ class Replay(Watch):
 
 
 # To skip some operators, all calls of their kind must be seen, which takes torch some microseconds for each.
-# What stands for a skipped result takes some 20, and a recomputation that has nothing else to do as much as 30
-# calls. In a block of a transformer (12 calls are seen) the time was the same at 30 million FLOPs.
+# What stands for a skipped result takes some 20, and a recomputation that has nothing else to do as much as
+# 30 calls. In a block of a transformer (12 calls are seen) the time was the same at 30 million FLOPs.
 FLOPS_WORTH_A_CALL, A_RUN = 1_000_000, 30
 # An accelerator computes so much in that time.
 FLOPS_ON_ACCELERATOR = 170_000_000
