@@ -150,7 +150,8 @@ class Replay(Watch):
             if isinstance(slot, int):
                 x = self.coming[slot].get().detach()
                 self.storages.add(x.untyped_storage()._cdata)
-                self.held.append((x, x._version))
+                if self.sees_few:
+                    self.held.append((x, x._version))
             elif slot is not None:
                 with functorch.no_dispatch():
                     meta = torch.empty_strided(slot.size, slot.strides, dtype=slot.dtype, device="meta")
