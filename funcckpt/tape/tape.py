@@ -226,8 +226,11 @@ class Watch(functorch.UnguardedMode):
     def few_of(self, numbers: Collection[int], *others: Any) -> Few | None:
         """The operators of the calls with some numbers, after a run in which all were seen.
 
-        None if torch does not show them, and `others`, alone.
+        None if torch does not show them, and `others`, alone; or if f has collectives, which all processes
+        must run alike: a recomputation that sees few may begin again in one of them.
         """
+        if any([func.namespace in operators.COLLECTIVES for func, _ in self.log]):
+            return None
         funcs = {id(func): func for func, number in self.log if number in numbers}
         if not kernels.watch((*funcs.values(), *others)):
             return None
