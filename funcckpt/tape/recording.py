@@ -178,17 +178,16 @@ class Record(Watch):
     def finish(self, outputs: Sequence[Tensor]) -> Kept | None:
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
         kept, key = self._kept, self._key
-        if self.sees_few:
-            went_elsewhere = self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers)
-            # (In plain autograd, `linear` adds the bias in place, but not in a mode.)
-            if went_elsewhere or self.has_written():
-                _plans[key] = self.known, self._last, None
-                return None
-            kept.sees_few, kept.calls = True, {**self.known, **kept.calls}
-            kept.tensors = [*map(autograd.alias, kept.tensors)]
-            kept.learned = cast("dict[int, Call]", self.known)
-        elif self.tape is None:
-            if kept.calls.keys() != self.known.keys() or self.number != self._last:
+        if self.tape is None:
+            if self.sees_few:
+                went_elsewhere = self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers)
+                # (In plain autograd, `linear` adds the bias in place, but not in a mode.)
+                if went_elsewhere or self.has_written():
+                    _plans[key] = self.known, self._last, None
+                    return None
+                kept.sees_few, kept.calls = True, {**self.known, **kept.calls}
+                kept.tensors = [*map(autograd.alias, kept.tensors)]
+            elif kept.calls.keys() != self.known.keys() or self.number != self._last:
                 _plans[key] = None
                 return None
             kept.learned = cast("dict[int, Call]", self.known)

@@ -9,6 +9,7 @@ import os
 import sys
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from funcckpt import (
     create_selective_checkpoint_contexts as contexts,
     remat,
 )
+from funcckpt._torch import kernels
 from funcckpt.nn import Remat, apply_remat
 from funcckpt.per_sample import clipped_sum, gradient_norms
 from funcckpt.policies import dots_saveable, everything_saveable
@@ -292,8 +294,12 @@ def in_scope(f):
     return run
 
 
-def collectives():
-    """They write to tensors, though their schemas do not say so, and some return before they have."""
+@mock.patch.object(kernels, "begin")
+def collectives(begin):
+    """They write to tensors, though their schemas do not say so, and some return before they have.
+
+    A recomputation that sees few operators may begin again in one process, and the others would wait for it.
+    """
     group = dist.group.WORLD
     gathered = lambda x: functional.all_gather_tensor_autograd(x, 0, group)[:BATCH]
     wraps = (
@@ -317,6 +323,7 @@ def collectives():
         for wrap in wraps:
             for _ in range(2):  # the second run knows what a policy keeps
                 torch.testing.assert_close(run(wrap), expected)
+    begin.assert_not_called()
 
 
 def scope_around_what_fsdp_shards():
