@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcckpt import checkpoint, checkpoint_name, create_selective_checkpoint_contexts, policies, remat
 from funcckpt._torch import functorch, kernels
@@ -593,6 +594,97 @@ def test_what_a_kernel_does_unseen(f, seen):
         kept = len(y.grad_fn.saved_tensors)
         assert_close(torch.autograd.grad(y.sum(), w), torch.autograd.grad(f(w, x, way).sum(), w))
     assert kept == {of_a_layer: 5, drops_all: 5}.get(f, kept)
+
+
+def test_of_products_to_which_a_layer_adds_its_bias_copies_are_kept(seen):
+    """The second call finds out, and keeps nothing."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+    x = tensor(3, 5, 4, requires_grad=True)
+    f = lambda x: seen.note() or layer(x).sin()
+    at = [x, *layer.parameters()]
+    want, saved = torch.autograd.grad(f(x).sum(), at), []
+    for _ in range(4):
+        seen.modes.clear()
+        y = remat(f, policy=policies.dots_saveable)(x)
+        saved.append(len(y.grad_fn.saved_tensors))
+        assert_close(torch.autograd.grad(y.sum(), at), want)
+    assert seen.modes == [0, 0]
+    assert saved[1] < saved[0] == saved[2] == saved[3]
+
+
+@torch.library.custom_op("funcckpt_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    scale = float(x.abs().max())
+    return x / scale, scale
+
+
+@torch.library.custom_op("funcckpt_tests::rows", mutates_args=())
+def rows(x: torch.Tensor) -> list[torch.Tensor]:
+    return [row.clone() for row in x if row[0] > 0]
+
+
+@torch.library.custom_op("funcckpt_tests::dense_and_sparse", mutates_args=())
+def dense_and_sparse(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.sin(), x.relu().to_sparse()
+
+
+def by_scale(x, w):
+    y, scale = scaled(x)
+    return (w * y).sin() * scale
+
+
+def by_number(x, w):
+    found = rows(x)
+    return torch.stack([w[i] * row for i, row in enumerate(found)]).sin() / len(found)
+
+
+def by_unique(x, w):
+    values, inverse = torch.unique((x > 0).sum(1), return_inverse=True)
+    return w[inverse].sin() / values.numel()
+
+
+def by_layout(x, w):
+    dense, sparse = dense_and_sparse(x)
+    return (w * dense).sin() @ sparse.to_dense()
+
+
+@pytest.mark.parametrize("f", [by_scale, by_number, by_unique, by_layout])
+@pytest.mark.parametrize("sees_all", [False, True], ids=["few", "all"])
+def test_what_depends_on_values_is_that_of_each_call(f, sees_all, monkeypatch):
+    """Numbers beside a kept result, sizes of others, and how many there are."""
+    if sees_all:
+        monkeypatch.setattr(kernels, "watch", lambda funcs: False)
+    w = tensor(3, 3, requires_grad=True)
+    for seed in (0, 1, 2, 3):
+        x = tensor(3, 3, seed=seed) * (1 + seed)
+        x[: 1 + seed % 3, 0] = 1
+        x[1 + seed % 3 :, 0] = -1
+        g = remat(f, policy=policies.everything_saveable)
+        (got,) = torch.autograd.grad(g(x, w).sum(), w)
+        assert_close(got, torch.autograd.grad(f(x, w).sum(), w)[0])
+
+
+@pytest.mark.parametrize("ask", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_later_calls_compute_a_value_of_which_torch_makes_a_list(ask):
+    """Of one that is not computed again, it gives none, and the recomputation runs in full."""
+    w, x = tensor(3, 3, requires_grad=True), tensor(2, 4, 3)
+
+    def f(x, ask):
+        h = (x @ w).sin()
+        return torch.cat([(h[i, :n] @ w).tanh() for i, n in enumerate(ask((x[..., 0] > -9).sum(1)))])
+
+    flops = {}
+    recording._plans.clear()
+    for way in (ask, lambda x: [*map(int, x)]):
+        for _ in range(5):
+            y = remat(f, policy=policies.dots_saveable)(x, way)
+            with FlopCounterMode(display=False) as counter:
+                (got,) = torch.autograd.grad(y.sum(), w)
+            assert_close(got, torch.autograd.grad(f(x, way).sum(), w)[0])
+            flops.setdefault(way, []).append(counter.get_total_flops())
+    found, want = flops.values()
+    assert found[0] > found[-1] == want[-1]
 
 
 def test_an_operator_inside_of_a_kernel_that_is_skipped_elsewhere(seen):

@@ -13,6 +13,7 @@ from support import assert_same, no_remat
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.testing import assert_close
 
 from funcckpt import checkpoint, inner_grad, meter, policies, remat
@@ -551,3 +552,18 @@ def test_operators_whose_flops_torch_cannot_count():
     for func in (torch.ops.aten.bmm.dtype, torch.ops.aten.mm.dtype):
         given = (x, x) if func is torch.ops.aten.bmm.dtype else (x[0], x[0])
         assert flops_of(func, (*given, torch.float32), {}, func(*given, torch.float32)) >= 0
+
+
+def test_a_result_whose_size_depends_on_values_is_not_skipped():
+    """Torch has a tag for such operators, and not for all of them."""
+    w, x = tensor(4, 4, requires_grad=True), tensor(3, 5, 4)
+
+    def f(x, lengths):
+        h = (x @ w).sin() @ w
+        packed = pack_padded_sequence(x[..., :1], lengths, batch_first=True, enforce_sorted=False)
+        return (h * x).sum() / packed.data.shape[0]
+
+    for lengths in ([5, 2, 1], [1, 1, 1], [4, 5, 5]):
+        lengths = torch.tensor(lengths)
+        (got,) = torch.autograd.grad(remat(f)(x, lengths), w)
+        assert_close(got, torch.autograd.grad(f(x, lengths), w)[0])

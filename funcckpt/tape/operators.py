@@ -21,6 +21,8 @@ _VIEWS = frozenset(("_unsafe_view", "is_same_size", "_has_same_storage_numel"))
 # They write to running statistics, which their schemas do not mark.
 _UNTOLD = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"))
 _UNTOLD |= {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
+# The shapes of their results depend on values, which their tags do not tell.
+_SHAPED_BY_VALUES = frozenset(("_pack_padded_sequence", "_padded_dense_to_jagged_forward", "_unsafe_index"))
 _STATISTICS = frozenset(("running_mean", "running_var"))
 # Namespaces of collectives. The schemas of c10d do not mark that they write.
 _C10D = "c10d"
@@ -91,7 +93,8 @@ def _kind_of(func: Any) -> str:
         return "other"
     if random:
         return "random"
-    return "custom" if torch.Tag.dynamic_output_shape in func.tags or func.namespace != "aten" else "pure"
+    depends = torch.Tag.dynamic_output_shape in func.tags or name in _SHAPED_BY_VALUES
+    return "custom" if depends or func.namespace != "aten" else "pure"
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ from ..errors import CheckpointError, FuncckptError
 from ..policies.offload import Returning
 from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
 from .recording import Kept, has_kept
-from .tape import Call, Few, Plans, Tape, Watch, steps_of
+from .tape import Call, Few, Plans, Tape, Watch, copy_of, steps_of
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -149,9 +149,10 @@ class Replay(Watch):
             x = slot = call.outputs.get(i)
             if isinstance(slot, int):
                 x = self.coming[slot].get().detach()
-                self.storages.add(x.untyped_storage()._cdata)
-                if self.sees_few:
-                    self.held.append((x, x._version))
+                if call.copies:
+                    x = copy_of(x)
+                else:
+                    self.hold(x)
             elif slot is not None:
                 with functorch.no_dispatch():
                     meta = torch.empty_strided(slot.size, slot.strides, dtype=slot.dtype, device="meta")
@@ -304,7 +305,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         replay.log, replay.held = [], []
     if replay.key is not None:
         _plans[replay.key] = later
-    if replay.was_read and (kept := _given.get()[1]) is not None:
+    if (replay.was_read or replay.placeholders) and (kept := _given.get()[1]) is not None:
         kept.skip_less()
     outputs = program.run(*inputs)
     if not replay.was_read:

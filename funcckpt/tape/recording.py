@@ -26,8 +26,8 @@ from .._torch import autograd, functorch, wrappers
 from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from . import operators
-from .operators import kind_of, run_operator
-from .tape import Call, Plans, Tape, Watch, recomputed, steps_of
+from .operators import TensorMeta, kind_of, run_operator
+from .tape import Call, Few, Plans, Tape, Watch, copy_of, recomputed, steps_of
 
 
 class Kept:
@@ -118,14 +118,22 @@ class Record(Watch):
         before = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
         streams = world.drawn_since(before)
-        slots = [i for i, slot in call.outputs.items() if isinstance(slot, int)]
-        values = {i: out if call.count is None else out[i] for i in slots}
-        if self.sees_few:  # an alias that is made below autograd would have a version counter of its own
-            self.held += [(x, x._version) for x in values.values()]
+        results = operators.results(out)
+        found = {i: x for i, x in enumerate(results) if isinstance(x, Tensor) and i in call.outputs}
+        values = {i: x for i, x in found.items() if isinstance(call.outputs[i], int)}
+        if copies := self.sees_few and call.number in self.few[0].written:
+            values = {i: copy_of(x) for i, x in values.items()}
         else:
+            for x in values.values():
+                self.hold(x)
+        if not self.sees_few:  # made below autograd, an alias would have a version counter of its own
             values = {i: autograd.alias(x) for i, x in values.items()}
-        self.storages |= {x.untyped_storage()._cdata for x in values.values()}
-        self._kept.keep(replace(call, outputs={**call.outputs}, streams=streams), values)
+        # What depends on values is that of this run: how many results there are, numbers, sizes.
+        metas = {i: TensorMeta.of(x) for i, x in found.items()}
+        others = {i: x for i, x in enumerate(results) if not isinstance(x, Tensor)}
+        count = None if call.count is None else len(results)
+        now = replace(call, count=count, outputs=metas, others=others, streams=streams, copies=copies)
+        self._kept.keep(now, values)
         return out
 
     def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
@@ -175,15 +183,25 @@ class Record(Watch):
                         inner = [z for y in below for z in operators.inner_tensors(y)]
                         self.tape.read |= self.tape.made([*below, *inner])
 
+    def _with_copies(self) -> Few | None:
+        """`few`, with the calls to whose results f has written. None if it is no use to copy them.
+
+        In plain autograd, `linear` of what is not contiguous adds the bias in place, but not in a mode.
+        """
+        written, calls = self.written(), self._kept.calls.items()
+        at = [x.untyped_storage()._cdata in written for x in self._kept.tensors]
+        numbers = {n for n, call in calls if any([at[i] for i in call.outputs.values() if type(i) is int])}
+        few = self.few[0]
+        return few._replace(written=few.written | numbers) if numbers else None
+
     def finish(self, outputs: Sequence[Tensor]) -> Kept | None:
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
         kept, key = self._kept, self._key
         if self.tape is None:
             if self.sees_few:
                 went_elsewhere = self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers)
-                # (In plain autograd, `linear` adds the bias in place, but not in a mode.)
                 if went_elsewhere or self.has_written():
-                    _plans[key] = self.known, self._last, None
+                    _plans[key] = self.known, self._last, None if went_elsewhere else self._with_copies()
                     return None
                 kept.sees_few, kept.calls = True, {**self.known, **kept.calls}
                 kept.tensors = [*map(autograd.alias, kept.tensors)]

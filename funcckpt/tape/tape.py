@@ -42,6 +42,8 @@ class Call:
     # draws, before and after it.
     values: dict[int, Any] = field(default_factory=dict)
     offloads: bool = False
+    # Whether copies of its results are kept, since f writes to them where no mode sees it.
+    copies: bool = False
     streams: tuple[world.States, world.States] = ([], [])
 
     def move_streams(self) -> None:
@@ -74,7 +76,7 @@ class Tape:
                 yield self.calls[index], i, x.as_strided(meta.size, meta.strides, meta.offset)
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
-        """Run an operator, and record the call; None if it returns memory of its arguments."""
+        """Run an operator, and record the call; None if it returns memory of others, or no strided tensor."""
         kind = kind_of(func)
         if kind == "view":
             return operators.run_operator(func, args, kwargs), None
@@ -98,19 +100,19 @@ class Tape:
         if kind == "writes":
             return out, call
         is_pure = kind == "pure" or (kind == "random" and not operators.draws(func, args, kwargs))
-        call.may_skip, shares = is_pure and bool(given), False
+        call.may_skip, is_known = is_pure and bool(given), True
         for i, y in enumerate(results(out)):
             if not isinstance(y, Tensor):
                 call.may_skip, call.others[i] = False, y
             elif not operators.is_plain(y):
-                call.may_skip = False
+                call.may_skip = is_known = False
             elif y.untyped_storage()._cdata in storages or y.untyped_storage() in self.makers:
                 # Shared memory that the schema does not mention (`aten.unsafe_split`).
-                call.may_skip, shares = False, True
+                call.may_skip = is_known = False
             else:
                 call.outputs[i] = TensorMeta.of(y)
                 self.makers[y.untyped_storage()] = index, i
-        return out, None if shares else call
+        return out, call if is_known else None
 
     def unread(self) -> list[Call]:
         """The calls whose results nobody has read, and whose results are freed."""
@@ -177,6 +179,7 @@ class Few(NamedTuple):
     numbers: Mapping[int, int]  # by position: the number of the call among all calls
     end: int  # the position at the end of f
     nodes: int  # how many graph nodes f has made
+    written: frozenset[int] = frozenset()  # the numbers of calls to whose results f writes later
 
 
 class Watch(functorch.UnguardedMode):
@@ -279,6 +282,12 @@ class Watch(functorch.UnguardedMode):
                         found = call
         return None if torch.is_inference_mode_enabled() else found
 
+    def hold(self, x: Tensor) -> None:
+        """Called with a kept value, to which f must not write."""
+        self.storages.add(x.untyped_storage()._cdata)
+        if self.sees_few:
+            self.held.append((x, x._version))
+
     def went_elsewhere(self) -> bool:
         """Whether f, of which few operators were seen, has run others than in the earlier run.
 
@@ -289,7 +298,11 @@ class Watch(functorch.UnguardedMode):
 
     def has_written(self) -> bool:
         """Whether f, of which few operators were seen, may have written to kept values."""
-        return functorch.has_compiled() or any([x._version != version for x, version in self.held])
+        return functorch.has_compiled() or bool(self.written())
+
+    def written(self) -> set[int]:
+        """The storages of kept values to which f has written."""
+        return {x.untyped_storage()._cdata for x, version in self.held if x._version != version}
 
     def note_graph(self, outputs: Sequence[Tensor], own: Any = (), first_node: int = 0) -> None:
         """Called with the outputs of f, if autograd has recorded them."""
@@ -348,6 +361,12 @@ def watch_of(source: Any) -> Watch | None:
     """The active mode that watches a function, if any."""
     watch = next((mode for mode in reversed(functorch.dispatch_modes()) if isinstance(mode, Watch)), None)
     return watch if watch is not None and watch.source is source else None
+
+
+def copy_of(x: Tensor) -> Tensor:
+    """A copy that no watch sees."""
+    with unwatched():
+        return x.clone()
 
 
 @contextmanager
