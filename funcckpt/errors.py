@@ -6,6 +6,9 @@ happened, as far as they are known, and the way out.
 
 from __future__ import annotations
 
+from numbers import Integral
+from typing import Any
+
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
@@ -13,6 +16,14 @@ from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 def describe(x: Tensor) -> str:
     """A tensor in words: dtype and shape."""
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def check_positive(title: str, of: Any = Integral, /, **options: Any) -> None:
+    """Raise an OptionError if an option is neither None nor a positive number of a kind."""
+    for option, value in options.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, of) or not value > 0):
+            kind = "integer" if of is Integral else "number"
+            raise OptionError(f"{title}: {option}={value!r} is not a positive {kind}.")
 
 
 class FuncckptError(RuntimeError):

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import autograd, functorch
+from .errors import InputError
 from .tape.operators import comes_whole, flops_of, is_subclass_first, run_operator
 from .tape.recompute import Placeholder
 
@@ -63,6 +64,8 @@ def measure(f: Callable[..., T], /, *args: Any, **kwargs: Any) -> Measurement[T]
     >>> m.flops, m.ops["aten.mm.default"]       # 2 * 16 * 32 * 8
     (8192, 1)
     """
+    if not callable(f):
+        raise InputError(f"measure takes a function and its arguments, (f, x), not a {type(f).__name__}.")
     with Meter() as meter:
         result = f(*args, **kwargs)
     return Measurement(result, meter.peak_bytes, meter.live_bytes, meter.flops, meter.ops, meter.marks)

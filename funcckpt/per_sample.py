@@ -25,7 +25,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from numbers import Integral
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from ._torch import autograd, functorch, wrappers
 from .closures import Found
 from .core.program import is_differentiable
 from .core.tensors import drop_stale
-from .errors import FuncckptError, InputError, OptionError, TransformError, describe
+from .errors import FuncckptError, InputError, OptionError, TransformError, check_positive, describe
 from .meter import Meter
 from .tape.operators import tensors_in
 
@@ -119,8 +119,10 @@ def clipped_sum(
     >>> clipped_sum(loss, torch.zeros(2), x, max_norm=1.0, eps=0.0).sum
     tensor([0.9000, 1.2000])
     """
-    if not max_norm > 0:
-        raise OptionError(f"clipped_sum: max_norm={max_norm} is not a positive number.")
+    if not isinstance(max_norm, Tensor):
+        check_positive("clipped_sum", Real, max_norm=max_norm)
+    if eps != 0:
+        check_positive("clipped_sum", Real, eps=eps)
     total: list[Tensor] = []
 
     def reduce(gradients: list[Tensor]) -> Tensor:
@@ -221,7 +223,10 @@ def influence(
     if count == 0:
         raise InputError("influence: there is no training sample. Pass at least one in train.")
     chunks = _Chunks("influence", chunk_size, bytes)
-    _check("influence", loss, parameters)
+    check_positive("influence", Real, tolerance=tolerance)
+    _check("influence", loss, parameters, (train, test))
+    if any([wrappers.physical(x)[1] for x in tensors_in((parameters, train, test))]):
+        raise TransformError("influence: vmap's samples would take different numbers of iterations. Loop.")
 
     def hessian_times(v: list[Tensor]) -> list[Tensor]:
         product = [damping * x for x in v]
@@ -281,16 +286,7 @@ def _reduced(
     chunks: _Chunks, reduce: Callable[..., Tensor], loss: Loss, parameters: Any, batch: Any, randomness: str
 ) -> Tensor:
     """The results of `reduce`, called with the gradients of each chunk (shapes ``[chunk, ...]``), as one."""
-    _check(chunks.name, loss, parameters)
-    if torch.is_grad_enabled() and (layers := functorch.active_layers()):
-        captured = Found(loss).tensors
-        drop_stale(captured, layers)
-        for x in [*tensors_in((parameters, batch)), *captured.values()]:
-            if any([at_level.requires_grad for at_level in wrappers.layers_of(x)[:-1]]):
-                raise TransformError(
-                    f"{chunks.name}: the results have no derivative in reverse mode. Use vmap(grad(loss)) or "
-                    "forward mode (jvp, jacfwd), or detach what it is given if only the values count."
-                )
+    _check(chunks.name, loss, parameters, batch)
     per_sample = vmap(grad(loss), (None, *[0] * len(batch)), randomness=randomness)
     states = world.states(world.random_streams(())) if randomness == "same" else []
     results = []
@@ -310,10 +306,9 @@ class _Chunks:
     def __init__(self, name: str, chunk_size: int | None, bytes: int | None = None) -> None:
         if chunk_size is not None and bytes is not None:
             raise OptionError(f"{name} takes chunk_size= or bytes=, not both.")
-        for option, value in (("chunk_size", chunk_size), ("bytes", bytes)):
-            if value is not None and (not isinstance(value, Integral) or value < 1):
-                raise OptionError(f"{name}: {option}={value} is not a positive integer.")
-        self.name, self.size, self.bytes = name, chunk_size, bytes or 0
+        check_positive(name, chunk_size=chunk_size)
+        check_positive(name, Real, bytes=bytes)
+        self.name, self.size, self.bytes = name, chunk_size, int(bytes or 0)
         self.meter = None if bytes is None else Meter()  # runs during all work on the chunks
         # The size of the largest chunk so far, and the bytes that it took for each sample.
         self._measured, self._of_one = 0, 0.0
@@ -344,7 +339,7 @@ class _Chunks:
                     )
 
 
-def _check(name: str, loss: Any, parameters: Any) -> None:
+def _check(name: str, loss: Any, parameters: Any, batch: Any) -> None:
     if not callable(loss):
         raise InputError(f"{name}: loss is a function of parameters and a sample, not {type(loss).__name__}.")
     if not (leaves := pytree.tree_leaves(parameters)):
@@ -356,6 +351,15 @@ def _check(name: str, loss: Any, parameters: Any) -> None:
                 f"{name}: parameters is a pytree of floating-point tensors, and has {what} in it. Of a "
                 "module, pass dict(module.named_parameters()), and let the loss use functional_call."
             )
+    if torch.is_grad_enabled() and (layers := functorch.active_layers()):
+        captured = Found(loss).tensors
+        drop_stale(captured, layers)
+        for x in [*tensors_in((parameters, batch)), *captured.values()]:
+            if any([at_level.requires_grad for at_level in wrappers.layers_of(x)[:-1]]):
+                raise TransformError(
+                    f"{name}: the results have no derivative in reverse mode. Use vmap(grad(loss)) or "
+                    "forward mode (jvp, jacfwd), or detach what it is given if only the values count."
+                )
 
 
 def _count(name: str, batch: tuple[Any, ...]) -> int:

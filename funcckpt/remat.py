@@ -22,8 +22,8 @@ from torch import nn
 from . import compiled
 from ._torch import wrappers
 from .core.call import Call, Options
-from .errors import InputError
-from .policies.policies import Policy, chooser_of
+from .errors import InputError, OptionError
+from .policies.policies import Policy, chooser_of, nothing_saveable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +33,12 @@ R = TypeVar("R")
 
 Check = Literal["default", "none", "values"]
 CHECKS = get_args(Check)
+
+
+def check_determinism(title: str, check: Any) -> None:
+    """Raise if the option determinism_check is invalid."""
+    if check not in CHECKS:
+        raise OptionError(f"{title}: determinism_check must be one of {CHECKS}, not {check!r}.")
 
 
 class _Options(TypedDict, total=False):
@@ -99,6 +105,8 @@ def remat(
     ------
     InputError
         f or an option has a wrong type, or an argument can be used only once (an iterator).
+    OptionError
+        An option has an invalid value.
     ClosureError
         f uses a differentiated, batched or dual tensor that was not found. Pass it as an argument.
     MutationError
@@ -128,10 +136,11 @@ def remat(
     if args:
         raise InputError("remat takes only the function. Write remat(f)(x), or checkpoint(f, x).")
     if torch.compiler.is_dynamo_compiling():
+        check_determinism("remat", determinism_check)
+        policy = None if policy is nothing_saveable else policy
         return _made_compiled(f, preserve_rng_state, determinism_check, policy)
     title = "remat" if f is None else f"remat({name_of(f)})"
-    if determinism_check not in CHECKS:
-        raise InputError(f"{title}: determinism_check must be one of {CHECKS}, not {determinism_check!r}.")
+    check_determinism(title, determinism_check)
     chooser = chooser_of(policy, title)
 
     def wrap(f: Callable[..., Any]) -> Any:
@@ -237,6 +246,11 @@ class _CheckpointedModule(_Checkpointed):
             if any(p.requires_grad and p not in own for p in module.parameters()):
                 warnings.warn(what, stacklevel=3)
         return type(self)
+
+    def __getattr__(self, name: str) -> Any:
+        what = "it" if name == "_made_of" else f"remat({self._made_of[1]})"
+        advice = " Write funcckpt.nn.Remat(module), which is a module." if hasattr(nn.Module, name) else ""
+        raise AttributeError(f"{what} is a function, and has no {name!r}.{advice}")
 
 
 def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:

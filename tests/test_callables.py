@@ -1,5 +1,6 @@
 """Modules as what f is, refers to or is given: their parameters, hooks and parametrizations."""
 
+import copy
 import functools
 import types
 
@@ -392,3 +393,14 @@ def test_the_lstm_of_torch_as_a_function(mode):
         ours, plain = grad(remat(f))(x), grad(f)(x)
     torch.testing.assert_close(ours.detach(), plain.detach())
     assert ours.requires_grad == plain.requires_grad
+
+
+@pytest.mark.parametrize("name", ["parameters", "train", "to", "state_dict"])
+def test_a_checkpointed_module_is_a_function(name):
+    """Who takes it for a module is told the name of the one that is."""
+    f = remat(nn.Linear(3, 3))
+    with pytest.raises(
+        AttributeError, match=rf"remat\(Linear\) is a function, and has no '{name}'.*nn\.Remat"
+    ):
+        getattr(f, name)
+    assert not hasattr(f, "anything") and copy.deepcopy(f)._made_of[1] == "Linear"

@@ -658,3 +658,27 @@ def test_what_python_or_a_library_reads(make, how):
         return y.detach(), *torch.autograd.grad(y.sum(), x)
 
     assert_same(run(how), run(lambda f: f))
+
+
+SHARED = [[1.0, 2.5], [1.0, 2.5]]
+
+
+def scaled(pair, x):
+    return (x * pair[0]).sin() * SHARED[1][1] * pair[1]
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: functools.partial(checkpoint, f)], ids=["remat", "hooks"])
+def test_a_call_whose_argument_f_also_finds_elsewhere_shares_no_search(wrap):
+    """The list of the second call is in a global, too, and those of the others are not."""
+    w = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64, requires_grad=True)
+    gradients = []
+    for way in (wrap, lambda f: f):
+        y = w
+        for pair in ([1.0, 2.5], SHARED[1], [1.0, 2.5]):
+            y = way(functools.partial(scaled, pair))(y)
+        SHARED[1][1] = 9.0
+        try:
+            gradients.append(torch.autograd.grad(y.sum(), w)[0])
+        finally:
+            SHARED[1][1] = 2.5
+    assert_same(*gradients)

@@ -715,3 +715,8 @@ def test_flex_attention(monkeypatch):
         contexts = partial(funcckpt.create_selective_checkpoint_contexts, [op])
         y = checkpoint(f, q, context_fn=contexts)
         torch.testing.assert_close(torch.autograd.grad(y.sum(), q)[0], expected)
+
+
+def test_a_policy_that_keeps_nothing_is_none_in_compiled_code():
+    f = lambda x: remat(torch.sin, policy=funcckpt.policies.nothing_saveable)(x).sum()
+    torch.testing.assert_close(torch.compile(grad(f), backend="aot_eager", fullgraph=True)(X), X.cos())

@@ -259,7 +259,7 @@ def test_a_step_that_reads_values_is_measured_on_real_tensors():
 @pytest.mark.parametrize(
     ("error", "text", "step", "options"),
     [
-        (OptionError, "policies= a list or tuple", backward, {"policies": policies.dots_saveable}),
+        (OptionError, "policies must be a list or tuple", backward, {"policies": policies.dots_saveable}),
         (OptionError, "fit: a policy is", backward, {"policies": ("dots_saveable",)}),
         (OptionError, "bytes='8GB' is not a positive number", backward, {"bytes": "8GB"}),
         (InputError, "select='blocks.*' selects nothing. Pass a class", backward, {"select": "blocks.*"}),

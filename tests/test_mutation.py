@@ -7,7 +7,7 @@ from support import WRAPS, Changing
 from torch import nn
 from torch.func import hessian, jacfwd, jvp, vjp, vmap
 
-from funcckpt import CheckpointError, MutationError, remat
+from funcckpt import CheckpointError, MutationError, checkpoint, remat
 
 SOME = "backward", "grad", "vmap_grad"
 saves = lambda x: x.sin() * x
@@ -196,3 +196,16 @@ def test_values_pass_where_the_function_is_deterministic(transform):
 def test_values_see_another_random_number():
     with pytest.raises(CheckpointError):
         REVERSE["backward"](remat(noisy, determinism_check="values", preserve_rng_state=False), tensor(3))
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda f: lambda x: checkpoint(f, x)], ids=["remat", "hooks"])
+@pytest.mark.parametrize("view", [lambda w: w.T, lambda w: w.mT, lambda w: w.real], ids=["T", "mT", "real"])
+def test_a_view_of_a_captured_tensor_that_has_changed(wrap, view):
+    """An attribute, as a shape is, whose values are read."""
+    w, x = tensor(3, 3), tensor(2, 3, requires_grad=True)
+    y = wrap(lambda x: (x @ view(w)).sin().sum())(x)
+    shape = wrap(lambda x: x.sin().sum() * w.shape[0])(x)
+    w.add_(1)
+    shape.backward()
+    with pytest.raises(MutationError, match="was changed in place since the forward"):
+        y.backward()

@@ -279,7 +279,9 @@ def test_influence_errors():
     "batch, options, error, message",
     [
         ((torch.ones(2, 3), torch.ones(3)), {}, funcckpt.InputError, r"float32\[2, 3\], float32\[3\]"),
-        ((torch.ones(2, 3),), {"bytes": 1.5}, funcckpt.OptionError, r"bytes=1\.5"),
+        ((torch.ones(2, 3),), {"bytes": -1.5}, funcckpt.OptionError, r"bytes=-1\.5"),
+        ((torch.ones(2, 3),), {"eps": -1.0}, funcckpt.OptionError, r"eps=-1\.0 is not a positive number"),
+        ((torch.ones(2, 3),), {"max_norm": "1"}, funcckpt.OptionError, "max_norm='1' is not a positive"),
         ((torch.ones(2, 3),), {"bytes": 9, "chunk_size": 2}, funcckpt.OptionError, "not both"),
         ((), {}, funcckpt.InputError, "no tensor at all"),
         ((torch.ones(2, 3), {"mask": None}), {}, funcckpt.InputError, r"float32\[2, 3\], NoneType\. Put"),
@@ -357,3 +359,18 @@ def test_hooks_that_collect_gradients_for_each_sample_are_refused_inside(wrap):
     wrap(model[1].eval())(x)
     model[0](x).sum().backward()
     assert model[0].weight.grad_sample.shape == (3, 2, 2)
+
+
+def test_influence_has_no_derivative_in_reverse_mode():
+    """In forward mode it has; and samples of a vmap would stop at different times."""
+    q, mean, x = lambda m, x: (m - x).square(), torch.tensor(3.0, dtype=F64), torch.tensor([1.0, 2.0, 6.0])
+    f = lambda t: influence(q, mean, (x.double() * t,), (torch.zeros(1, dtype=F64),)).sum()
+    one = torch.ones((), dtype=F64)
+    with pytest.raises(funcckpt.TransformError, match="influence: the results have no derivative in reverse"):
+        torch.func.grad(f)(one)
+    step = 1e-6
+    close(torch.func.jacfwd(f)(one), (f(one + step) - f(one - step)) / (2 * step), rtol=1e-5, atol=1e-5)
+    with pytest.raises(funcckpt.TransformError, match="influence: vmap's samples"):
+        torch.func.vmap(f)(torch.ones(2, dtype=F64))
+    with pytest.raises(funcckpt.OptionError, match="tolerance=-1 is not a positive number"):
+        influence(q, mean, (x,), (x,), tolerance=-1)

@@ -108,5 +108,5 @@ def test_errors(pyplot, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     for plot in (plot_memory, partial(plot_tradeoff, policies=[])):
-        with pytest.raises(OptionError, match=r"needs matplotlib: pip install 'funcckpt\[plot\]'"):
+        with pytest.raises(OptionError, match=r"needs matplotlib: pip install matplotlib"):
             plot(torch.sin, X)

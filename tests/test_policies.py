@@ -25,7 +25,7 @@ from funcckpt import checkpoint, checkpoint_name, create_selective_checkpoint_co
 from funcckpt._torch import functorch, kernels
 from funcckpt.errors import FuncckptError, InputError, MutationError, OptionError
 from funcckpt.meter import mark, measure
-from funcckpt.policies.policies import Chooser
+from funcckpt.policies.policies import Chooser, names_of
 from funcckpt.tape import recording
 from funcckpt.tape.tape import MOST_CALLS, Plans, Watch
 
@@ -1043,8 +1043,12 @@ BUDGET = policies.budget(bytes=1)
         (lambda: policies.budget(), OptionError, "needs one"),
         (lambda: policies.budget(bytes=1, fraction=0.5), OptionError, "either bytes"),
         (lambda: policies.budget(fraction=2), OptionError, "between 0 and 1"),
-        (lambda: policies.budget(bytes=-1), OptionError, "bytes=-1 is not a number of bytes"),
-        (lambda: policies.save_only_these_names(["a"]), InputError, "names must be strings"),
+        (lambda: policies.budget(bytes=-1), OptionError, "bytes=-1 is not a positive number"),
+        (
+            lambda: policies.save_only_these_names(["a"]),
+            InputError,
+            "save_only_these_names: names are strings",
+        ),
         (lambda: policies.offload_dot_with_no_batch_dims("device", "disk"), OptionError, "'disk'"),
         (lambda: policies.save_from_both_policies([], BUDGET), OptionError, "Pass it alone"),
         (lambda: remat(torch.sin, policy=torch.ops.aten.mm), OptionError, "either a function or a list"),
@@ -1196,3 +1200,21 @@ def test_a_memo_in_inference_mode():
         memo.clear()
         found = second(remat(f, policy=policies.dots_saveable))
     assert_same(found.clone(), expected.clone())
+
+
+def test_policies_have_names():
+    h = policies.save_only_these_names("h", "k")
+    listed, both = [torch.ops.aten.mm.default], policies.save_from_both_policies(h, policies.dots_saveable)
+    assert repr(h) == "save_only_these_names('h', 'k')"
+    assert repr(both) == f"save_from_both_policies({h!r}, dots_saveable)"
+    assert names_of([h, listed, None, policies.budget(fraction=0.5)])[1:] == [
+        "[aten.mm.default]",
+        "None",
+        "budget(fraction=0.5)",
+    ]
+    assert names_of([h, h, policies.dots_saveable], ("dots_saveable",)) == [
+        f"{h!r} 1",
+        f"{h!r} 2",
+        "dots_saveable 3",
+    ]
+    assert repr(pickle.loads(pickle.dumps(h))) == repr(h)

@@ -694,7 +694,7 @@ def two(c, x):
             (lambda loop=loop, options=options: LOOPS[loop](torch.sin, X, 5, **options), says)
             for options, says in [
                 ({"bytes": 8000, "checkpoint": "sqrt"}, "bytes= needs checkpoint="),
-                ({"bytes": 8e3}, "bytes=8000.0 is not a positive integer"),
+                ({"bytes": "8e3"}, "bytes='8e3' is not a positive number"),
                 ({"checkpoint": True}, "checkpoint=True is not a positive integer"),
                 ({"checkpoints": 0}, "checkpoints=0 is not a positive integer"),
                 ({"checkpoint": "sqrt", "checkpoints": 4}, 'checkpoints=4 needs checkpoint="binomial"'),

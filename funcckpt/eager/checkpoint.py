@@ -23,7 +23,16 @@ from ..core.call import Options as RematOptions
 from ..errors import OptionError
 from ..policies.budget import Budget
 from ..policies.policies import Policy, chooser_of, nothing_saveable
-from ..remat import AS_IT_IS, CHECKS, PLAIN, Check, call as call_remat, decides, name_and_check
+from ..remat import (
+    AS_IT_IS,
+    CHECKS,
+    PLAIN,
+    Check,
+    call as call_remat,
+    check_determinism,
+    decides,
+    name_and_check,
+)
 from . import patched
 from .region import Contexts, Options, Region, title
 from .selective import Forward, create_selective_checkpoint_contexts
@@ -135,8 +144,7 @@ def _warn_of_reentrant() -> None:
 
 def check_options(title: str, options: Options) -> None:
     """Raise an OptionError if an option is invalid."""
-    if options.determinism_check not in CHECKS:
-        raise OptionError(f"{title}: determinism_check should be one of default, none, values.")
+    check_determinism(title, options.determinism_check)
     if not callable(options.context_fn):
         raise OptionError(f"{title}: context_fn must be a function, not {options.context_fn!r}.")
     if options.policy is not None and options.context_fn is not noop_context_fn:

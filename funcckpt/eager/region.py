@@ -36,7 +36,7 @@ from ..closures import Rebuilt, kinds, put_back, put_marks, search
 from ..core import tensors
 from ..core.call import check_no_opacus
 from ..core.flat import Arguments
-from ..errors import CheckpointError, MutationError, describe
+from ..errors import CheckpointError, MutationError, OptionError, describe
 from ..policies import Policy
 from ..remat import name_and_check, name_of
 from ..tape.operators import run_operator, tensors_in
@@ -106,6 +106,17 @@ def title(f: Callable[..., Any]) -> str:
     return f"checkpoint({name_of(f)})"
 
 
+def _contexts(f: Any, context_fn: Any) -> list[Any]:
+    """What `context_fn` returns."""
+    made = context_fn() if callable(context_fn) else ()
+    if not isinstance(made, (tuple, list)) or [hasattr(x, "__exit__") for x in made] != [True, True]:
+        raise OptionError(
+            f"{title(f)}: context_fn must be a function that returns two contexts, as "
+            "functools.partial(create_selective_checkpoint_contexts, policy) does."
+        )
+    return [*made]
+
+
 class _Stop(BaseException):
     """All slots have their tensor. A BaseException, so that f does not catch it by accident."""
 
@@ -125,7 +136,7 @@ class Region:
         self._early_stop = options.early_stop if stop is None else stop
         self._check = options.determinism_check != "none"
         self._logs = [Log(), Log()] if (options.debug if debug is None else debug) else []
-        given = [] if options.context_fn is noop_context_fn else [*options.context_fn()]
+        given = [] if options.context_fn is noop_context_fn else _contexts(f, options.context_fn)
         if given and hasattr(given[0], "respect_saved_tensors_hooks"):
             given[0].respect_saved_tensors_hooks = False  # torch 2.15 would warn about our hooks
         # The contexts of the forward, and those of a recomputation.

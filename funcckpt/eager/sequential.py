@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ def checkpoint_sequential(
     >>> checkpoint_sequential(model, 3, torch.ones(2, 4)).shape     # 3, 2 and 2 layers
     torch.Size([2, 4])
     """
-    layers = _layers(functions)
+    layers = _layers("checkpoint_sequential", functions)
     lengths = _lengths("checkpoint_sequential", len(layers), segments)
     if not isinstance(segments, Sequence):
         lengths = _behind_writers(layers, lengths)
@@ -90,10 +91,14 @@ def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     return segment
 
 
-def _layers(functions: Any) -> list[Callable[[Any], Any]]:
-    if isinstance(functions, Iterable):
-        return [*functions]
-    raise InputError(f"pass an nn.Sequential or a list of functions, not {type(functions).__name__}.")
+def _layers(title: str, functions: Any) -> list[Callable[[Any], Any]]:
+    layers: list[Any] = [*functions] if isinstance(functions, Iterable) else [None]
+    if wrong := [f for f in layers if not callable(f) or isinstance(f, type)]:
+        what = "" if wrong[0] is None else f" that holds {wrong[0]!r}"
+        raise InputError(
+            f"{title} takes an nn.Sequential or a list of functions, not a {type(functions).__name__}{what}."
+        )
+    return layers
 
 
 def _lengths(title: str, count: int, segments: int | Sequence[int] | None) -> list[int]:
@@ -102,10 +107,12 @@ def _lengths(title: str, count: int, segments: int | Sequence[int] | None) -> li
     if isinstance(segments, Sequence):
         lengths = list(segments)
     else:
-        segments = operator.index(segments)  # an int, maybe of numpy
         # Longer segments first: towards the end more inputs of segments are alive.
-        size, rest = divmod(count, max(segments, 1))
-        lengths = [size + 1] * rest + [size] * (segments - rest)
+        number = 0
+        with suppress(TypeError):
+            number = operator.index(segments)  # an int, maybe of numpy
+        size, rest = divmod(count, max(number, 1))
+        lengths = [size + 1] * rest + [size] * (number - rest)
     if (
         not lengths
         or not all(isinstance(n, Integral) and (n > 0 or not count) for n in lengths)
@@ -186,9 +193,11 @@ def plan_segments(functions: Functions, input: Any, segments: int | None = None)
     """
     if functorch.maybe_current_level() is not None:
         raise TransformError("plan_segments: under a transform no layer can be measured. Plan before it.")
-    layers = _layers(functions)
+    layers = _layers("plan_segments", functions)
     if not layers:
         return [0]
+    if isinstance(segments, Sequence):
+        raise OptionError(f"plan_segments finds the lengths. segments= is their number, not {segments!r}.")
     if segments is not None:
         segments = len(_lengths("plan_segments", len(layers), segments))
     return best_segments(measure_layers(layers, input), segments)

@@ -59,7 +59,7 @@ class Explanation:
     def advice(self) -> list[str]:
         """What to do, in sentences."""
         if not self.sites:
-            return ["There is no checkpoint in it. Put remat around its parts: blocks, layers, steps."]
+            return ["It calls no remat or checkpoint. Put remat around its parts: blocks, layers, steps."]
         return [site.advice for site in self.sites if site.advice]
 
     def __str__(self) -> str:

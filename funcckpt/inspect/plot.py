@@ -15,6 +15,7 @@ from .._torch import autograd
 from ..errors import InputError, OptionError
 from ..meter import Meter
 from ..policies.budget import pareto
+from ..policies.policies import names_of
 from .explain import BYTES, PREFIXES, Calls, measure, unit_for
 from .residuals import Subject
 
@@ -49,7 +50,7 @@ def plot_memory(
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
     ['loss, without remat: 576 KiB', 'loss: 400 KiB']
     """
-    ax = ax or _new_axes("plot_memory")
+    pyplot = _pyplot("plot_memory")
     variants = f if isinstance(f, Mapping) else {getattr(f, "__name__", type(f).__name__): f}
     if not variants:
         raise InputError("plot_memory: the mapping is empty. Pass a function, or a dict of functions.")
@@ -62,6 +63,7 @@ def plot_memory(
         lines[name] = line
     if not all([line.alive for line in lines.values()]):
         raise InputError("plot_memory: f runs no operator. (A generator function runs when it is iterated.)")
+    ax = ax or _new_axes(pyplot)
     unit, size = unit_for(max(line.peak_bytes for line in lines.values()), BYTES)
     for (name, line), colour in zip(lines.items(), cycle(_COLOURS), strict=False):
         alive, peak = [n / size for n in line.alive], line.peak_bytes / size
@@ -98,7 +100,7 @@ def plot_tradeoff(
     >>> [text.get_text() for text in ax.texts]
     ['no remat', 'no policy', 'products']
     """
-    ax = ax or _new_axes("plot_tradeoff")
+    pyplot = _pyplot("plot_tradeoff")
     if not isinstance(policies, Iterable):
         raise OptionError("plot_tradeoff: policies= is a sequence or a mapping. Pass [policy].")
     subject = Subject(f, args, kwargs)
@@ -107,9 +109,8 @@ def plot_tradeoff(
     if not plain.of:
         raise InputError("plot_tradeoff: there is no checkpoint in f. Put remat around its parts.")
     if not isinstance(policies, Mapping):
-        names = [getattr(policy, "__name__", str(policy)) for policy in policies]
-        names = [f"{name} {i + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
-        policies = dict(zip(names, policies, strict=True))
+        policies = [*policies]
+        policies = dict(zip(names_of(policies), policies, strict=True))
     if None not in policies.values():
         policies = {"no policy": None} | {**policies}
     costs = {"no remat": without}
@@ -119,6 +120,7 @@ def plot_tradeoff(
     prefix, count = unit_for(max(again.values()), PREFIXES)
     points = {name: (again[name] / count, cost.peak_bytes / size) for name, cost in costs.items()}
     front = pareto(points, points.__getitem__)
+    ax = ax or _new_axes(pyplot)
     best = zip(*[points[name] for name in front], strict=True)
     ax.plot(*best, color=_BLUE, linewidth=1.2, alpha=0.7, label="Pareto front")
     # Labels alternate between left and right, so that neighbours do not overlap.
@@ -149,11 +151,14 @@ class _Timeline(Meter):
         return out
 
 
-def _new_axes(name: str) -> Any:
+def _pyplot(name: str) -> Any:
     try:
-        pyplot = importlib.import_module("matplotlib.pyplot")
+        return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
-        raise OptionError(f"{name} needs matplotlib: pip install 'funcckpt[plot]'") from error
+        raise OptionError(f"{name} needs matplotlib: pip install matplotlib") from error
+
+
+def _new_axes(pyplot: Any) -> Any:
     return pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")[1]
 
 

@@ -28,10 +28,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from numbers import Integral
+from numbers import Real
 from typing import NamedTuple
 
-from ..errors import OptionError
+from ..errors import OptionError, check_positive
 
 
 class Schedule(NamedTuple):
@@ -173,9 +173,8 @@ def choose(
     if checkpoints is not None and checkpoint != "binomial":
         raise OptionError(f'{name}: checkpoints={checkpoints!r} needs checkpoint="binomial".')
     number = None if isinstance(checkpoint, str) else checkpoint
-    for option, value in (("checkpoint", number), ("checkpoints", checkpoints), ("bytes", bytes)):
-        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
-            raise OptionError(f"{name}: {option}={value!r} is not a positive integer.")
+    check_positive(name, checkpoint=number, checkpoints=checkpoints)
+    check_positive(name, Real, bytes=bytes)
     if checkpoints is not None:
         return Schedule("binomial", checkpoints)
     if checkpoint == "binomial":

@@ -118,7 +118,7 @@ def bars_of(name: str, *totals: int | None) -> Generator[None, None, None]:
     try:
         tqdm = importlib.import_module("tqdm.auto").tqdm
     except ImportError as error:
-        raise OptionError(f"{name}: progress=True needs tqdm: pip install 'funcckpt[progress]'") from error
+        raise OptionError(f"{name}: progress=True needs tqdm: pip install tqdm") from error
 
     def advance() -> Generator[None, None, None]:
         for total, title in zip(totals, (name, f"{name}, backward"), strict=False):

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -27,7 +26,7 @@ from ..core.call import has_hook_of_opacus
 from ..eager.checkpoint import call, check_options
 from ..eager.region import Options
 from ..eager.sequential import chain, start_behind_writers, writes_to_input
-from ..errors import InputError, OptionError
+from ..errors import InputError, OptionError, check_positive
 from ..policies.policies import as_function
 
 M = TypeVar("M", bound=nn.Module)
@@ -243,9 +242,14 @@ def apply_remat(model: M, select: Select, **options: Any) -> M:
     return model
 
 
-def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
+def _check_model(taker: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise InputError(f"apply_remat takes a module, not {type(model).__name__}: use funcckpt.remat.")
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InputError(f"{taker} takes a module, not {kind}. For a function, there is funcckpt.remat.")
+
+
+def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
+    _check_model("apply_remat", model)
     named = list(model.named_modules())
     if isinstance(select, (type, tuple)):
         with suppress(TypeError):  # what else than classes is in the tuple
@@ -305,6 +309,7 @@ def remove_remat(model: M) -> M:
     >>> remove_remat(Remat(nn.Linear(2, 2)))
     Linear(in_features=2, out_features=2, bias=True)
     """
+    _check_model("remove_remat", model)
     found = [(m, _original(type(m))) for m in model.modules() if isinstance(m, Remat)]
     for module, kind in found:
         cast(Any, module).__class__ = kind
@@ -342,8 +347,7 @@ class Sequential(nn.Sequential):
     def __init__(self, *layers: Any, every: Any = 1, skip_last: bool = False, **options: Any) -> None:
         super().__init__(*layers)
         self.options = _checked_options("Sequential", options)
-        if not isinstance(every, Integral) or every < 1:
-            raise OptionError(f"Sequential: every={every!r} is not a positive number of layers.")
+        check_positive("Sequential", every=every)
         self.every = every
         self.skip_last = skip_last
 

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import world
+from .._torch import functorch
 from ..closures import Found
-from ..errors import FuncckptError, InputError, OptionError
+from ..errors import FuncckptError, InputError, OptionError, TransformError, check_positive
 from ..inspect.explain import BYTES, in_units
 from ..meter import Meter
 from ..policies import dots_saveable, nothing_saveable
-from ..policies.policies import chooser_of
+from ..policies.policies import chooser_of, names_of
 from ..tape.operators import tensors_in
 from . import modules
 
@@ -147,19 +148,19 @@ def fit(
     >>> type(plan.apply(model)[0]).__name__
     'RematTransformerEncoderLayer'
     """
-    if not (isinstance(bytes, Real) and bytes > 0):
-        raise OptionError(f"fit: bytes={bytes!r} is not a positive number.")
+    check_positive("fit", Real, bytes=bytes)
+    if functorch.maybe_current_level() is not None:
+        raise TransformError("fit: under a transform the step cannot be measured. Plan before it.")
     if not isinstance(model, nn.Module):
         raise InputError(f"fit takes a model, then a step: {type(model).__name__} is no nn.Module.")
     names = _blocks(model, select)
-    if not callable(step) or not isinstance(policies, Sequence) or isinstance(policies, str):
-        raise OptionError("fit: step must be a function of model and batch, and policies= a list or tuple.")
-    choices: dict[str, Any] = {}
+    if not callable(step):
+        raise InputError(f"fit: step must be a function of model and batch, not {type(step).__name__}.")
+    if not isinstance(policies, Sequence) or isinstance(policies, str):
+        raise OptionError(f"fit: policies must be a list or tuple of policies, not {policies!r}.")
     for policy in policies:
         chooser_of(policy, "fit")
-        name = getattr(policy, "__name__", repr(policy))
-        taken = name in ("keep", "recompute", *choices)
-        choices[f"{name} {len(choices) + 1}" if taken else name] = policy
+    choices = dict(zip(names_of(policies, ("keep", "recompute")), policies, strict=True))
     show, runs = sys.stderr.isatty() if progress is None else progress, count(1)
 
     def run(size: int | None, *arguments: Any, **more: Any) -> _Cost:

@@ -8,7 +8,7 @@ from numbers import Real
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import OptionError
+from ..errors import OptionError, check_positive
 from ..tape.operators import name_of
 from ..tape.tape import Call, Place, recomputed
 from .policies import Chooser, Decision, is_dot, is_product
@@ -41,8 +41,8 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     """
     if (bytes is None) == (fraction is None):
         raise OptionError("budget takes either bytes=... or fraction=..., and needs one.")
-    if bytes is not None and not (isinstance(bytes, Real) and bytes >= 0):
-        raise OptionError(f"budget: bytes={bytes!r} is not a number of bytes.")
+    if bytes != 0:
+        check_positive("budget", Real, bytes=bytes)
     if fraction is not None and not (isinstance(fraction, Real) and 0 <= fraction <= 1):
         raise OptionError(f"budget: fraction={fraction!r} is not between 0 and 1.")
     return Budget(bytes, fraction)

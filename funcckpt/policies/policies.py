@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -166,10 +166,33 @@ def as_function(policy: Any, title: str) -> Callable[..., Any]:
                 f"{title}: Expected op in `op_list` to be an OpOverload but got: {op}. Please update the "
                 f"OpOverloadPacket to a specific OpOverload{more}."
             )
-    return functools.partial(_is_listed, frozenset(map(_name_of, policy)))
+    names = frozenset(map(_name_of, policy))
+    return _named("[{}]", sorted(names), _is_listed, names)
 
 
 _name_of = functools.cache(str)
+
+
+class _Named(functools.partial[Any]):
+    """A policy that says how it was made."""
+
+    title = ""
+
+    def __repr__(self) -> str:
+        return self.title
+
+
+def _named(title: str, parts: Sequence[Any], *call: Any) -> Any:
+    policy = _Named(*call)
+    policy.title = title.format(", ".join(map(str, parts)))
+    return policy
+
+
+def names_of(policies: Iterable[Any], taken: Collection[str] = ()) -> list[str]:
+    """What policies are called in tables; numbers tell those with the same name apart."""
+    functions = [as_function(p, "") if isinstance(p, Sequence) else p for p in policies]
+    names = [getattr(function, "__name__", repr(function)) for function in functions]
+    return [f"{x} {i}" if names.count(x) > 1 or x in taken else x for i, x in enumerate(names, 1)]
 
 
 def _is_listed(names: frozenset[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -243,7 +266,7 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.offload_dot_with_no_batch_dims())
     """
     _check_places(offload_src, offload_dst)
-    return _offload_products
+    return _named("offload_dot_with_no_batch_dims()", (), _offload_products)  # type: ignore[no-any-return]
 
 
 def _offload_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -257,7 +280,7 @@ def save_only_these_names(*names: str) -> _Made:
     >>> policy = policies.save_only_these_names("product")
     >>> f = remat(lambda x: checkpoint_name(x @ x, "product").sin(), policy=policy)
     """
-    return _by_name(names, _KEEP, _LEAVE)
+    return _by_name("save_only_these_names", names, _KEEP, _LEAVE)
 
 
 def save_any_names_but_these(*names: str) -> _Made:
@@ -266,7 +289,7 @@ def save_any_names_but_these(*names: str) -> _Made:
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_any_names_but_these("scores"))
     """
-    return _by_name(names, _FORBID, _KEEP)
+    return _by_name("save_any_names_but_these", names, _FORBID, _KEEP)
 
 
 def save_anything_except_these_names(*names: str) -> _Made:
@@ -275,7 +298,7 @@ def save_anything_except_these_names(*names: str) -> _Made:
     >>> from funcckpt import policies, remat
     >>> f = remat(lambda x: (x @ x).sin(), policy=policies.save_anything_except_these_names("scores"))
     """
-    return _by_name(names, _FORBID, _KEEP, _KEEP)
+    return _by_name("save_anything_except_these_names", names, _FORBID, _KEEP, _KEEP)
 
 
 def save_and_offload_only_these_names(
@@ -295,8 +318,8 @@ def save_and_offload_only_these_names(
     ... )
     """
     _check_places(offload_src, offload_dst)
-    saved = _by_name(names_which_can_be_saved, _KEEP, _LEAVE)
-    offloaded = _by_name(names_which_can_be_offloaded, _OFFLOAD, _LEAVE)
+    saved = _by_name("save_only_these_names", names_which_can_be_saved, _KEEP, _LEAVE)
+    offloaded = _by_name("offload", names_which_can_be_offloaded, _OFFLOAD, _LEAVE)
     if both := sorted({*names_which_can_be_saved} & {*names_which_can_be_offloaded}):
         raise OptionError(f"save_and_offload_only_these_names: {both} cannot be saved and offloaded.")
     return save_from_both_policies(saved, offloaded)
@@ -310,7 +333,7 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
     >>> policy = policies.save_from_both_policies(names, policies.dots_saveable)
     """
     both = [as_function(policy, "save_from_both_policies") for policy in (policy_1, policy_2)]
-    return functools.partial(_from_both, *both)
+    return _named("save_from_both_policies({})", names_of((policy_1, policy_2)), _from_both, *both)
 
 
 def _from_both(first: _Made, second: _Made, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -322,13 +345,14 @@ def _from_both(first: _Made, second: _Made, ctx: Any, op: Any, *args: Any, **kwa
     return _FORBID if said == [_FORBID, _FORBID] else _LEAVE
 
 
-def _by_name(names: Sequence[str], listed: Any, others: Any, unnamed: Any = _LEAVE) -> _Made:
+def _by_name(title: str, names: Sequence[str], listed: Any, others: Any, unnamed: Any = _LEAVE) -> _Made:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise InputError(
-            f"names must be strings ('h', 'scores'), or for two kinds of names a sequence of strings each, "
-            f"not {names!r}."
+            f"{title}: names are strings ('h', 'scores'), or for two kinds of names a sequence of strings "
+            f"each, not {names!r}."
         )
-    return functools.partial(_of_name, frozenset(names), listed, others, unnamed)
+    parts = [*map(repr, names)]
+    return _named(f"{title}({{}})", parts, _of_name, frozenset(names), listed, others, unnamed)  # type: ignore[no-any-return]
 
 
 def _of_name(

@@ -194,7 +194,7 @@ def test_the_check_of_shapes_can_be_switched_off():
     with pytest.raises(RuntimeError) as error:
         funcckpt.checkpoint(f, leaf(3), determinism_check="none").backward()
     assert not isinstance(error.value, CheckpointError)
-    with pytest.raises(ValueError, match="determinism_check should be one of"):
+    with pytest.raises(ValueError, match="determinism_check must be one of"):
         funcckpt.checkpoint(torch.sin, leaf(3), determinism_check="sometimes")
 
 

@@ -482,3 +482,17 @@ def test_what_a_profiler_is_told_may_differ():
     y = checkpoint(f, x, w, context_fn=ours([mm]), determinism_check="none")
     y.sum().backward()
     assert runs[0] == 2 and x.grad is not None
+
+
+@pytest.mark.parametrize(
+    "context_fn",
+    [lambda: None, lambda: [nullcontext()], "contexts", None],
+    ids=["none", "one", "contexts", "no function"],
+)
+def test_what_is_no_context_fn(context_fn):
+    """As the contexts themselves, where a `partial` was forgotten."""
+    context_fn = ours(policies.dots_saveable)() if context_fn == "contexts" else context_fn
+    with pytest.raises(
+        OptionError, match=r"checkpoint\(.*sin\): context_fn must be a function that returns two"
+    ):
+        checkpoint(torch.sin, leaf(3), context_fn=context_fn)

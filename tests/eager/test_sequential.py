@@ -84,8 +84,22 @@ def test_errors():
             checkpoint_sequential(model(), segments, x)
     with pytest.raises(OptionError, match="plan_segments: 1 functions"):
         plan_segments([torch.sin], x, 7)
-    with pytest.raises(InputError, match=r"list of functions, not builtin_function"):
-        checkpoint_sequential(torch.sin, 2, x)
+    for functions, what in (
+        (torch.sin, "a builtin_function_or_method"),
+        ([torch.sin, nn.Linear], "a list that holds <class .*Linear"),
+        (nn.ModuleDict({"a": nn.Linear(4, 4)}), "a ModuleDict that holds 'a'"),
+        (x, "a Tensor that holds tensor"),
+    ):
+        for call in (lambda f: checkpoint_sequential(f, 2, x), lambda f: plan_segments(f, x)):
+            with pytest.raises(
+                InputError, match=f"takes an nn.Sequential or a list of functions, not {what}"
+            ):
+                call(functions)
+    for segments in (2.0, np.array([3, 4])):
+        with pytest.raises(OptionError, match="cannot be divided by segments="):
+            checkpoint_sequential(model(), segments, x)
+    with pytest.raises(OptionError, match=r"plan_segments finds the lengths.*not \[3, 4\]"):
+        plan_segments(model(), x, [3, 4])
     with pytest.raises(ValueError, match="determinism_check"):
         checkpoint_sequential(model(), 2, x, determinism_check="all")
 
