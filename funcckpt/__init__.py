@@ -2,9 +2,9 @@
 
 `remat(f)` and `checkpoint(f, ...)` keep the inputs of f and run it again in the backward. That run finds
 all that f refers to as it was at the call: tensors, numbers and modules in arguments, closures and globals,
-random streams, buffers, autocast. Where that is not possible, an error names it. Side effects happen twice.
-
-``docs/contract.md`` is the complete contract, with the test that holds each line, and what is undefined.
+random streams, buffers, autocast. Where that is not possible, an error names it, or ``docs/contract.md``
+names it as undefined. That page is the complete contract, with the test that holds each line. Side effects
+happen twice.
 """
 
 import importlib as _importlib

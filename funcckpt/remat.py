@@ -165,7 +165,7 @@ def _made_compiled(f: Callable[..., Any] | None, *options: Any) -> Any:
 
 
 # What `decides` may return in place of a policy: no checkpoint for this call, or the call as it stands.
-PLAIN, AS_IT_IS = object(), object()
+WITHOUT, AS_IT_IS = object(), object()
 # Set by `explain`: is called with f and a title before each checkpoint, and returns one of these or a policy.
 decides: ContextVar[Callable[[Any, str], Any] | None] = ContextVar("funcckpt_decides", default=None)
 
@@ -262,7 +262,7 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
         return compiled.call(how, name, f, args, kwargs)
     if (decide := decides.get()) is not None:
         policy = decide(f, f"remat({name})")
-        if policy is PLAIN:
+        if policy is WITHOUT:
             return f(*args, **kwargs)
         if policy is not AS_IT_IS:
             options = options._replace(chooser=chooser_of(policy, f"remat({name})"))
@@ -271,7 +271,7 @@ def call(f: Any, name: str, options: Options, args: Any, kwargs: Any) -> Any:
         # torch.jit would take our results for constants.
         if not torch.jit.is_tracing():  # type: ignore[attr-defined]
             program = Call(f, name, options, args, kwargs)
-            if program.is_looked_at():
+            if program.is_differentiated():
                 return program.call()
     # Nothing is recorded at any level, so there is nothing to save: forward mode and vmap need no checkpoint.
     # f may still switch grad mode on inside. Plain forward and reverse mode are one level: f runs as it is.

@@ -209,7 +209,7 @@ def test_only_statistics_are_copied_beside_an_update():
     norm = nn.BatchNorm1d(3, dtype=F64)
     norm.register_buffer("mask", torch.ones(4, 4, dtype=F64))
     y = remat(lambda x: norm(x) * norm.mask[0, 0])(tensor(4, 3, requires_grad=True))
-    held = program_of(y.grad_fn).source.held()
+    held = program_of(y.grad_fn).source.kept_tensors()
     assert sorted(x.numel() for x in held if not any(x is b for b in norm.buffers())) == [1, 3, 3, 3, 3]
 
 

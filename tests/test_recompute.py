@@ -190,7 +190,7 @@ def test_shapes_that_change_with_each_call_are_not_learned():
     for n in range(3, 40):
         run(n)
     assert len(recompute._plans) == recompute.LEARNED_AT_LEAST
-    for _ in range(recompute.MET_FOR_EACH * recompute.LEARNED_AT_LEAST):
+    for _ in range(recompute.USED_FOR_EACH * recompute.LEARNED_AT_LEAST):
         run(3)
     run(50)
     assert len(recompute._plans) == recompute.LEARNED_AT_LEAST + 1

@@ -281,12 +281,12 @@ def _without_cached_parametrizations() -> Iterator[None]:
 
 
 _VERSIONS = functorch.DispatchKey.ADInplaceOrView
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def alias(x: Tensor) -> Tensor:
     """`x.detach()` that shares the version counter of `x`, even below autograd."""
-    if type(x) in _PLAIN and not (_is_excluded(_VERSIONS) or functorch.has_function_modes()):
+    if type(x) in _PLAIN_TYPES and not (_is_excluded(_VERSIONS) or functorch.has_function_modes()):
         return x.detach()
     with functorch._SetExcludeDispatchKeyGuard(_VERSIONS, False), plain():
         return x.detach()

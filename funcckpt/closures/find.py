@@ -327,7 +327,7 @@ class _Search:
         self.found, self.everything = found, everything
         # Each object, the id of its holder, and its name there.
         self.pending: list[tuple[Any, int, Any]] = [(found.root, 0, _BESIDE)]
-        self.met: set[int] = set()
+        self.seen: set[int] = set()
         # Objects of which only named attributes count, with how many names were known when they were read.
         self.named: dict[Node, int] = {}
         self.keyed: list[Node] = []  # dicts with keys that are no atoms
@@ -353,16 +353,16 @@ class _Search:
 
     def _look(self) -> None:
         """Look at what is pending, and at what that holds."""
-        found, pending, met, named = self.found, self.pending, self.met, self.named
+        found, pending, seen, named = self.found, self.pending, self.seen, self.named
         nodes, edges, names, empty, atoms = found.nodes, found._edges, found.names, found.empty, kinds.ATOMS
         while pending:
             value, parent, key = pending.pop()
             number = id(value)
             if key is not _BESIDE:
                 edges += number, parent
-            if number in met:
+            if number in seen:
                 continue
-            met.add(number)
+            seen.add(number)
             cls: Any = type(value)
             of = about.get(id(cls)) or about(cls)
             kind, is_own, draws = of.kind, of.is_own, of.is_of_installed
@@ -465,7 +465,7 @@ class _Search:
         if id(space) not in nodes:
             node = nodes[id(space)] = Node(kinds.GLOBALS, dict, space, {}, number, "__globals__", set())
             self.named[node] = 0
-            self.met.add(id(space))
+            self.seen.add(id(space))
             found.rest.append(id(space))
         if not is_own:
             self.pending += [(variable, id(space), name) for name, variable in _variables_in(function)]

@@ -61,7 +61,7 @@ def _continued(before: Found, root: Any) -> Found | None:
     """A search of `root` that finds what `before` has found; None if it would find something else."""
     pairs: dict[int, _Pair] = {}
     empty: list[Any] = []
-    if before.gone or before.marks or before.noted or not _is_alike(before, before.root, root, pairs, empty):
+    if before.marks or before.noted or not _is_alike(before, before.root, root, pairs, empty):
         return None
     if not pairs.keys() >= before.changed() or before.has_other_classes():
         return None

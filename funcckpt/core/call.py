@@ -26,7 +26,7 @@ from ..tape.tape import unwatched, watch_of
 from . import dispatch, net, tensors
 from .flat import Arguments, Outputs
 from .program import Program, Tensors, UserProgram, here
-from .tensors import PLAIN
+from .tensors import PLAIN_TYPES
 
 
 class Options(NamedTuple):
@@ -119,7 +119,7 @@ class Call(UserProgram):
         self._ends: list[int] = []
         self._drawn: drawing.Drawn | None = None
 
-    def is_looked_at(self) -> bool:
+    def is_differentiated(self) -> bool:
         """Whether reverse mode tracks any tensor that f may use: else there is nothing to save."""
         if self._is_lazy:
             return False
@@ -142,7 +142,7 @@ class Call(UserProgram):
         if self.found.opaque:
             self._check_not_sharded()
         inputs, self._inputs, self._arguments.tensors = self._inputs, [], []
-        if self.layers and not PLAIN.issuperset(map(type, inputs)):
+        if self.layers and not PLAIN_TYPES.issuperset(map(type, inputs)):
             for i, x in enumerate(inputs):
                 if wrappers.has_torch_function(x):
                     raise InputError(
@@ -292,9 +292,7 @@ class Call(UserProgram):
             arguments.check_unchanged(self.name, inputs, others, args, kwargs)
         if gradients:
             names = {id(x): self.where(i) for i, x in enumerate(inputs)}
-            tensors.check_gradients(
-                gradients, f"remat({self.name})", lambda number: names.get(number) or found.where(number)
-            )
+            tensors.check_gradients(gradients, f"remat({self.name})", names, found.where)
         if self.constants:
             self._settle_updates(updates)
         self._outputs = Outputs(self.name, out, [*inputs, *self.constants])
@@ -412,9 +410,9 @@ class Call(UserProgram):
             keys = (key for key, x in captured if key in self._own_or_hidden or key in found.tensors)
             leaves = {key: describe(mapped[key]) for key in keys if key in mapped}
             results = self._replaced
-        look: net.Look | None = None
+        replaced: net.Replaced | None = None
         if leaves or results or self._mark:
-            look = net.Look(self, [*inputs, *[x for _, x in captured]], leaves, results, self._mark)
+            replaced = net.Replaced(self, [*inputs, *[x for _, x in captured]], leaves, results, self._mark)
         rebuilt = Rebuilt(found, mapped, changed) if mapped or changed or found.gone else None
         written: list[Tensor] = []
         if self.constants and tensors.versions_of(self.constants) != self._versions:
@@ -440,8 +438,8 @@ class Call(UserProgram):
                         'pass determinism_check="none" to allow other numbers.'
                     )
         again = Outputs(self.name, out)
-        if look is not None:
-            look.at(again.tensors)
+        if replaced is not None:
+            replaced.check(again.tensors)
         if checks and (difference := self._outputs.difference(again)):
             raise CheckpointError(
                 f"remat({self.name}): the recomputation gave {difference}. Pass what the function depends on "
@@ -477,7 +475,7 @@ class Call(UserProgram):
         modules = any([isinstance(node.value, nn.RNNBase) for node in self.found.nodes.values()])
         return modules or "lstm" in self.found.names  # `torch.lstm`
 
-    def held(self) -> list[Tensor]:
+    def kept_tensors(self) -> list[Tensor]:
         """The tensors that this call holds itself: constants of f, and copies of values."""
         return [*self.constants, *[x for x, _ in self._outputs.values], *self._updated.values()]
 

@@ -254,7 +254,7 @@ class _Node(functorch.SingleLevelFunction):
             raise MutationError(
                 f"an input of remat({ctx.called}), a tensor that it captured, an output that its policy "
                 "keeps, or a gradient that was given to its backward was changed in place before this "
-                f"backward. Use a copy of it (x.clone()). {error}"
+                f"backward. Change it afterwards, or use a copy of it (x.clone()). {error}"
             ) from None
         if (program := ctx.program) is None:
             owner = arguments.pop()

@@ -149,9 +149,9 @@ class Outputs:
             leaves, self.structure = _flattened(out)
         self.others = leaves
         self.tensors: list[Tensor] = []
-        # By position among the leaves: the look of each tensor, and its number among the outputs. An input
-        # that is returned has a negative number: its place, counted from the end of the inputs.
-        self._looks: dict[int, OutputMeta] = {}
+        # By position among the leaves: what is compared of each tensor, and its number among the outputs. An
+        # input that is returned has a negative number: its place, counted from the end of the inputs.
+        self._metas: dict[int, OutputMeta] = {}
         self._numbers: dict[int, int] = {}
         numbers = dict(zip(map(id, inputs), range(-len(inputs), 0), strict=True))
         for i, leaf in enumerate(leaves):
@@ -161,7 +161,7 @@ class Outputs:
                     self.tensors.append(leaf)
                 # A strided nested tensor refuses to tell its shape.
                 shape = () if leaf.is_nested and leaf.layout == torch.strided else leaf.shape
-                self._looks[i] = leaf.dtype, shape, leaf.device
+                self._metas[i] = leaf.dtype, shape, leaf.device
                 leaves[i] = None
             elif not isinstance(leaf, LEAVES):
                 _refuse_if_it_hides_tensors(leaf, f"remat({name}) returned a {type(leaf).__name__}")
@@ -191,9 +191,9 @@ class Outputs:
         if not (self.structure is again.structure or _are_same(self.structure, again.structure)):
             return f"structure {again.structure}, but the forward {self.structure}"
         for i in range(len(self.others)):
-            look, now = self._looks.get(i), again._looks.get(i)
-            if look != now:
-                return f"output {i} as {_in_words(now)}, but the forward as {_in_words(look)}"
+            meta, now = self._metas.get(i), again._metas.get(i)
+            if meta != now:
+                return f"output {i} as {_in_words(now)}, but the forward as {_in_words(meta)}"
         if self.values:
             for i, ((x, levels), y) in enumerate(zip(self.values, again.as_in(self), strict=True)):
                 values, levels_now = wrappers.physical(y.detach())
@@ -203,8 +203,8 @@ class Outputs:
         return None
 
 
-def _in_words(look: OutputMeta | None) -> str:
-    return "no tensor" if look is None else f"{str(look[0]).removeprefix('torch.')}{[*look[1]]} on {look[2]}"
+def _in_words(meta: OutputMeta | None) -> str:
+    return "no tensor" if meta is None else f"{str(meta[0]).removeprefix('torch.')}{[*meta[1]]} on {meta[2]}"
 
 
 def _refuse_if_it_hides_tensors(leaf: Any, returned: str) -> None:

@@ -11,6 +11,7 @@ which this graph begins are inputs of R. A parameter that `functional_call` has 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import compress, repeat
@@ -23,7 +24,7 @@ from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import CheckpointError, ClosureError, describe
 from ..tape import recompute, recording
 from .program import Program, Recording, UserProgram, here
-from .tensors import Tensors, versions_of
+from .tensors import Tensors, changed_inside, versions_of
 
 
 def run(program: Program, inputs: Sequence[Tensor], records: bool = False) -> Tensors:
@@ -102,8 +103,9 @@ def run_first(
     active = [*map(wrappers.require_grad, outputs)]
     captured: Sequence[Tensor] = ()
     reached: set[int] = set()
-    if (layers or any(active)) and versions != versions_of(inputs):
-        source.check_versions(versions, inputs)
+    if (layers or any(active)) and versions != (now := versions_of(inputs)):
+        i = [*map(operator.ne, versions, now)].index(True)
+        raise changed_inside(f"remat({source.name})", inputs[i], source.where(i))
     if any(active):
         captured, reached = _look_at_graph(source, outputs, own, first_node)
         outputs = (*map(wrappers.how_to_detach(outputs), outputs),)
@@ -163,8 +165,8 @@ def _below_shadows(y: Tensor, layers: Sequence[functorch.Layer], source: UserPro
 MARK = "funcckpt"
 
 
-class Look:
-    """A look for what a recomputation replaces, and must not find all the same.
+class Replaced:
+    """What a recomputation replaces, and must not find all the same.
 
     Made before the run. The leaves are by id, with a description each; the results are edges. With a mark,
     the graph nodes that have it are looked for, too: f makes its own nodes anew.
@@ -183,7 +185,7 @@ class Look:
         self._began = functorch.next_sequence_number()
         self._own = autograd.edges_of(map(wrappers.below_wrappers, given))
 
-    def at(self, outputs: Sequence[Tensor]) -> None:
+    def check(self, outputs: Sequence[Tensor]) -> None:
         """Raise if the graph of the outputs leads to any of it."""
         values, own = [*map(wrappers.below_wrappers, outputs)], self._own
         first_node = 0 if functorch.uses_accelerator() else self._began

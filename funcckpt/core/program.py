@@ -30,7 +30,7 @@ from ..errors import MutationError, describe
 from ..policies.policies import Chooser
 from ..tape import recompute, recording
 from ..tape.tape import watch_of
-from .tensors import Tensors as Tensors, changed_inside, versions_of
+from .tensors import Tensors as Tensors
 
 
 class Program:
@@ -110,7 +110,7 @@ class UserProgram(Program):
         """Called with the inputs of a program made from this one when no level is left; may replace them."""
         return inputs
 
-    def held(self) -> list[Tensor]:
+    def kept_tensors(self) -> list[Tensor]:
         """The tensors beside the inputs that are kept for a recomputation."""
         return []
 
@@ -121,12 +121,6 @@ class UserProgram(Program):
     def reads_grad_mode(self) -> bool:
         """Whether f may have a kernel that reads the grad mode below all levels."""
         return False
-
-    def check_versions(self, before: Sequence[int | None], inputs: Sequence[Tensor]) -> None:
-        """Raise if f has changed an input in place."""
-        for i, (version, now) in enumerate(zip(before, versions_of(inputs), strict=True)):
-            if version != now:
-                raise changed_inside(f"remat({self.name})", inputs[i], self.where(i))
 
     def check_error(
         self,
@@ -372,7 +366,7 @@ class Vjp(Derived):
         if nested or is_plain or not create_graph or functorch.is_tracing():
             gradients: Tensors | None = None
             try:
-                gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
+                gradients = self.pullback(outputs, leaves, create_graph, retain_graph, *cotangents)
             except RuntimeError as error:
                 if create_graph or functorch.ASKS_FOR_FORMAT not in str(error):
                     raise
@@ -381,7 +375,7 @@ class Vjp(Derived):
                 return self.run(*inputs)
             return gradients if self.unbatched is None or nested else (*map(wrappers.detached, gradients),)
         with functorch.grad_increment_nesting():  # below it nothing is recorded
-            gradients = self.pull(outputs, leaves, create_graph, retain_graph, *cotangents)
+            gradients = self.pullback(outputs, leaves, create_graph, retain_graph, *cotangents)
         return (*map(wrappers.unwrap_if_dead, gradients),)
 
     def record(self, primals: list[Tensor], is_plain: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -429,7 +423,7 @@ class Vjp(Derived):
                 functorch._grad_decrement_nesting()
             functorch.set_grad_enabled(mode)
 
-    def pull(
+    def pullback(
         self,
         outputs: list[Tensor],
         leaves: list[Tensor],
@@ -438,7 +432,7 @@ class Vjp(Derived):
         *cotangents: Tensor,
     ) -> Tensors:
         if self.unbatched is not None:
-            inner = functools.partial(self.unbatched.pull, outputs, leaves, create_graph, retain_graph)
+            inner = functools.partial(self.unbatched.pullback, outputs, leaves, create_graph, retain_graph)
             results, self.out_dims = functorch.vmapped(inner, cotangents, *self.batch)
             return results
         if self.inner.is_pullback and functorch.peek_interpreter_stack() is None:

@@ -25,7 +25,7 @@ MAX_BUFFER = 1 << 18
 # Elements up to which a copy is worth less than to ask an accelerator whether it is needed.
 SMALL_BUFFER = 1 << 12
 Tensors = tuple[Tensor, ...]
-PLAIN = frozenset({Tensor, nn.Parameter})
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 
 
 def with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Any, Any]]:
@@ -38,7 +38,7 @@ def with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
 
 def has_lazy(tensors: Collection[Tensor]) -> bool:
     """Whether some tensors are parameters of lazy modules, which get a shape in their first call."""
-    return not PLAIN.issuperset(map(type, tensors)) and any(map(is_lazy, tensors))
+    return not PLAIN_TYPES.issuperset(map(type, tensors)) and any(map(is_lazy, tensors))
 
 
 def drop_stale(found: dict[int, Tensor], layers: Sequence[functorch.Layer]) -> None:
@@ -105,7 +105,7 @@ def is_same(x: Tensor, before: Tensor, may_wait: bool = False) -> bool:
     # A selective checkpoint would count the operator, and an outer checkpoint may refuse it.
     with autograd.without_dispatch_modes(), autograd.plain():
         now = wrappers.physical(wrappers.alive(x).detach())[0]
-        return type(now) in PLAIN and torch.equal(now, before)  # a fake tensor has no values
+        return type(now) in PLAIN_TYPES and torch.equal(now, before)  # a fake tensor has no values
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
@@ -119,13 +119,19 @@ def is_close(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def check_gradients(before: Iterable[tuple[Tensor, Any]], name: str, where: Callable[[int], str]) -> None:
-    """Raise if f has accumulated the gradient of a leaf. `before` is from `gradients_behind`."""
+def check_gradients(
+    before: Iterable[tuple[Tensor, Any]], name: str, arguments: dict[int, str], where: Callable[[int], str]
+) -> None:
+    """Raise if f has accumulated the gradient of a leaf. `before` is from `gradients_behind`.
+
+    `arguments` are names by id, and `where` gives those of captured tensors.
+    """
     for x, gradient in before:
         if gradient_of(x) != gradient:
+            place = arguments.get(id(x)) or where(id(x))
             raise MutationError(
-                f"{name}: the function calls backward(), which would accumulate the gradient of "
-                f"{where(id(x))} ({describe(x)}) again in the recomputation. Use torch.autograd.grad there."
+                f"{name}: the function calls backward(), which would accumulate the gradient of {place} "
+                f"({describe(x)}) again in the recomputation. Use torch.autograd.grad there."
             )
 
 

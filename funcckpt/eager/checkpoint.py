@@ -26,7 +26,7 @@ from ..policies.policies import Policy, chooser_of, nothing_saveable
 from ..remat import (
     AS_IT_IS,
     CHECKS,
-    PLAIN,
+    WITHOUT,
     Check,
     call as call_remat,
     check_determinism,
@@ -188,7 +188,7 @@ def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], o
         return _functional(f, args, kwargs, options)
     if (decide := decides.get()) is not None:
         policy = decide(f, title(f))
-        if policy is PLAIN:
+        if policy is WITHOUT:
             return f(*args, **kwargs)
         if isinstance(policy, Budget):  # which has no contexts
             return _functional(f, args, kwargs, options._replace(policy=policy))

@@ -184,7 +184,7 @@ class Region:
         streams = world.random_streams(found.streams, found.draws_elsewhere)
         self._states = world.states(streams if options.preserve_rng_state else [])
         self._slots: list[weakref.ref[Slot]] = []
-        self._looks: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
+        self._metas: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         self._complete = False
         self._written_by_f: set[int] = set()
         self._lock = threading.RLock()
@@ -208,7 +208,8 @@ class Region:
         if not found.moves_streams:
             self._states = world.moved(self._states)
         if gradients:
-            tensors.check_gradients(gradients, self._name, found.where)
+            names = {id(x): self._arguments.where(i) for i, x in enumerate(self._given)}
+            tensors.check_gradients(gradients, self._name, names, found.where)
         if self._buffers:
             self._settle_updates()
             self._buffers = []
@@ -250,7 +251,7 @@ class Region:
         slot = Slot()
         self._slots.append(weakref.ref(slot))
         if self._check:
-            self._looks.append((() if x.is_nested else x.shape, x.dtype, x.device))
+            self._metas.append((() if x.is_nested else x.shape, x.dtype, x.device))
         return slot
 
     def _look_at_graph(
@@ -425,11 +426,11 @@ class _Filling:
         # None if its graph is gone. (f may also save more, for a gradient that it takes itself.)
         slot = region._slots[i]() if i < len(region._slots) else None
         if slot is not None:
-            look = (() if x.is_nested else x.shape, x.dtype, x.device)
-            if region._check and look != region._looks[i]:
+            meta = (() if x.is_nested else x.shape, x.dtype, x.device)
+            if region._check and meta != region._metas[i]:
                 raise region._error(
                     "Recomputed values for the following tensors have different metadata than during the "
-                    f"forward pass: position {i}: {region._looks[i]} saved, {look} recomputed."
+                    f"forward pass: position {i}: {region._metas[i]} saved, {meta} recomputed."
                 )
             slot[self._key] = kept, None if kept.is_inference() else kept._version
         if (region._early_stop or not region._complete) and self.count >= len(region._slots):

@@ -119,7 +119,7 @@ class _Made:
 
 def _storage(x: Tensor) -> torch.UntypedStorage | None:
     """The storage of `x`, if `x` is a plain strided tensor."""
-    if type(x) not in _PLAIN or not operators.is_plain(x):
+    if type(x) not in _PLAIN_TYPES or not operators.is_plain(x):
         return None
     if wrappers.is_functorch_wrapped_tensor(x) or wrappers.is_legacy_batchedtensor(x):
         return None
@@ -467,5 +467,5 @@ _OF_PLAIN_TENSORS = {
     *(Tensor.backward, torch.autograd.backward, torch.autograd.grad),
     *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),
 }
-_PLAIN = {Tensor, torch.nn.Parameter, ScopedTensor}
-_KNOWN = {*_PLAIN, torch.nn.Buffer}
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, ScopedTensor}
+_KNOWN = {*_PLAIN_TYPES, torch.nn.Buffer}

@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from ..policies.offload import Offloaded, Returning, is_far
 from ..policies.policies import Chooser, Policy, as_function, current_name
 from ..tape.operators import kind_of, results, run_operator, written
-from ..tape.tape import Call, Tape
+from ..tape.tape import OpCall, Tape
 from .region import Versioned
 
 __all__ = ["CheckpointPolicy", "SelectiveCheckpointContext", "create_selective_checkpoint_contexts"]
@@ -74,10 +74,10 @@ def create_selective_checkpoint_contexts(
 
 # The calls of each operator, in order; None for a call that returned memory of its arguments. `values` of a
 # call are the results that are kept: all or none.
-_Calls = dict[Any, list[Call | None]]
+_Calls = dict[Any, list[OpCall | None]]
 
 
-def _offloaded(calls: _Calls) -> list[tuple[Call, int, Offloaded]]:
+def _offloaded(calls: _Calls) -> list[tuple[OpCall, int, Offloaded]]:
     known = [call for of_one in calls.values() for call in of_one if call is not None]
     return [(call, i, x) for call in known for i, x in call.values.items() if isinstance(x, Offloaded)]
 
@@ -147,7 +147,7 @@ class Forward(_Mode):
                 self._name_given(args[0], decision.offload)
         return out
 
-    def _keep(self, call: Call, outs: Sequence[Any], offloads: bool) -> None:
+    def _keep(self, call: OpCall, outs: Sequence[Any], offloads: bool) -> None:
         with autograd.without_dispatch_modes():
             for i, y in enumerate(outs):
                 kind = Offloaded if offloads and isinstance(y, Tensor) and is_far(y) else Versioned

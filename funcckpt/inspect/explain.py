@@ -16,7 +16,7 @@ from .._torch import autograd
 from ..closures import Found, code_of, kinds
 from ..eager import patched
 from ..meter import Meter
-from ..remat import AS_IT_IS, PLAIN, decides
+from ..remat import AS_IT_IS, WITHOUT, decides
 from .residuals import Residual, Subject
 
 _Key = tuple[str, Any]  # The title of a checkpointed function, and its code.
@@ -172,7 +172,7 @@ class Calls:
         if autograd.graph_task() == -1:
             i = self.of.pop(key, 0)
             self.of[key] = i + 1  # the last function called is last in the dict
-        return PLAIN if self._is_off(key, i) else self._policy
+        return WITHOUT if self._is_off(key, i) else self._policy
 
 
 def measure(subject: Subject, calls: Calls, meter: Meter | None = None) -> tuple[Cost, list[Residual]]:

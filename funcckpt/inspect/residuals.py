@@ -302,7 +302,7 @@ def _parts_of(item: Any, by: str) -> Iterator[tuple[Any, str, bool]]:
         yield from [(node, "", False) for node, _ in item.next_functions]
         if (program := program_of(item)) is not None:
             by = f"remat({program.source.name})"
-            yield from [(x, by, True) for x in program.source.held()]
+            yield from [(x, by, True) for x in program.source.kept_tensors()]
             yield program, by, False
         if isinstance(item, torch.autograd.function.BackwardCFunction):
             yield vars(item), by, False

@@ -103,7 +103,7 @@ def inner_grad(
             new = pytree.tree_unflatten(leaves, structure)
             args = (*[new.get(i, x) for i, x in enumerate(args)],)
             call = _Loss(loss, name, Options(), args, kwargs)
-        if not call.is_looked_at():
+        if not call.is_differentiated():
             return torch.func.grad(scalar, argnums)(*args, **kwargs)
         places = {id(x): i for i, x in enumerate(call._inputs)}
         wrt = tuple([places[id(x)] for x in leaves])
@@ -150,7 +150,7 @@ class _Gradient(Vjp):
         # If no level is active and nothing differentiates this, plain autograd records it, which is cheaper.
         plain = functorch.peek_interpreter_stack() is None
         (value, *others), leaves = self.record([*inputs], plain and not nested)
-        found = iter(self.pull([value], leaves, nested, False, torch.ones_like(value)))
+        found = iter(self.pullback([value], leaves, nested, False, torch.ones_like(value)))
         wrt = zip(self.wrt, self.connected, strict=True)
         gradients = [next(found) if is_found else torch.zeros_like(inputs[i]) for i, is_found in wrt]
         return (*gradients, *map(wrappers.detached, others))

@@ -18,7 +18,7 @@ from ..core.tensors import changed_inside, has_lazy, is_same, refill, version_of
 from ..errors import MutationError, OptionError
 from ..meter import Meter
 from ..tape.operators import tensors_in
-from .schedules import Schedule, fewest, fit, held
+from .schedules import Schedule, carries_alive, fewest, fit
 from .steps import Loop, check_alike, record, step
 
 
@@ -95,7 +95,7 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
         ) from error
     found = fit(steps, int(bytes), carry, saved, peak, stays)
     if found is None:
-        carries = min([held(steps, k) for k in range(1, fewest(steps, 2) + 1)])
+        carries = min([carries_alive(steps, k) for k in range(1, fewest(steps, 2) + 1)])
         raise OptionError(
             f"{loop.name}: bytes={bytes} is too little. A carry takes {carry} bytes, and a step with its "
             f"backward {peak + stays}: pass at least {carries * carry + peak + stays}."

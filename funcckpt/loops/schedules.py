@@ -88,7 +88,7 @@ def split(steps: int, checkpoints: int) -> int:
     return max(1, beta(checkpoints, r - 2), steps - beta(checkpoints - 1, r))
 
 
-def held(steps: int, checkpoints: int) -> int:
+def carries_alive(steps: int, checkpoints: int) -> int:
     """How many carries are alive at once: the checkpoints, and a cotangent for each nested repetition."""
     return checkpoints + max(0, repetitions(steps, checkpoints) - 2)
 
@@ -138,9 +138,9 @@ def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0
     """The schedule that runs the fewest steps within `bytes`, or None if there is none.
 
     It compares binomial schedules with k checkpoints and units of u steps. Such a schedule needs `carry` as
-    often as `held` says, u - 1 times `step` (the bytes that a recorded step saves), and once `peak` (the peak
-    of recording and reversing one step). Under `torch.func.grad`, each step of the last unit also keeps
-    `stays`.
+    often as `carries_alive` says, u - 1 times `step` (the bytes that a recorded step saves), and once `peak`
+    (the peak of recording and reversing one step). Under `torch.func.grad`, each step of the last unit also
+    keeps `stays`.
 
     >>> from funcckpt.loops.schedules import fit
     >>> fit(100, 1_000, 10, 50, 90)         # 6 carries, and 17 steps
@@ -154,7 +154,7 @@ def fit(steps: int, bytes: int, carry: int, step: int, peak: int, stays: int = 0
         if units > 1:
             left -= unit * stays
         room = left // carry if carry else 2 * units
-        number = next((k for k in range(min(units, room), 0, -1) if held(units, k) <= room), 0)
+        number = next((k for k in range(min(units, room), 0, -1) if carries_alive(units, k) <= room), 0)
         if left >= 0 and (units == 1 or number > 0):
             again = advances(units, max(1, number)) * unit
             if found is None or again < found[0]:

@@ -77,11 +77,11 @@ class Loop(NamedTuple):
 def record(loop: Loop, first: int, steps: int, carry: Any, xs: Any) -> tuple[Any, Any]:
     """Steps `first` up to `first + steps`: the last carry, and ys."""
     carry, slices, ys = fetch(carry), _pieces(xs, steps, torch.unbind), []
-    order, look = range(steps), _look(carry)
+    order, meta = range(steps), _meta_of(carry)
     for i in reversed(order) if loop.reverse else order:
         before = carry
         carry, y = step(loop, first + i, before, slices[i])
-        if _look(carry) != look:
+        if _meta_of(carry) != meta:
             check_alike("carry", before, carry, f"{loop.name}: step {first + i}", "was given")
         ys.append(y)
         if loop.bars is not None:
@@ -185,7 +185,7 @@ def concatenate(stacks: list[Any], name: str, starts: list[int]) -> Any:
 
 def check_alike(what: str, before: Any, after: Any, who: str, other: str) -> None:
     """Raise unless two carries, or two ys, have the same structure, shapes, dtypes and devices."""
-    if _look(before) == _look(after):
+    if _meta_of(before) == _meta_of(after):
         return
     old, new = _parts(before), _parts(after)
     for key in {**old, **new}:  # The order of the keys of a dict does not matter.
@@ -206,7 +206,7 @@ def _parts(tree: Any, path: str = "") -> dict[str, str]:
     return found
 
 
-def _look(tree: Any) -> Any:
+def _meta_of(tree: Any) -> Any:
     leaves, structure = pytree.tree_flatten(tree)
     return structure, [(x.dtype, x.shape, x.device) if isinstance(x, Tensor) else type(x) for x in leaves]
 

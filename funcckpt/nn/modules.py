@@ -278,8 +278,6 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
     except TypeError:
         what = "select= takes a name and a module: lambda name, module: isinstance(module, Block)."
         raise InputError(what) from None
-    except ValueError:  # a builtin function has no signature
-        pass
     return [m for name, m in named if select(name, m)]
 
 

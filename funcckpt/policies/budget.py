@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import OptionError, check_positive
 from ..tape.operators import name_of
-from ..tape.tape import Call, Place, recomputed
+from ..tape.tape import OpCall, Place, recomputed
 from .policies import Chooser, Decision, is_dot, is_product
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Budget(Chooser):
     def decides(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Decision:
         return Decision(name_of(func) != "alias")  # of a name
 
-    def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
+    def choose(self, calls: Sequence[OpCall], read: frozenset[Place]) -> frozenset[Place]:
         sets, everything = _frontier(calls, read)
         limit = int((self._fraction or 0) * everything) if self._limit is None else self._limit
         return [s for s in sets if s.bytes <= limit][-1].places
@@ -85,7 +85,7 @@ class _Set(NamedTuple):
     places: frozenset[Place]
 
 
-def _frontier(calls: Sequence[Call], read: frozenset[Place]) -> tuple[list[_Set], int]:
+def _frontier(calls: Sequence[OpCall], read: frozenset[Place]) -> tuple[list[_Set], int]:
     """The Pareto front of sets of values (bytes against recomputation), and the bytes of all values.
 
     Sets grow value by value, as in Nemhauser and Ullmann, "Discrete dynamic programming and capital

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .._torch import autograd, functorch, kernels
 from ..errors import FuncckptError, InputError, OptionError, describe
-from ..tape.tape import Call, Place
+from ..tape.tape import OpCall, Place
 
 T = TypeVar("T")
 _Made = Callable[..., CheckpointPolicy]
@@ -119,7 +119,7 @@ class Chooser:
             raise FuncckptError(f"{self._title}: {said}, not a CheckpointPolicy or bool.")
         return Decision(False, forbid=answer is _FORBID)
 
-    def choose(self, calls: Sequence[Call], read: frozenset[Place]) -> frozenset[Place]:
+    def choose(self, calls: Sequence[OpCall], read: frozenset[Place]) -> frozenset[Place]:
         """The values to keep, given all calls and the values that the backward reads."""
         return frozenset([(index, i) for index, call in enumerate(calls) for i in call.values])
 

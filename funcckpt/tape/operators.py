@@ -168,24 +168,26 @@ def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What decides shapes and dtypes of the results of an operator: no values of tensors or factors."""
-    return func, *map(look, args), *map(look, kwargs.items())
+    return func, *map(meta_of, args), *map(meta_of, kwargs.items())
 
 
-def look(a: Any) -> Any:
+def meta_of(a: Any) -> Any:
     if isinstance(a, Tensor):
         return a.shape, a.stride() if a.layout is torch.strided else a.layout, a.dtype, a.device
     if isinstance(a, (list, tuple)):
-        return tuple(map(look, a))
+        return tuple(map(meta_of, a))
     return float if isinstance(a, float) else (type(a), a)
 
 
 # Types that do not handle an operator before a mode does.
-PLAIN: set[type] = {Tensor, functorch.FakeTensor}
+PLAIN_TYPES: set[type] = {Tensor, functorch.FakeTensor}
 
 
 def is_subclass_first(types: Iterable[Any]) -> bool:
     """Whether a subclass among `types` handles an operator itself. A mode then sees its inner tensors."""
-    return any([t not in PLAIN and t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types])
+    return any(
+        [t not in PLAIN_TYPES and t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types]
+    )
 
 
 def inner_tensors(x: Tensor) -> list[Tensor]:

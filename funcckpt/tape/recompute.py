@@ -9,7 +9,7 @@ memory. If it is read, the recomputation runs again, in full. So what was learne
 gradient is.
 
 With a policy, the tape of the forward (`recording`) has shown what nobody reads. Kept values are handed out
-up to the first operator that differs from the forward. After a recomputation that has met all of them, later
+up to the first operator that differs from the forward. After a recomputation that has seen all of them, later
 ones see only the operators that are kept or skipped, without a mode. One that ends at another position among
 these runs again, in full.
 """
@@ -31,9 +31,9 @@ from torch.utils import _pytree as pytree
 from .._torch import autograd, dynamo, functorch, wrappers
 from ..errors import CheckpointError, FuncckptError
 from ..policies.offload import Returning
-from .operators import PLAIN, READ_NO_VALUES, TensorMeta, kind_of, look, tensors_of
+from .operators import PLAIN_TYPES, READ_NO_VALUES, TensorMeta, kind_of, meta_of, tensors_of
 from .recording import Kept, has_kept
-from .tape import Call, Few, Plans, Tape, Watch, copy_of, steps_of
+from .tape import OpCall, Plans, Tape, Watch, Watchlist, copy_of, steps_of
 
 if TYPE_CHECKING:
     from ..core.program import Program
@@ -82,7 +82,7 @@ class Placeholder(Tensor):
         changes = func._schema.is_mutable  # as `squeeze_`, in a product with a vector
         if kind not in READ_NO_VALUES or (changes and not (kind == "view" and x is args[0])):
             # A mode would have seen the operator before.
-            call = x.replay.met_by(func, args, kwargs) if x.replay.sees_few else None
+            call = x.replay.known_call(func, args, kwargs) if x.replay.without_mode else None
             if call is None:
                 raise Redo(x.replay)
             return x.replay.hand_out(call, func, args, kwargs)
@@ -98,17 +98,17 @@ class Placeholder(Tensor):
         return pytree.tree_map_only(Tensor, lambda y: Placeholder(y, x.device, x.replay), views)
 
 
-PLAIN.add(Placeholder)
+PLAIN_TYPES.add(Placeholder)
 
 
 class Plan(NamedTuple):
     """What a recomputation skips beside what a policy has kept: calls by their numbers.
 
-    `few` are the operators that are enough for it to see: first those of kept values.
+    `watchlists` are enough for it to see: first those of kept values.
     """
 
-    dead: Mapping[int, Call]
-    few: Sequence[Few] = ()
+    dead: Mapping[int, OpCall]
+    watchlists: Sequence[Watchlist] = ()
 
 
 _NOTHING = Plan({})
@@ -128,21 +128,21 @@ class Replay(Watch):
     active: ExitStack
     _recordings = 0
 
-    def __init__(self, source: Any, kept: Mapping[int, Call], plan: Plan | None, learns: bool) -> None:
+    def __init__(self, source: Any, kept: Mapping[int, OpCall], plan: Plan | None, learns: bool) -> None:
         super().__init__(source, Tape() if learns else None)
         self.name, self.plan, self.kept, self.worth_a_call = source.name, plan, kept, FLOPS_WORTH_A_CALL
         self.known = {**plan.dead, **kept} if plan else kept
-        self.few = plan.few if plan else ()
-        self.met: set[int] = set()
+        self.watchlists = plan.watchlists if plan else ()
+        self.seen: set[int] = set()
         self.placeholders: list[weakref.ref[Placeholder]] = []
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
         super().begin()
-        if self.few and not self.sees_few:
-            self.see_few()
+        if self.watchlists and not self.without_mode:
+            self.leave_mode()
 
-    def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.met.add(call.number)
+    def hand_out(self, call: OpCall, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.seen.add(call.number)
         call.move_streams()
         found = []
         for i in range(1 if call.count is None else call.count):
@@ -180,20 +180,20 @@ class Replay(Watch):
             return
         self.in_f = False
         self.count_nodes()
-        if self.sees_few and (self.went_elsewhere() or self.has_written()):
+        if self.without_mode and (self.went_elsewhere() or self.has_written()):
             raise Redo(self)
-        if self.sees_few or (self.tape is None and functorch.dispatch_modes()[-1:] == [self]):
+        if self.without_mode or (self.tape is None and functorch.dispatch_modes()[-1:] == [self]):
             self.active.close()  # a placeholder reports itself that it is read
 
     def learned(self) -> Plan | None:
         """What to skip the next time; None if that must be learned again."""
         if (plan := self.plan) is not None:
             numbers = [*plan.dead]
-            if self.sees_few:
-                numbers = [number for few in self.few for number in few.numbers.values()]
-            return plan if self.met.issuperset(numbers) else self.later()
+            if self.without_mode:
+                numbers = [number for watchlist in self.watchlists for number in watchlist.numbers.values()]
+            return plan if self.seen.issuperset(numbers) else self.later()
         values = {number for number, call in self.kept.items() if has_kept(call)}
-        if not self.met >= values or (few := self.few_of(values)) is None:
+        if not self.seen >= values or (watchlist := self.watchlist_of(values)) is None:
             return _NOTHING
         dead = {call.number: call for call in (self.tape.unread() if self.tape is not None else ())}
         may_skip = {n: call for n, call in {**self.kept, **dead}.items() if n not in values}
@@ -203,15 +203,19 @@ class Replay(Watch):
         funcs = {id(func) for func, number in self.log if number in skipped}
         seen = sum([id(func) in funcs for func, _ in self.log]) + (0 if values else A_RUN)
         if sum([call.flops for call in in_order]) > self.worth_a_call * seen:
-            if (without := self.few_of(skipped)) is not None:
-                return Plan(dead, [few, without])
-        return Plan({}, [few] if values else [])
+            if (without := self.watchlist_of(skipped)) is not None:
+                return Plan(dead, [watchlist, without])
+        return Plan({}, [watchlist] if values else [])
 
     def later(self) -> Plan | None:
         """What to skip after a recomputation that went another way; None if that must be learned again."""
-        if not self.sees_few:
+        if not self.without_mode:
             return None
-        return Plan({}, self.few[:1]) if len(self.few) > 1 and self.few[0].numbers else _NOTHING
+        return (
+            Plan({}, self.watchlists[:1])
+            if len(self.watchlists) > 1 and self.watchlists[0].numbers
+            else _NOTHING
+        )
 
 
 # To skip some operators, all calls of their kind must be seen, which takes torch some microseconds for each.
@@ -221,15 +225,15 @@ FLOPS_WORTH_A_CALL, A_RUN = 1_000_000, 30
 # An accelerator computes so much in that time.
 FLOPS_ON_ACCELERATOR = 170_000_000
 # To learn a plan takes as long as so many recomputations save by it.
-LEARNED_AT_LEAST, MET_FOR_EACH = 8, 10
+LEARNED_AT_LEAST, USED_FOR_EACH = 8, 10
 
 
 @dataclass(slots=True)
 class Counts:
-    """How many plans were learned, and how often one was met."""
+    """How many plans were learned, and how often one was used."""
 
     learned: int = 0
-    met: int = 0
+    used: int = 0
 
 
 # By key without the shapes of inputs.
@@ -292,7 +296,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         # The error is ours or that of f: a run without the mode will show. (In a mode, autocast does not cast
         # in kernels that call other operators, as of `cdist`. So even a run that learns may differ.)
         replay.was_read |= _WITHOUT_MEMORY in str(raised)
-        may_differ = replay.met or isinstance(raised, CheckpointError)
+        may_differ = replay.seen or isinstance(raised, CheckpointError)
         if not may_differ or (isinstance(raised, Redo) and raised.replay is not replay):
             raise
         if not replay.was_read and not _may_be_ours(raised):
@@ -331,7 +335,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     source, kept, tensors = _given.get()
     if source is not program.source:
         kept = None
-    calls: Mapping[int, Call] = {} if kept is None else kept.calls
+    calls: Mapping[int, OpCall] = {} if kept is None else kept.calls
     # A product of inputs takes the most FLOPs if each factor has half of their elements.
     elements = sum(map(Tensor.numel, inputs))
     key: Any = None
@@ -342,13 +346,13 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     if (is_large or (are_numbers and calls)) and not (
         program.source.calls_compiled or functorch.has_compiled()
     ):
-        key = *steps_of(program), frozenset(calls), *map(look, inputs)
+        key = *steps_of(program), frozenset(calls), *map(meta_of, inputs)
         plan = _plans.get(key)
         if (counts := _counts.get(key[: -len(inputs)])) is None:
             counts = _counts[key[: -len(inputs)]] = Counts()
         if plan is not None:
-            counts.met += 1
-        elif counts.learned < LEARNED_AT_LEAST or counts.met >= MET_FOR_EACH * counts.learned:
+            counts.used += 1
+        elif counts.learned < LEARNED_AT_LEAST or counts.used >= USED_FOR_EACH * counts.learned:
             counts.learned += 1
         else:
             plan, key = _NOTHING, None  # the inputs have other shapes in nearly each call
@@ -360,7 +364,7 @@ def _replay_of(program: Program, inputs: Sequence[Tensor]) -> Replay | None:
     replay = Replay(program.source, calls, plan, plan is None and is_large)
     replay.key = key
     if kept is not None:
-        replay.few = replay.few if kept.sees_few else ()
+        replay.watchlists = replay.watchlists if kept.without_mode else ()
         places = zip(tensors, kept.places, strict=True)
         replay.coming = [Returning(x) if away is None else away.back(x) for x, away in places]
     if device is not None:

@@ -27,7 +27,7 @@ from ..policies.offload import Offloaded, is_far
 from ..policies.policies import Chooser, current_name
 from . import operators
 from .operators import TensorMeta, kind_of, run_operator
-from .tape import Call, Few, Plans, Tape, Watch, copy_of, recomputed, steps_of
+from .tape import OpCall, Plans, Tape, Watch, Watchlist, copy_of, recomputed, steps_of
 
 
 class Kept:
@@ -35,16 +35,16 @@ class Kept:
 
     def __init__(self) -> None:
         # By number: the calls that need not run again.
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, OpCall] = {}
         self.tensors: list[Tensor] = []
         # For each tensor: how to bring it back, if it was offloaded.
         self.places: list[Offloaded | None] = []
         # What later runs take over from this one, or this one from an earlier one: the same without values.
-        self.learned: dict[int, Call] = {}
-        # Whether the run saw few operators. Then so does a recomputation.
-        self.sees_few = False
+        self.learned: dict[int, OpCall] = {}
+        # Whether the run was without a mode. Then so is a recomputation.
+        self.without_mode = False
 
-    def keep(self, call: Call, values: Mapping[int, Tensor]) -> None:
+    def keep(self, call: OpCall, values: Mapping[int, Tensor]) -> None:
         """Keep results of a call, which need not run again."""
         self.calls[call.number] = call
         for i, x in values.items():
@@ -60,7 +60,7 @@ class Kept:
                 del self.learned[number]
 
 
-def has_kept(call: Call) -> bool:
+def has_kept(call: OpCall) -> bool:
     """Whether results of a call are kept."""
     return any([isinstance(slot, int) for slot in call.outputs.values()])
 
@@ -95,15 +95,15 @@ class Record(Watch):
         if self._chooser.known is None:
             return
         layers = [*map(wrappers.layers_of, inputs)]
-        looks = [(operators.look(of[-1]), *[x.requires_grad for x in of]) for of in layers]
+        looks = [(operators.meta_of(of[-1]), *[x.requires_grad for x in of]) for of in layers]
         with suppress(TypeError):  # fake tensors may have sizes that are no numbers
             self._key = *self._key, hash(tuple(looks))  # there may be thousands of them
             self._learns = True
         if self._learns and (plan := _plans.get(self._key)) is not None:
-            self.tape, (self.known, self._last, few) = None, plan
-            if few is not None:
-                self.few = (few,)
-                self.see_few()
+            self.tape, (self.known, self._last, watchlist) = None, plan
+            if watchlist is not None:
+                self.watchlists = (watchlist,)
+                self.leave_mode()
 
     def see(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = super().see(func, args, kwargs)
@@ -113,7 +113,7 @@ class Record(Watch):
                     self.held.append((x, x._version))
         return out
 
-    def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def hand_out(self, call: OpCall, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator of a known call, and hold those of its results that are kept."""
         before = world.states_drawn_from(func, args, kwargs)
         out = run_operator(func, args, kwargs)
@@ -121,12 +121,12 @@ class Record(Watch):
         results = operators.results(out)
         found = {i: x for i, x in enumerate(results) if isinstance(x, Tensor) and i in call.outputs}
         values = {i: x for i, x in found.items() if isinstance(call.outputs[i], int)}
-        if copies := self.sees_few and call.number in self.few[0].written:
+        if copies := self.without_mode and call.number in self.watchlists[0].written:
             values = {i: copy_of(x) for i, x in values.items()}
         else:
             for x in values.values():
                 self.hold(x)
-        if not self.sees_few:  # made below autograd, an alias would have a version counter of its own
+        if not self.without_mode:  # made below autograd, an alias would have a version counter of its own
             values = {i: autograd.alias(x) for i, x in values.items()}
         # What depends on values is that of this run: how many results there are, numbers, sizes.
         metas = {i: TensorMeta.of(x) for i, x in found.items()}
@@ -136,7 +136,7 @@ class Record(Watch):
         self._kept.keep(now, values)
         return out
 
-    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, OpCall | None]:
         out, call = super().call(tape, func, args, kwargs)
         if call is not None and kind_of(func) in ("pure", "custom", "random"):
             decision = self._chooser.decides(func, args, kwargs, out)
@@ -183,32 +183,32 @@ class Record(Watch):
                         inner = [z for y in below for z in operators.inner_tensors(y)]
                         self.tape.read |= self.tape.made([*below, *inner])
 
-    def _with_copies(self) -> Few | None:
-        """`few`, with the calls to whose results f has written. None if it is no use to copy them.
+    def _with_copies(self) -> Watchlist | None:
+        """The watchlist, with the calls to whose results f has written. None if it is no use to copy them.
 
         In plain autograd, `linear` of what is not contiguous adds the bias in place, but not in a mode.
         """
         written, calls = self.written(), self._kept.calls.items()
         at = [x.untyped_storage()._cdata in written for x in self._kept.tensors]
         numbers = {n for n, call in calls if any([at[i] for i in call.outputs.values() if type(i) is int])}
-        few = self.few[0]
-        return few._replace(written=few.written | numbers) if numbers else None
+        watchlist = self.watchlists[0]
+        return watchlist._replace(written=watchlist.written | numbers) if numbers else None
 
     def finish(self, outputs: Sequence[Tensor]) -> Kept | None:
         """What is kept of the run: of the chosen values, those that the backward reads or computes from."""
         kept, key = self._kept, self._key
         if self.tape is None:
-            if self.sees_few:
-                went_elsewhere = self.went_elsewhere() or len(kept.calls) < len(self.few[0].numbers)
+            if self.without_mode:
+                went_elsewhere = self.went_elsewhere() or len(kept.calls) < len(self.watchlists[0].numbers)
                 if went_elsewhere or self.has_written():
                     _plans[key] = self.known, self._last, None if went_elsewhere else self._with_copies()
                     return None
-                kept.sees_few, kept.calls = True, {**self.known, **kept.calls}
+                kept.without_mode, kept.calls = True, {**self.known, **kept.calls}
                 kept.tensors = [*map(autograd.alias, kept.tensors)]
             elif kept.calls.keys() != self.known.keys() or self.number != self._last:
                 _plans[key] = None
                 return None
-            kept.learned = cast("dict[int, Call]", self.known)
+            kept.learned = cast("dict[int, OpCall]", self.known)
         else:
             calls = self.tape.calls
             # f may put a result into a tensor that it captured: `p.data = ...`.
@@ -222,10 +222,10 @@ class Record(Watch):
                     kept.keep(call, values)
             if self._learns and key not in _plans:
                 calls_with = {number: call for number, call in kept.calls.items() if has_kept(call)}
-                few = None
+                watchlist = None
                 if calls_with and not any([call.offloads for call in calls_with.values()]):
-                    few = self.few_of(calls_with, *_UNSAFE)
-                _plans[key] = kept.calls, self.number, few
+                    watchlist = self.watchlist_of(calls_with, *_UNSAFE)
+                _plans[key] = kept.calls, self.number, watchlist
                 kept.learned = kept.calls
         # The caller may write to an output.
         for away in filter(None, kept.places):

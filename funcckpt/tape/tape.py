@@ -21,7 +21,7 @@ Place = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Call:
+class OpCall:
     """A call of an operator."""
 
     func: Any
@@ -57,7 +57,7 @@ class Tape:
     """The calls of a run, and which of them made which storage."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[OpCall] = []
         # Results that are read by something other than the calls.
         self.read: set[Place] = set()
         # The result in each storage.
@@ -68,14 +68,14 @@ class Tape:
         storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
         return {self.makers[storage] for storage in storages if storage in self.makers}
 
-    def named(self, x: Tensor) -> Iterator[tuple[Call, int, Tensor]]:
+    def named(self, x: Tensor) -> Iterator[tuple[OpCall, int, Tensor]]:
         """The results that get a name as `x`: call, output index and tensor."""
         for index, i in self.made((x,)):
             meta = self.calls[index].outputs.get(i)
             if meta is not None and meta.dtype == x.dtype:
                 yield self.calls[index], i, x.as_strided(meta.size, meta.strides, meta.offset)
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, OpCall | None]:
         """Run an operator, and record the call; None if it returns memory of others, or no strided tensor."""
         kind = kind_of(func)
         if kind == "view":
@@ -93,7 +93,7 @@ class Tape:
         index = len(self.calls)
         storages = {x.untyped_storage()._cdata for x in given if x.layout is torch.strided}
         needs = self.made(given) if kind != "like" else set()
-        call = Call(func, needs, len(out) if isinstance(out, (list, tuple)) else None, streams=streams)
+        call = OpCall(func, needs, len(out) if isinstance(out, (list, tuple)) else None, streams=streams)
         self.calls.append(call)
         for i, x in enumerate(changed):
             self.makers[x.untyped_storage()] = index, -1 - i
@@ -114,7 +114,7 @@ class Tape:
                 self.makers[y.untyped_storage()] = index, i
         return out, call if is_known else None
 
-    def unread(self) -> list[Call]:
+    def unread(self) -> list[OpCall]:
         """The calls whose results nobody has read, and whose results are freed."""
         read = self.read.union(self.makers.values(), *[c.needs for c in self.calls if not c.may_skip])
         _, again = recomputed(self.calls, read)
@@ -122,7 +122,7 @@ class Tape:
 
 
 def recomputed(
-    calls: Sequence[Call], read: Set[Place], kept: Set[Place] = frozenset()
+    calls: Sequence[OpCall], read: Set[Place], kept: Set[Place] = frozenset()
 ) -> tuple[set[Place], set[int]]:
     """For a backward that reads `read`: which of the kept values it uses, and which calls it runs again."""
     used: set[Place] = set()
@@ -169,7 +169,7 @@ def steps_of(program: Any) -> list[Any]:
 _SHAPES = ("wrt", "of", "along", "in_dims", "at_level", "differentiated")
 
 
-class Few(NamedTuple):
+class Watchlist(NamedTuple):
     """The operators of which some calls are known, where to see these operators alone is enough.
 
     A call is known by its position: a hash of the calls of these operators since f began.
@@ -188,7 +188,8 @@ class Watch(functorch.UnguardedMode):
     `number` is a hash of all operators since f began. If an earlier run had the same number, both have run
     the same operators. Shapes are compared only for operators whose results are kept or skipped.
 
-    Where earlier runs have shown which calls are known, a run sees only the operators of `few`, by `kernels`.
+    Where earlier runs have shown which calls are known, a run sees only the operators of `watchlists`, by
+    `kernels`.
     """
 
     supports_higher_order_operators = True
@@ -200,10 +201,10 @@ class Watch(functorch.UnguardedMode):
     modes = 0
     number = 0
     # By number: calls of an earlier run.
-    known: Mapping[int, Call] = {}
+    known: Mapping[int, OpCall] = {}
     # The operators that are enough; whether only these are seen; and the positions in each of them.
-    few: Sequence[Few] = ()
-    sees_few = False
+    watchlists: Sequence[Watchlist] = ()
+    without_mode = False
     # How many graph nodes f has made, and the first of them.
     nodes = first_node = 0
 
@@ -214,7 +215,7 @@ class Watch(functorch.UnguardedMode):
         self.log: list[tuple[Any, int]] = []  # all calls, if all are seen
         # The storages of kept values that were handed out, or kept without a tape.
         self.storages: set[int] = set()
-        # If few operators are seen: tensors with this memory, which count writes, with their versions.
+        # Without a mode: tensors with this memory, which count writes, with their versions.
         self.held: list[tuple[Tensor, int]] = []
 
     def begin(self, inputs: Sequence[Tensor] = ()) -> None:
@@ -226,11 +227,11 @@ class Watch(functorch.UnguardedMode):
         """Called when f ends."""
         self.nodes = functorch.next_sequence_number() - self.first_node
 
-    def few_of(self, numbers: Collection[int], *others: Any) -> Few | None:
+    def watchlist_of(self, numbers: Collection[int], *others: Any) -> Watchlist | None:
         """The operators of the calls with some numbers, after a run in which all were seen.
 
         None if torch does not show them, and `others`, alone; or if f has collectives, which all processes
-        must run alike: a recomputation that sees few may begin again in one of them.
+        must run alike: a recomputation without a mode may begin again in one of them.
         """
         if any([func.namespace in operators.COLLECTIVES for func, _ in self.log]):
             return None
@@ -243,10 +244,10 @@ class Watch(functorch.UnguardedMode):
                 position = hash((position, id(func)))
                 if number in numbers:
                     known[position] = number
-        return Few(frozenset(funcs), known, position, self.nodes)
+        return Watchlist(frozenset(funcs), known, position, self.nodes)
 
-    def see_few(self) -> None:
-        """From now on see only the operators of `few`, if nothing else watches or traces.
+    def leave_mode(self) -> None:
+        """From now on see only the operators of `watchlists`, if nothing else watches or traces.
 
         Kernels of compiled code write to memory where nothing sees it, and no mode keeps torch from running
         them here.
@@ -255,11 +256,11 @@ class Watch(functorch.UnguardedMode):
             return
         if not (functorch.is_tracing() or functorch.has_compiled()):
             super().__exit__(None, None, None)
-            self.sees_few, self.positions = True, [0] * len(self.few)
+            self.without_mode, self.positions = True, [0] * len(self.watchlists)
             kernels.begin(self)
 
     def __exit__(self, *error: Any) -> None:
-        if self.sees_few:
+        if self.without_mode:
             kernels.end(self)
         else:
             super().__exit__(*error)
@@ -267,17 +268,17 @@ class Watch(functorch.UnguardedMode):
     @dynamo.hidden
     def see(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operator that has a kernel."""
-        call = self.met_by(func, args, kwargs)
+        call = self.known_call(func, args, kwargs)
         return func(*args, **kwargs) if call is None else self.hand_out(call, func, args, kwargs)
 
-    def met_by(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
-        """The known call that an operator of `few` makes now, if it is one."""
+    def known_call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> OpCall | None:
+        """The known call that an operator of `watchlists` makes now, if it is one."""
         found = None
         if self.in_f:
-            for i, few in enumerate(self.few):
-                if id(func) in few.funcs:
+            for i, watchlist in enumerate(self.watchlists):
+                if id(func) in watchlist.funcs:
                     position = self.positions[i] = hash((self.positions[i], id(func)))
-                    call = self.known.get(few.numbers.get(position, 0))
+                    call = self.known.get(watchlist.numbers.get(position, 0))
                     if call is not None and call.signature == operators.signature(func, args, kwargs):
                         found = call
         return None if torch.is_inference_mode_enabled() else found
@@ -285,19 +286,19 @@ class Watch(functorch.UnguardedMode):
     def hold(self, x: Tensor) -> None:
         """Called with a kept value, to which f must not write."""
         self.storages.add(x.untyped_storage()._cdata)
-        if self.sees_few:
+        if self.without_mode:
             self.held.append((x, x._version))
 
     def went_elsewhere(self) -> bool:
-        """Whether f, of which few operators were seen, has run others than in the earlier run.
+        """Whether f, run without a mode, has run other operators than in the earlier run.
 
         Operators that others call are seen, too, and no mode has seen them, so then it has.
         """
         ends = [(position, self.nodes) for position in self.positions]
-        return ends != [(few.end, few.nodes) for few in self.few]
+        return ends != [(watchlist.end, watchlist.nodes) for watchlist in self.watchlists]
 
     def has_written(self) -> bool:
-        """Whether f, of which few operators were seen, may have written to kept values."""
+        """Whether f, run without a mode, may have written to kept values."""
         return functorch.has_compiled() or bool(self.written())
 
     def written(self) -> set[int]:
@@ -341,10 +342,10 @@ class Watch(functorch.UnguardedMode):
     def note_write(self) -> None:
         """Called before an operator of f that writes to a kept value."""
 
-    def hand_out(self, call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def hand_out(self, call: OpCall, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of a known call of f."""
 
-    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Call | None]:
+    def call(self, tape: Tape, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, OpCall | None]:
         """Run an operator of f, and record the call."""
         given = tensors_of(args, kwargs)
         if any([x.is_nested for x in given]):  # such a tensor has no shape
