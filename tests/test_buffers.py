@@ -361,3 +361,16 @@ def test_a_count_that_is_given_outside_of_a_vmap(same):
         return module.bias.grad, count
 
     same(run)
+
+
+def test_what_looks_like_a_buffer_in_inference_mode():
+    """There, to make a copy counts as a write to it."""
+    block = nn.Linear(3, 3, dtype=F64)
+    block.register_buffer("scale", tensor(3))
+    x, shift = tensor(4, 3), tensor(3)
+    f = lambda wrap: grad(
+        lambda x: wrap(lambda x, s: block(x) * block.scale + s)(x, shift * 0.5).sin().sum()
+    )(x)
+    want = f(lambda f: f)
+    with torch.inference_mode():
+        assert_same(f(remat), want)

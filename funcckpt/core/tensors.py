@@ -248,6 +248,8 @@ class GivenBuffers:
         self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if id(x) in found}
         # The numbers of buffers of levels; after the first run, only of those that it has updated.
         self._at_levels = [i for i, x in self._originals.items() if wrappers.is_functorch_wrapped_tensor(x)]
+        # The versions of the copies that f gets.
+        self._versions: dict[int, int | None] = {}
         # Of these, those whose versions do not tell of the update.
         self._untold: set[int] = set()
 
@@ -270,6 +272,8 @@ class GivenBuffers:
                 y = inputs[i]
                 if x is None or i in self._at_levels or requires_grad(y):
                     given[i] = y.clone()
+                    # (In inference mode, to fill it counts.)
+                    self._versions[i] = version_of(wrappers.physical(given[i])[0])
                 else:  # at the level at which a pullback records
                     level = wrappers.maybe_get_level(y) if wrappers.is_gradtrackingtensor(y) else None
                     given[i] = x if level is None else wrappers._wrap_for_grad(x, level)
@@ -279,7 +283,7 @@ class GivenBuffers:
         """The buffers of levels that the first run has updated. They are returned beside the outputs of f."""
         for i in [*self._at_levels]:
             old = wrappers.physical(before[i])[0]
-            if not wrappers.physical(inputs[i])[0]._version:
+            if version_of(wrappers.physical(inputs[i])[0]) == self._versions[i]:
                 self._untold.add(i)
                 if is_same(inputs[i], old, may_wait=True):
                     self._at_levels.remove(i)

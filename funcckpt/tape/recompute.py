@@ -296,10 +296,7 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
         # The error is ours or that of f: a run without the mode will show. (In a mode, autocast does not cast
         # in kernels that call other operators, as of `cdist`. So even a run that learns may differ.)
         replay.was_read |= _WITHOUT_MEMORY in str(raised)
-        may_differ = replay.seen or isinstance(raised, CheckpointError)
-        if not may_differ or (isinstance(raised, Redo) and raised.replay is not replay):
-            raise
-        if not replay.was_read and not _may_be_ours(raised):
+        if not _may_be_ours(raised, replay):
             raise
         error = raised.with_traceback(None)  # its frames would keep tensors alive
         later = replay.later() or _NOTHING
@@ -321,8 +318,15 @@ def run(program: Program, inputs: Sequence[Tensor]) -> Tensors:
 _WITHOUT_MEMORY = "its data is not allocated yet"
 
 
-def _may_be_ours(error: Exception) -> bool:
-    """Whether a recomputation may raise it since something was skipped: not that memory or time is over."""
+def _may_be_ours(error: Exception, replay: Replay) -> bool:
+    """Whether f may raise an error since something was skipped or handed out."""
+    if isinstance(error, Redo):
+        return error.replay is replay  # or that of a checkpoint around this one
+    if not (replay.seen or isinstance(error, CheckpointError)):
+        return False  # nothing was
+    if replay.was_read:
+        return True
+    # Not that memory or time is over.
     is_of_torch = type(error) in (RuntimeError, TypeError, NotImplementedError)
     return isinstance(error, FuncckptError) or (is_of_torch and "allocate memory" not in str(error))
 
