@@ -373,4 +373,4 @@ def test_what_looks_like_a_buffer_in_inference_mode():
     )(x)
     want = f(lambda f: f)
     with torch.inference_mode():
-        assert_same(f(remat), want)
+        assert torch.allclose(f(remat), want, rtol=1e-12)

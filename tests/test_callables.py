@@ -297,12 +297,24 @@ def test_a_keyword_argument_named_self():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # the number of steps is that of the example
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(2, 2).double()
+
+    def forward(self, x, xs):
+        return scan(lambda carry, y: (torch.tanh(self.cell(carry) + y), None), x, xs)[0]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_graph_of_torch_jit():
     for f in (remat(torch.sin), functools.partial(checkpoint, torch.sin)):
         traced = torch.jit.trace(lambda x, f=f: f(x), X.clone().requires_grad_())
         assert_same(traced(X * 2), (X * 2).sin())
     loop = lambda x: scan(lambda carry, y: (torch.tanh(carry + y), None), x, torch.ones(6, 1))[0]
     assert_same(torch.jit.trace(loop, X)(X * 2), loop(X * 2))
+    learned = Recurrent()  # torch traces again under no_grad, and compares
+    assert_same(torch.jit.trace(learned, (X[0], X))(X[1], X), learned(X[1], X))
 
 
 class CallableModule(types.ModuleType):

@@ -229,7 +229,8 @@ def _start(loop: Loop, first: int, steps: int, init: Any, xs: Any) -> tuple[Any,
     schedule, (*_, bytes) = choose(*loop.asked, steps, loop.name), loop.asked
     if steps == 0:
         return init, no_ys(loop, init, xs) if loop.kind == "scan" else None
-    if _keeps_nothing(loop.f, (init, xs)):
+    # A graph of torch.jit has no checkpoints.
+    if torch.jit.is_tracing() or _keeps_nothing(loop.f, (init, xs)):  # type: ignore[attr-defined]
         schedule = PLAIN
     elif bytes is not None:
         schedule = as_many_as_fit(loop, bytes, first, steps, init, xs)
