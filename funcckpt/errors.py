@@ -21,7 +21,8 @@ def describe(x: Tensor) -> str:
 def check_positive(title: str, of: Any = Integral, /, **options: Any) -> None:
     """Raise an OptionError if an option is neither None nor a positive number of a kind."""
     for option, value in options.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, of) or not value > 0):
+        is_number = isinstance(value, of) and not isinstance(value, bool)
+        if value is not None and not (is_number and value > 0):
             kind = "integer" if of is Integral else "number"
             raise OptionError(f"{title}: {option}={value!r} is not a positive {kind}.")
 

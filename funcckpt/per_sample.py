@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from numbers import Real
@@ -119,10 +120,9 @@ def clipped_sum(
     >>> clipped_sum(loss, torch.zeros(2), x, max_norm=1.0, eps=0.0).sum
     tensor([0.9000, 1.2000])
     """
-    if not isinstance(max_norm, Tensor):
-        check_positive("clipped_sum", Real, max_norm=max_norm)
+    _check_positive("clipped_sum", max_norm=max_norm)
     if eps != 0:
-        check_positive("clipped_sum", Real, eps=eps)
+        _check_positive("clipped_sum", eps=eps)
     total: list[Tensor] = []
 
     def reduce(gradients: list[Tensor]) -> Tensor:
@@ -223,7 +223,8 @@ def influence(
     if count == 0:
         raise InputError("influence: there is no training sample. Pass at least one in train.")
     chunks = _Chunks("influence", chunk_size, bytes)
-    check_positive("influence", Real, tolerance=tolerance)
+    if tolerance != 0:
+        _check_positive("influence", tolerance=tolerance)
     _check("influence", loss, parameters, (train, test))
     if any([wrappers.physical(x)[1] for x in tensors_in((parameters, train, test))]):
         raise TransformError("influence: vmap's samples would take different numbers of iterations. Loop.")
@@ -308,7 +309,7 @@ class _Chunks:
             raise OptionError(f"{name} takes chunk_size= or bytes=, not both.")
         check_positive(name, chunk_size=chunk_size)
         check_positive(name, Real, bytes=bytes)
-        self.name, self.size, self.bytes = name, chunk_size, int(bytes or 0)
+        self.name, self.size, self.bytes = name, chunk_size, int(min(bytes or 0, sys.maxsize))
         self.meter = None if bytes is None else Meter()  # runs during all work on the chunks
         # The size of the largest chunk so far, and the bytes that it took for each sample.
         self._measured, self._of_one = 0, 0.0
@@ -339,6 +340,14 @@ class _Chunks:
                     )
 
 
+def _check_positive(name: str, **options: Any) -> None:
+    """Raise unless options are positive numbers, or tensors of them."""
+    for option, x in options.items():
+        if isinstance(x, Tensor):  # of a vmap, torch does not say
+            x = 1 if wrappers.physical(x)[1] else x.item()
+        check_positive(name, Real, **{option: 0 if x is None else x})
+
+
 def _check(name: str, loss: Any, parameters: Any, batch: Any) -> None:
     if not callable(loss):
         raise InputError(f"{name}: loss is a function of parameters and a sample, not {type(loss).__name__}.")
@@ -355,7 +364,7 @@ def _check(name: str, loss: Any, parameters: Any, batch: Any) -> None:
         captured = Found(loss).tensors
         drop_stale(captured, layers)
         for x in [*tensors_in((parameters, batch)), *captured.values()]:
-            if any([at_level.requires_grad for at_level in wrappers.layers_of(x)[:-1]]):
+            if any([at_level.requires_grad for at_level in wrappers.layers_of(wrappers.alive(x))[:-1]]):
                 raise TransformError(
                     f"{name}: the results have no derivative in reverse mode. Use vmap(grad(loss)) or "
                     "forward mode (jvp, jacfwd), or detach what it is given if only the values count."

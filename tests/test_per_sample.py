@@ -281,6 +281,13 @@ def test_influence_errors():
         ((torch.ones(2, 3), torch.ones(3)), {}, funcckpt.InputError, r"float32\[2, 3\], float32\[3\]"),
         ((torch.ones(2, 3),), {"bytes": -1.5}, funcckpt.OptionError, r"bytes=-1\.5"),
         ((torch.ones(2, 3),), {"eps": -1.0}, funcckpt.OptionError, r"eps=-1\.0 is not a positive number"),
+        (
+            (torch.ones(2, 3),),
+            {"max_norm": torch.tensor(-1.0)},
+            funcckpt.OptionError,
+            r"max_norm=-1\.0 is not",
+        ),
+        ((torch.ones(2, 3),), {"max_norm": None}, funcckpt.OptionError, "max_norm=0 is not a positive"),
         ((torch.ones(2, 3),), {"max_norm": "1"}, funcckpt.OptionError, "max_norm='1' is not a positive"),
         ((torch.ones(2, 3),), {"bytes": 9, "chunk_size": 2}, funcckpt.OptionError, "not both"),
         ((), {}, funcckpt.InputError, "no tensor at all"),
@@ -374,3 +381,19 @@ def test_influence_has_no_derivative_in_reverse_mode():
         torch.func.vmap(f)(torch.ones(2, dtype=F64))
     with pytest.raises(funcckpt.OptionError, match="tolerance=-1 is not a positive number"):
         influence(q, mean, (x,), (x,), tolerance=-1)
+
+
+def test_options_that_are_tensors_or_infinite():
+    loss, x = lambda w, x: (w * x).sum(), torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    sums = lambda bound, **options: clipped_sum(loss, torch.zeros(2), x, max_norm=bound, **options).sum
+    close(sums(torch.tensor(1.0), eps=torch.tensor(1e-6), bytes=float("inf")), sums(1.0))
+    close(torch.func.vmap(sums)(torch.tensor([1.0, 2.0])), torch.stack([sums(1.0), sums(2.0)]))
+    close(sums(float("inf")), x.sum(0))
+
+
+def test_a_tensor_that_a_transform_has_left_behind_is_none_of_the_loss():
+    left, x = {}, torch.tensor([1.0, 2.0], dtype=F64)
+    torch.func.grad(lambda a: left.update(a=a) or a.sin())(torch.ones((), dtype=F64))
+    loss = lambda m, x: (m - x).square() + len(left) * 0
+    found = lambda a: influence(loss, x.mean(), (x,), (x[:1],)).sum() * 0 + a
+    assert torch.func.grad(found)(torch.ones((), dtype=F64)) == 1

@@ -687,6 +687,50 @@ def test_later_calls_compute_a_value_of_which_torch_makes_a_list(ask):
     assert found[0] > found[-1] == want[-1]
 
 
+class Scaled(nn.Module):
+    """Writes to what a factory has made, unless the factor is one."""
+
+    factor = 1.0
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        y = checkpoint_name(self.make(x), "made")
+        if self.factor != 1:
+            y.mul_(self.factor)
+        return (x.exp() * y).sin()
+
+
+FACTORIES = {
+    "randn": lambda x: torch.randn(3, 3, dtype=x.dtype),
+    "randn_like": torch.randn_like,
+    "ones": lambda x: torch.ones(3, 3, dtype=x.dtype),
+    "arange": lambda x: torch.arange(3, dtype=x.dtype),
+    "linspace": lambda x: torch.linspace(x[0, 0].detach(), 1, 3, dtype=x.dtype),
+    "full": lambda x: torch.full_like(x, 2),
+    "new": lambda x: x.new_ones(3, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.everything_saveable, policies.save_only_these_names("made")],
+    ids=["all", "named"],
+)
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test_what_a_factory_has_made_is_written_to_in_some_calls(make, policy):
+    """Torch gives it another version counter when the operator has run."""
+    m, x = Scaled(make), tensor(3, 3, requires_grad=True)
+    for m.factor in (1.0, 0.5, 0.25, 1.0, 0.5, 2.0):
+        gradients = []
+        for f in (m, remat(m, policy=policy)):
+            torch.manual_seed(1)
+            gradients.append(torch.autograd.grad(f(x).sum(), x)[0])
+        assert_close(*gradients)
+
+
 def test_an_operator_inside_of_a_kernel_that_is_skipped_elsewhere(seen):
     """`softmax` makes a copy of what is not contiguous. And f may catch the error of a kernel."""
     w, x = tensor(4, 4), tensor(4, 4, requires_grad=True)

@@ -19,7 +19,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import compress
@@ -108,13 +108,15 @@ def title(f: Callable[..., Any]) -> str:
 
 def _contexts(f: Any, context_fn: Any) -> list[Any]:
     """What `context_fn` returns."""
-    made = context_fn() if callable(context_fn) else ()
-    if not isinstance(made, (tuple, list)) or [hasattr(x, "__exit__") for x in made] != [True, True]:
+    made: list[Any] = []
+    if callable(context_fn) and isinstance(given := context_fn(), Iterable):
+        made = [*given]
+    if [hasattr(x, "__exit__") for x in made] != [True, True]:
         raise OptionError(
             f"{title(f)}: context_fn must be a function that returns two contexts, as "
             "functools.partial(create_selective_checkpoint_contexts, policy) does."
         )
-    return [*made]
+    return made
 
 
 class _Stop(BaseException):

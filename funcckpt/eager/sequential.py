@@ -93,7 +93,7 @@ def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 
 def _layers(title: str, functions: Any) -> list[Callable[[Any], Any]]:
     layers: list[Any] = [*functions] if isinstance(functions, Iterable) else [None]
-    if wrong := [f for f in layers if not callable(f) or isinstance(f, type)]:
+    if wrong := [f for f in layers if not callable(f) or (isinstance(f, type) and issubclass(f, nn.Module))]:
         what = "" if wrong[0] is None else f" that holds {wrong[0]!r}"
         raise InputError(
             f"{title} takes an nn.Sequential or a list of functions, not a {type(functions).__name__}{what}."

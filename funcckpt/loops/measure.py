@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,7 +94,7 @@ def as_many_as_fit(loop: Loop, bytes: int, first: int, steps: int, init: Any, xs
             "captured, or updates running statistics in its carry or under a transform. Work on a copy "
             "(x.clone()) inside of the function; for running statistics, pass checkpoints= instead."
         ) from error
-    found = fit(steps, int(bytes), carry, saved, peak, stays)
+    found = fit(steps, int(min(bytes, sys.maxsize)), carry, saved, peak, stays)
     if found is None:
         carries = min([carries_alive(steps, k) for k in range(1, fewest(steps, 2) + 1)])
         raise OptionError(

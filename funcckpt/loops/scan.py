@@ -293,7 +293,7 @@ def _loop_of(
 ) -> Loop:
     """A loop with checked options; its length is not known yet."""
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"
-    if not callable(f) or isinstance(f, type):
+    if not callable(f) or (isinstance(f, type) and issubclass(f, torch.nn.Module)):
         what = f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__
         raise InputError(f"{kind} takes a function, not {what}.")
     if offload not in (None, "host", "disk"):

@@ -278,6 +278,8 @@ def _selected(model: nn.Module, select: Any) -> list[nn.Module]:
     except TypeError:
         what = "select= takes a name and a module: lambda name, module: isinstance(module, Block)."
         raise InputError(what) from None
+    except ValueError:  # a builtin function has no signature
+        pass
     return [m for name, m in named if select(name, m)]
 
 
@@ -345,7 +347,7 @@ class Sequential(nn.Sequential):
     def __init__(self, *layers: Any, every: Any = 1, skip_last: bool = False, **options: Any) -> None:
         super().__init__(*layers)
         self.options = _checked_options("Sequential", options)
-        check_positive("Sequential", every=every)
+        check_positive("Sequential", every=every or 0)
         self.every = every
         self.skip_last = skip_last
 

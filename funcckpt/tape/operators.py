@@ -48,6 +48,8 @@ class Operator(NamedTuple):
     # Whether it consists of other operators. These are what a mode sees, but not in inference mode, where the
     # dispatch keys of autograd are off, which take it apart. (Of nested tensors, some have kernels.)
     is_composite: bool
+    # Whether it makes a tensor with given options.
+    is_factory: bool
 
 
 # By id: to hash an operator takes torch a call of Python.
@@ -57,7 +59,9 @@ _operators: dict[int, Operator] = {}
 def about(func: Any) -> Operator:
     if (of := _operators.get(id(func))) is None:
         counts_no_versions = name_of(func).startswith("_foreach") and func._schema.is_mutable
-        what = _kind_of(func), counts_no_versions, autograd.is_composite(func)
+        arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+        is_factory = any([a.name == "pin_memory" for a in arguments])
+        what = _kind_of(func), counts_no_versions, autograd.is_composite(func), is_factory
         of = _operators[id(func)] = Operator(func, *what)
     return of
 

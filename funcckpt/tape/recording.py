@@ -119,9 +119,13 @@ class Record(Watch):
         out = run_operator(func, args, kwargs)
         streams = world.drawn_since(before)
         results = operators.results(out)
-        found = {i: x for i, x in enumerate(results) if isinstance(x, Tensor) and i in call.outputs}
-        values = {i: x for i, x in found.items() if isinstance(call.outputs[i], int)}
-        if copies := self.without_mode and call.number in self.watchlists[0].written:
+        found = {i: x for i, x in enumerate(results) if isinstance(x, Tensor) and operators.is_plain(x)}
+        values = {i: x for i, x in found.items() if isinstance(call.outputs.get(i), int)}
+        # Torch gives what a factory makes (`randn`) a version counter of its own later, which is not seen.
+        copies = self.without_mode and (
+            operators.about(func).is_factory or call.number in self.watchlists[0].written
+        )
+        if copies:
             values = {i: copy_of(x) for i, x in values.items()}
         else:
             for x in values.values():

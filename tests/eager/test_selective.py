@@ -496,3 +496,4 @@ def test_what_is_no_context_fn(context_fn):
         OptionError, match=r"checkpoint\(.*sin\): context_fn must be a function that returns two"
     ):
         checkpoint(torch.sin, leaf(3), context_fn=context_fn)
+    checkpoint(torch.sin, leaf(3), context_fn=lambda: (nullcontext() for _ in range(2))).sum().backward()
