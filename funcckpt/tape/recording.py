@@ -119,8 +119,8 @@ class Record(Watch):
         out = run_operator(func, args, kwargs)
         streams = world.drawn_since(before)
         results = operators.results(out)
-        found = {i: x for i, x in enumerate(results) if isinstance(x, Tensor) and operators.is_plain(x)}
-        values = {i: x for i, x in found.items() if isinstance(call.outputs.get(i), int)}
+        kept = {i for i, slot in call.outputs.items() if isinstance(slot, int)}
+        values = {i: x for i, x in enumerate(results) if i in kept and isinstance(x, Tensor)}
         # Torch gives what a factory makes (`randn`) a version counter of its own later, which is not seen.
         copies = self.without_mode and (
             operators.about(func).is_factory or call.number in self.watchlists[0].written
@@ -133,8 +133,9 @@ class Record(Watch):
         if not self.without_mode:  # made below autograd, an alias would have a version counter of its own
             values = {i: autograd.alias(x) for i, x in values.items()}
         # What depends on values is that of this run: how many results there are, numbers, sizes.
-        metas = {i: TensorMeta.of(x) for i, x in found.items()}
-        others = {i: x for i, x in enumerate(results) if not isinstance(x, Tensor)}
+        rest = [(i, x) for i, x in enumerate(results) if i not in values]
+        metas = {i: TensorMeta.of(x) for i, x in rest if isinstance(x, Tensor) and operators.is_plain(x)}
+        others = {i: x for i, x in rest if not isinstance(x, Tensor)}
         count = None if call.count is None else len(results)
         now = replace(call, count=count, outputs=metas, others=others, streams=streams, copies=copies)
         self._kept.keep(now, values)
