@@ -18,11 +18,15 @@ def describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-def check_positive(title: str, of: Any = Integral, /, **options: Any) -> None:
-    """Raise an OptionError if an option is neither None nor a positive number of a kind."""
+def check_positive(
+    title: str, of: Any = Integral, /, *, or_none: bool = False, or_zero: bool = False, **options: Any
+) -> None:
+    """Raise an OptionError if an option is not a positive number of a kind."""
     for option, value in options.items():
+        if value is None and or_none:
+            continue
         is_number = isinstance(value, of) and not isinstance(value, bool)
-        if value is not None and not (is_number and value > 0):
+        if not is_number or not (value > 0 or (or_zero and value == 0)):
             kind = "integer" if of is Integral else "number"
             raise OptionError(f"{title}: {option}={value!r} is not a positive {kind}.")
 

@@ -120,9 +120,8 @@ def clipped_sum(
     >>> clipped_sum(loss, torch.zeros(2), x, max_norm=1.0, eps=0.0).sum
     tensor([0.9000, 1.2000])
     """
-    _check_positive("clipped_sum", max_norm=max_norm)
-    if eps != 0:
-        _check_positive("clipped_sum", eps=eps)
+    check_positive("clipped_sum", Real, max_norm=_number(max_norm))
+    check_positive("clipped_sum", Real, or_zero=True, eps=_number(eps))
     total: list[Tensor] = []
 
     def reduce(gradients: list[Tensor]) -> Tensor:
@@ -223,8 +222,7 @@ def influence(
     if count == 0:
         raise InputError("influence: there is no training sample. Pass at least one in train.")
     chunks = _Chunks("influence", chunk_size, bytes)
-    if tolerance != 0:
-        _check_positive("influence", tolerance=tolerance)
+    check_positive("influence", Real, or_zero=True, tolerance=_number(tolerance))
     _check("influence", loss, parameters, (train, test))
     if any([wrappers.physical(x)[1] for x in tensors_in((parameters, train, test))]):
         raise TransformError("influence: vmap's samples would take different numbers of iterations. Loop.")
@@ -307,8 +305,8 @@ class _Chunks:
     def __init__(self, name: str, chunk_size: int | None, bytes: int | None = None) -> None:
         if chunk_size is not None and bytes is not None:
             raise OptionError(f"{name} takes chunk_size= or bytes=, not both.")
-        check_positive(name, chunk_size=chunk_size)
-        check_positive(name, Real, bytes=bytes)
+        check_positive(name, or_none=True, chunk_size=chunk_size)
+        check_positive(name, Real, or_none=True, bytes=bytes)
         self.name, self.size, self.bytes = name, chunk_size, int(min(bytes or 0, sys.maxsize))
         self.meter = None if bytes is None else Meter()  # runs during all work on the chunks
         # The size of the largest chunk so far, and the bytes that it took for each sample.
@@ -340,12 +338,11 @@ class _Chunks:
                     )
 
 
-def _check_positive(name: str, **options: Any) -> None:
-    """Raise unless options are positive numbers, or tensors of them."""
-    for option, x in options.items():
-        if isinstance(x, Tensor):  # of a vmap, torch does not say
-            x = 1 if wrappers.physical(x)[1] else x.item()
-        check_positive(name, Real, **{option: 0 if x is None else x})
+def _number(x: Any) -> Any:
+    """An option that may be a tensor, as a number to be checked. Under vmap torch does not tell its value."""
+    if isinstance(x, Tensor):
+        return 1 if wrappers.physical(x)[1] else x.item()
+    return x
 
 
 def _check(name: str, loss: Any, parameters: Any, batch: Any) -> None:

@@ -178,13 +178,18 @@ def name_of(f: Any) -> str:
     return (not isinstance(f, nn.Module) and getattr(f, "__qualname__", None)) or type(f).__qualname__
 
 
+def is_module_class(f: Any) -> bool:
+    """Whether f is a class of modules, where a module was meant."""
+    return isinstance(f, type) and issubclass(f, nn.Module)
+
+
 def name_and_check(f: Callable[..., Any], taker: str = "remat") -> str:
     """The name of f in messages. Raises if f is not callable, or a class of modules."""
     right = "{}({}, x)" if taker == "checkpoint" else "{}({})(x)"
     if not callable(f):
         write = f"Write {right.format(taker, 'f')}, not {taker}(f(x))."
         raise InputError(f"{taker} takes a callable, not {type(f).__name__}. {write}")
-    if isinstance(f, type) and issubclass(f, nn.Module):
+    if isinstance(f, type) and is_module_class(f):  # each call comes here
         of = f"{f.__name__}(...)"
         raise InputError(f"{taker} takes a module, not its class: write {right.format(taker, of)}.")
     return name_of(f)

@@ -262,6 +262,7 @@ def test_a_step_that_reads_values_is_measured_on_real_tensors():
         (OptionError, "policies must be a list or tuple", backward, {"policies": policies.dots_saveable}),
         (OptionError, "fit: a policy is", backward, {"policies": ("dots_saveable",)}),
         (OptionError, "bytes='8GB' is not a positive number", backward, {"bytes": "8GB"}),
+        (OptionError, "bytes=None is not a positive number", backward, {"bytes": None}),
         (InputError, "select='blocks.*' selects nothing. Pass a class", backward, {"select": "blocks.*"}),
         (InputError, "takes no Linear. Pass its class", backward, {"select": nn.Linear(2, 2)}),
         (InputError, "step calls no block", lambda model, x: x.sum(), {}),

@@ -381,7 +381,7 @@ def test_other_options():
         remove_remat(parametrized)
     with pytest.raises(OptionError, match="one module"):
         Remat(nn.Linear(2, 2), nn.Linear(2, 2))
-    for every in (0, 1.5):
+    for every in (0, 1.5, None):
         with pytest.raises(OptionError, match=f"every={every}"):
             Sequential(nn.Linear(2, 2), every=every)
     with pytest.raises(OptionError, match="policy= or context_fn="):

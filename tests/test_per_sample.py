@@ -287,7 +287,7 @@ def test_influence_errors():
             funcckpt.OptionError,
             r"max_norm=-1\.0 is not",
         ),
-        ((torch.ones(2, 3),), {"max_norm": None}, funcckpt.OptionError, "max_norm=0 is not a positive"),
+        ((torch.ones(2, 3),), {"max_norm": None}, funcckpt.OptionError, "max_norm=None is not a positive"),
         ((torch.ones(2, 3),), {"max_norm": "1"}, funcckpt.OptionError, "max_norm='1' is not a positive"),
         ((torch.ones(2, 3),), {"bytes": 9, "chunk_size": 2}, funcckpt.OptionError, "not both"),
         ((), {}, funcckpt.InputError, "no tensor at all"),
@@ -389,6 +389,8 @@ def test_options_that_are_tensors_or_infinite():
     close(sums(torch.tensor(1.0), eps=torch.tensor(1e-6), bytes=float("inf")), sums(1.0))
     close(torch.func.vmap(sums)(torch.tensor([1.0, 2.0])), torch.stack([sums(1.0), sums(2.0)]))
     close(sums(float("inf")), x.sum(0))
+    with_eps = lambda eps: sums(1.0, eps=eps)
+    close(torch.func.vmap(with_eps)(torch.tensor([1e-6, 1.0])), torch.stack([with_eps(1e-6), with_eps(1.0)]))
 
 
 def test_a_tensor_that_a_transform_has_left_behind_is_none_of_the_loss():

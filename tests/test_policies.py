@@ -711,6 +711,7 @@ FACTORIES = {
     "linspace": lambda x: torch.linspace(x[0, 0].detach(), 1, 3, dtype=x.dtype),
     "full": lambda x: torch.full_like(x, 2),
     "new": lambda x: x.new_ones(3, 3),
+    "cast": lambda x: x.detach().float().double(),  # no factory, though it takes the same options
 }
 
 
@@ -1251,12 +1252,12 @@ def test_policies_have_names():
     listed, both = [torch.ops.aten.mm.default], policies.save_from_both_policies(h, policies.dots_saveable)
     assert repr(h) == "save_only_these_names('h', 'k')"
     assert repr(both) == f"save_from_both_policies({h!r}, dots_saveable)"
-    assert names_of([h, listed, None, policies.budget(fraction=0.5)])[1:] == [
+    assert names_of("test", [h, listed, None, policies.budget(fraction=0.5)])[1:] == [
         "[aten.mm.default]",
         "None",
         "budget(fraction=0.5)",
     ]
-    assert names_of([h, h, policies.dots_saveable], ("dots_saveable",)) == [
+    assert names_of("test", [h, h, policies.dots_saveable], ("dots_saveable",)) == [
         f"{h!r} 1",
         f"{h!r} 2",
         "dots_saveable 3",

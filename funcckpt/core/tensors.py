@@ -248,10 +248,10 @@ class GivenBuffers:
         self._originals: dict[int, Any] = {i: x for i, x in enumerate(inputs) if id(x) in found}
         # The numbers of buffers of levels; after the first run, only of those that it has updated.
         self._at_levels = [i for i, x in self._originals.items() if wrappers.is_functorch_wrapped_tensor(x)]
-        # The versions of the copies that f gets.
-        self._versions: dict[int, int | None] = {}
         # Of these, those whose versions do not tell of the update.
         self._untold: set[int] = set()
+        # The versions of the copies that f gets.
+        self._versions: dict[int, int | None] = {}
 
     def __contains__(self, i: int) -> bool:
         return i in self._originals

@@ -30,6 +30,7 @@ from ..core.tensors import versions_of
 from ..errors import InputError, OptionError, TransformError
 from ..loops.measure import leaving_nothing
 from ..meter import Meter, storages
+from ..remat import is_module_class
 from ..tape.operators import tensors_in
 from .checkpoint import checkpoint
 
@@ -93,7 +94,7 @@ def chain(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 
 def _layers(title: str, functions: Any) -> list[Callable[[Any], Any]]:
     layers: list[Any] = [*functions] if isinstance(functions, Iterable) else [None]
-    if wrong := [f for f in layers if not callable(f) or (isinstance(f, type) and issubclass(f, nn.Module))]:
+    if wrong := [f for f in layers if not callable(f) or is_module_class(f)]:
         what = "" if wrong[0] is None else f" that holds {wrong[0]!r}"
         raise InputError(
             f"{title} takes an nn.Sequential or a list of functions, not a {type(functions).__name__}{what}."

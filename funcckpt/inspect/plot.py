@@ -110,7 +110,7 @@ def plot_tradeoff(
         raise InputError("plot_tradeoff: there is no checkpoint in f. Put remat around its parts.")
     if not isinstance(policies, Mapping):
         policies = [*policies]
-        policies = dict(zip(names_of(policies), policies, strict=True))
+        policies = dict(zip(names_of("plot_tradeoff", policies), policies, strict=True))
     if None not in policies.values():
         policies = {"no policy": None} | {**policies}
     costs = {"no remat": without}

@@ -23,6 +23,7 @@ from ..core.tensors import with_paths
 from ..errors import InputError, MutationError, OptionError, describe
 from ..policies.budget import Budget
 from ..policies.policies import Policy, chooser_of
+from ..remat import is_module_class
 from ..tape.operators import tensors_in
 from .measure import as_many_as_fit, leaving_nothing, no_ys
 from .schedules import PLAIN, choose, evaluations
@@ -293,7 +294,7 @@ def _loop_of(
 ) -> Loop:
     """A loop with checked options; its length is not known yet."""
     name = f"{kind}({getattr(f, '__qualname__', None) or type(f).__qualname__})"
-    if not callable(f) or (isinstance(f, type) and issubclass(f, torch.nn.Module)):
+    if not callable(f) or is_module_class(f):
         what = f"the class {f.__name__}" if isinstance(f, type) else type(f).__name__
         raise InputError(f"{kind} takes a function, not {what}.")
     if offload not in (None, "host", "disk"):

@@ -173,8 +173,8 @@ def choose(
     if checkpoints is not None and checkpoint != "binomial":
         raise OptionError(f'{name}: checkpoints={checkpoints!r} needs checkpoint="binomial".')
     number = None if isinstance(checkpoint, str) else checkpoint
-    check_positive(name, checkpoint=number, checkpoints=checkpoints)
-    check_positive(name, Real, bytes=bytes)
+    check_positive(name, or_none=True, checkpoint=number, checkpoints=checkpoints)
+    check_positive(name, Real, or_none=True, bytes=bytes)
     if checkpoints is not None:
         return Schedule("binomial", checkpoints)
     if checkpoint == "binomial":

@@ -28,6 +28,7 @@ from ..eager.region import Options
 from ..eager.sequential import chain, start_behind_writers, writes_to_input
 from ..errors import InputError, OptionError, check_positive
 from ..policies.policies import as_function
+from ..remat import is_module_class
 
 M = TypeVar("M", bound=nn.Module)
 Select = type | tuple[type, ...] | str | Callable[[str, nn.Module], bool]
@@ -103,7 +104,7 @@ class Remat(nn.Module, metaclass=_KeepsItsType):
 def _checked_class(module: Any, options: dict[str, Any]) -> type[nn.Module]:
     """The class that a module gets. Raises if it cannot be wrapped."""
     name = type(module).__name__
-    if isinstance(module, type) and issubclass(module, nn.Module):
+    if is_module_class(module):
         raise InputError(f"Remat takes an nn.Module, not a class: write Remat({module.__name__}(...)).")
     if not isinstance(module, nn.Module):
         raise InputError(f"Remat takes an nn.Module, not {name}: use funcckpt.remat for functions.")
@@ -347,7 +348,7 @@ class Sequential(nn.Sequential):
     def __init__(self, *layers: Any, every: Any = 1, skip_last: bool = False, **options: Any) -> None:
         super().__init__(*layers)
         self.options = _checked_options("Sequential", options)
-        check_positive("Sequential", every=every or 0)
+        check_positive("Sequential", every=every)
         self.every = every
         self.skip_last = skip_last
 

@@ -32,7 +32,7 @@ from ..errors import FuncckptError, InputError, OptionError, TransformError, che
 from ..inspect.explain import BYTES, in_units
 from ..meter import Meter
 from ..policies import dots_saveable, nothing_saveable
-from ..policies.policies import chooser_of, names_of
+from ..policies.policies import names_of
 from ..tape.operators import tensors_in
 from . import modules
 
@@ -158,9 +158,7 @@ def fit(
         raise InputError(f"fit: step must be a function of model and batch, not {type(step).__name__}.")
     if not isinstance(policies, Sequence) or isinstance(policies, str):
         raise OptionError(f"fit: policies must be a list or tuple of policies, not {policies!r}.")
-    for policy in policies:
-        chooser_of(policy, "fit")
-    choices = dict(zip(names_of(policies, ("keep", "recompute")), policies, strict=True))
+    choices = dict(zip(names_of("fit", policies, ("keep", "recompute")), policies, strict=True))
     show, runs = sys.stderr.isatty() if progress is None else progress, count(1)
 
     def run(size: int | None, *arguments: Any, **more: Any) -> _Cost:

@@ -41,8 +41,7 @@ def budget(*, bytes: int | None = None, fraction: float | None = None) -> Budget
     """
     if (bytes is None) == (fraction is None):
         raise OptionError("budget takes either bytes=... or fraction=..., and needs one.")
-    if not (isinstance(bytes, Real) and bytes == 0):
-        check_positive("budget", Real, bytes=bytes)
+    check_positive("budget", Real, or_none=True, or_zero=True, bytes=bytes)
     if fraction is not None and not (isinstance(fraction, Real) and 0 <= fraction <= 1):
         raise OptionError(f"budget: fraction={fraction!r} is not between 0 and 1.")
     return Budget(bytes, fraction)

@@ -188,10 +188,13 @@ def _named(title: str, parts: Sequence[Any], *call: Any) -> Any:
     return policy
 
 
-def names_of(policies: Iterable[Any], taken: Collection[str] = ()) -> list[str]:
-    """What policies are called in tables; numbers tell those with the same name apart."""
-    functions = [as_function(p, "") if isinstance(p, Sequence) else p for p in policies]
-    names = [getattr(function, "__name__", repr(function)) for function in functions]
+def names_of(title: str, policies: Iterable[Any], taken: Collection[str] = ()) -> list[str]:
+    """Check policies, and give them names for tables. Numbers tell those with the same name apart."""
+    names = []
+    for policy in policies:
+        chooser = chooser_of(policy, title)
+        asked = policy if chooser is None else getattr(chooser, "policy", chooser)
+        names.append(getattr(asked, "__name__", repr(asked)))
     return [f"{x} {i}" if names.count(x) > 1 or x in taken else x for i, x in enumerate(names, 1)]
 
 
@@ -333,7 +336,8 @@ def save_from_both_policies(policy_1: Policy, policy_2: Policy) -> _Made:
     >>> policy = policies.save_from_both_policies(names, policies.dots_saveable)
     """
     both = [as_function(policy, "save_from_both_policies") for policy in (policy_1, policy_2)]
-    return _named("save_from_both_policies({})", names_of((policy_1, policy_2)), _from_both, *both)
+    names = names_of("save_from_both_policies", both)
+    return _named("save_from_both_policies({})", names, _from_both, *both)
 
 
 def _from_both(first: _Made, second: _Made, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

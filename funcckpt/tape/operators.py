@@ -48,7 +48,7 @@ class Operator(NamedTuple):
     # Whether it consists of other operators. These are what a mode sees, but not in inference mode, where the
     # dispatch keys of autograd are off, which take it apart. (Of nested tensors, some have kernels.)
     is_composite: bool
-    # Whether it makes a tensor with given options.
+    # Whether it makes a tensor with given options, and is not a cast.
     is_factory: bool
 
 
@@ -60,7 +60,7 @@ def about(func: Any) -> Operator:
     if (of := _operators.get(id(func))) is None:
         counts_no_versions = name_of(func).startswith("_foreach") and func._schema.is_mutable
         arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-        is_factory = any([a.name == "pin_memory" for a in arguments])
+        is_factory = name_of(func) != "_to_copy" and "pin_memory" in [a.name for a in arguments]
         what = _kind_of(func), counts_no_versions, autograd.is_composite(func), is_factory
         of = _operators[id(func)] = Operator(func, *what)
     return of

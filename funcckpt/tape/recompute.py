@@ -211,11 +211,8 @@ class Replay(Watch):
         """What to skip after a recomputation that went another way; None if that must be learned again."""
         if not self.without_mode:
             return None
-        return (
-            Plan({}, self.watchlists[:1])
-            if len(self.watchlists) > 1 and self.watchlists[0].numbers
-            else _NOTHING
-        )
+        keeps = len(self.watchlists) > 1 and self.watchlists[0].numbers
+        return Plan({}, self.watchlists[:1]) if keeps else _NOTHING
 
 
 # To skip some operators, all calls of their kind must be seen, which takes torch some microseconds for each.

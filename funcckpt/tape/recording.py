@@ -130,8 +130,8 @@ class Record(Watch):
         else:
             for x in values.values():
                 self.hold(x)
-        if not self.without_mode:  # made below autograd, an alias would have a version counter of its own
-            values = {i: autograd.alias(x) for i, x in values.items()}
+            if not self.without_mode:  # below autograd, an alias would have a version counter of its own
+                values = {i: autograd.alias(x) for i, x in values.items()}
         # What depends on values is that of this run: how many results there are, numbers, sizes.
         rest = [(i, x) for i, x in enumerate(results) if i not in values]
         metas = {i: TensorMeta.of(x) for i, x in rest if isinstance(x, Tensor) and operators.is_plain(x)}
